@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.lower.redistribute import redistribute
-from weft.plan.placement import D, P, R, Shard, is_shard
+from weft.plan.placement import D, P, R, Shard, in_runs, is_shard
 from weft.world.launch import launch
 from weft.world.memory import accounts_of
 from weft.world.world import World
@@ -24,8 +24,12 @@ PAIRS = (
     (P, Shard(0)), (P, Shard(1)), (Shard(0), Shard(1)), (Shard(2), Shard(0)), (Shard(1), Shard(2)),
 )  # fmt: skip
 
+RUNS, ROWS = in_runs(1, ((1, 2, 1), (3, 2, 3))), in_runs(0, ((1, 1, 1), (1, 1, 1)))  # pieces of two runs
 A, B = Shard(0, (3, 1, 2)), Shard(1, (5, 5, 2))
-UNEQUAL = ((R, A), (D, A), (A, R), (A, D), (P, A), (A, B), (B, Shard(0)), (Shard(2), A))  # between three
+UNEQUAL = (
+    (R, A), (D, A), (A, R), (A, D), (P, A), (A, B), (B, Shard(0)), (Shard(2), A),
+    (R, RUNS), (D, RUNS), (RUNS, R), (RUNS, D), (P, RUNS), (RUNS, Shard(2)), (A, RUNS), (RUNS, ROWS), (ROWS, R),
+)  # between three  # fmt: skip
 
 
 def global_tensor(seed: int, dtype: torch.dtype) -> Tensor:
@@ -46,7 +50,8 @@ def held(x: Tensor, form: str, world: World) -> Tensor:
 
 
 def piece_of(x: Tensor, form: Shard, world: World) -> Tensor:
-    return x.narrow(form.dim, *form.part(x.shape[form.dim], world.num_ranks, world.rank))
+    spans = form.spans(x.shape[form.dim], world.num_ranks, world.rank)
+    return torch.cat([x.narrow(form.dim, start, stop - start) for start, stop in spans], form.dim)
 
 
 def gradient(c: Tensor, form: str, world: World) -> Tensor:

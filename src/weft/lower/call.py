@@ -75,7 +75,7 @@ class Call:
 
     @property
     def rule(self) -> Rule:
-        rule = self.low.graph.rules[self.op.name]
+        rule = self.low.graph.fused.rules[self.op.name]
         assert rule is not None, self.op.name  # only an operator with a rule is ever cut
         return rule
 

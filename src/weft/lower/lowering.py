@@ -23,7 +23,7 @@ from weft.model.sharding.sharding import Sharding
 from weft.model.storage.autocast import autocast
 from weft.ops import draws
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, P, Placement, R, shard
+from weft.plan.placement import D, Placement, R, crossing, shard
 from weft.world.world import Group
 
 Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -80,8 +80,8 @@ class Lowering:
         return self.variant(self.sharding.lies(value))
 
     def crossing(self, value: str) -> Variant:
-        """The form in which a value crosses to another stage: as it is there, summands summed."""
-        return tuple(R if form is P else form for form in self.lies(value))
+        """The form in which a value crosses to another stage: as it is there, summands summed and pieces of several runs put together."""
+        return tuple(map(crossing, self.lies(value)))
 
     def arriving(self, value: str) -> Variant:
         """The form in which a value comes from another stage."""

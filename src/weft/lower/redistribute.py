@@ -64,8 +64,15 @@ class _Redistributed(torch.autograd.Function):
 
 def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
     """One row of the table, forward only. Pieces without lengths are equal."""
-    if isinstance(source, Strided) or isinstance(target, Strided):
+    if any(isinstance(form, Strided) for form in (source, target)):
+        return _in_positions(x, source, target, group)
+    if any(isinstance(form, Shard) and form.runs for form in (source, target)):
         return _in_runs(x, source, target, group)
+    return _in_order(x, source, target, group)
+
+
+def _in_order(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
+    """A row of the table where pieces lie in the order of ranks."""
     match transition(source, target).collective, source, target:
         case "", Replicate() | Deferred(), Partial():
             return x / group.size
@@ -99,6 +106,27 @@ def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tens
 
 
 def _in_runs(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
+    """A row of the table where ranks have a piece of each of several runs: its row for pieces, of a tensor in which what a rank has lies
+    together."""
+    forms = [Shard(form.dim, form.lengths) if isinstance(form, Shard) else form for form in (source, target)]
+    if isinstance(target, Shard) and target.runs:
+        x = torch.cat([x.narrow(target.dim, a, b - a) for spans in _spans(target, group.size) for a, b in spans], target.dim)
+    out = _in_order(x, forms[0], forms[1], group)
+    if isinstance(source, Shard) and source.runs:
+        starts, start = [], 0
+        for spans in _spans(source, group.size):
+            for a, b in spans:
+                starts.append((a, start, b - a))
+                start += b - a
+        out = torch.cat([out.narrow(source.dim, at, size) for _, at, size in sorted(starts)], source.dim)
+    return out
+
+
+def _spans(form: Shard, num_ranks: int) -> list[tuple[Range, ...]]:
+    return [form.spans(0, num_ranks, i) for i in range(num_ranks)]
+
+
+def _in_positions(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
     """A row of the table where positions of runs are cut: its row for shards, of a tensor in which runs, positions and what lies inside of
     these are dimensions of their own, with positions in the order of ranks."""
     cut, whole = (source, False) if isinstance(source, Strided) else (target, True)
@@ -118,8 +146,8 @@ def _in_runs(x: Tensor, source: Placement, target: Placement, group: Group) -> T
 def _behind(placement: Placement, cut: Strided) -> Placement:
     """A placement of a tensor in which the dimension that is cut has become three."""
     match placement:
-        case Shard(dim, lengths) if dim > cut.dim:
-            return Shard(dim + 2, lengths)
+        case Shard(dim, lengths, runs) if dim > cut.dim:
+            return Shard(dim + 2, lengths, runs)
         case Strided(dim, size, inner, order) if dim > cut.dim:
             return Strided(dim + 2, size, inner, order)
     return placement

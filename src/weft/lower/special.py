@@ -156,6 +156,24 @@ def _in_pairs(call: Call) -> fx.Node:
     return call.emit(call.operator, [call.add(torch.ops.aten.clone.default, call.args[0])], call.kwargs)
 
 
+def _part(call: Call) -> fx.Node | None:
+    """Parts of a dimension of which this rank has a piece of each run: its own pieces of those that a part is."""
+    op, low = call.op, call.low
+    axis = next((axis for axis, label in call.cut.items() if (op.name, label) in low.graph.fused.labels), "")
+    if not axis or call.record.along is None:
+        return None
+    form, group = low.sharding.needs[op.name][0][axis], low.groups[axis]
+    assert is_shard(form)
+    tensors, dim = low.graph.tensors, form.dim
+    spans = form.spans(tensors[op.inputs[0]].shape[dim], group.size, group.index)
+    (along,) = call.record.along(op, [tensors[v].shape for v in op.inputs], [tensors[v].shape for v in op.outputs])
+    parts = [runs[0] for number, _, runs in along.places if number]
+    local = [[sum(min(stop, border) - start for start, stop in spans if start < border) for border in part] for part in parts]
+    if op.multiple:
+        return call.add(torch.ops.aten.split_with_sizes.default, call.args[0], [stop - start for start, stop in local], dim)
+    return call.add(torch.ops.aten.slice.Tensor, call.args[0], dim, *local[0])
+
+
 def _scatter(call: Call) -> fx.Node | None:
     if call.made.dtype.startswith("complex"):
         return call.nodes.add(bind(_complex_scatter, call.operator), tuple(call.args), call.kwargs)
@@ -224,6 +242,7 @@ BY_WORD: dict[str, Way] = {
     "grouped": _in_groups,
     "memory": _in_rows,
     "pairs": _in_pairs,
+    "part": _part,
     "scatter": _scatter,
     "classes": _classes,
     "targets": _targets,

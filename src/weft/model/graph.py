@@ -15,6 +15,7 @@ from weft.ops import Rule, record_of, rule_of, writes
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
 if TYPE_CHECKING:
+    from weft.model.dims.runs import Fused
     from weft.model.sharding.fold import Fold
     from weft.model.stages.branches import Region
 
@@ -160,6 +161,13 @@ class Graph:
         return granules(self, self.rules, products=False), granules(self, self.rules, products=True)
 
     @cached_property
+    def fused(self) -> Fused:
+        """Dimensions that are several runs, see `weft.model.dims.runs`."""
+        from weft.model.dims.runs import fused  # here, since they are written in terms of Graph
+
+        return fused(self)
+
+    @cached_property
     def free(self) -> frozenset[str]:
         """Names of the operators that follow from the batch and constants alone, see `weft.model.stages.stages`."""
         from weft.model.stages.stages import free_operators  # here, since stages are written in terms of Graph
@@ -222,4 +230,3 @@ def written_buffers(graph: Graph) -> set[str]:
     """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
     held = {v.value for v in graph.buffers}
     return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
-

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.ops.keeps import Keeps, floats
 from weft.ops.operator import Operator, Tensor
-from weft.ops.rule import Rule
+from weft.ops.rule import Along, Rule
 from weft.ops.sliding_window import Window
 
 Shape = tuple[int, ...]
@@ -85,6 +85,8 @@ class Op:
     rule: str | tuple[str, ...] | Made | ByTensors | None = None
     adjust: Callable[[Operator, Rule, list[Shape]], Rule | None] | None = None
     namespace: str = "aten"
+    # Labels whose dimensions are runs, one behind another, each cut by itself (`weft.ops.rule.Along`).
+    along: Callable[[Operator, list[Shape], list[Shape]], tuple[Along, ...]] | None = None
 
     # How elements lie in what is made: in another shape ("reshape"), repeated ("expand", "repeat"), a "part", the "same" view, a copy in
     # "rows", in another dtype ("cast"), a "copy".

@@ -47,6 +47,36 @@ class Rule:
         return tuple(dict.fromkeys(seen))
 
 
+Runs = tuple[tuple[int, int], ...]  # ranges (start, stop) of what a label counts, one behind the other in a dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A label whose dimensions are runs: of a fused projection's output, queries, keys and values.
+
+    `places`: of tensor number (inputs before outputs) which dimension it is and which ranges of the label lie there, one behind the
+    other, each entry of the label as often as makes the dimension as long as it is. `ends`: where else the label is taken apart. `apart`:
+    (tensor, dimension) that must be taken apart, entry by entry, for this label to be the one that can be cut. What has places in inputs
+    alone says where borders are, and is no label that could be cut.
+    """
+
+    label: str
+    places: tuple[tuple[int, int, Runs], ...]
+    ends: tuple[int, ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+
+    def rule(self, rule: Rule) -> Rule:
+        """A rule in which the label stands at these places, and nowhere else."""
+        rows = [None if row is None else [x if x != self.label else BLOCKED for x in row] for row in (*rule.inputs, *rule.outputs)]
+        for number, dim, _ in self.places:
+            row = rows[number]
+            if row is not None:
+                row[dim] = self.label
+        made = [None if row is None else tuple(row) for row in rows]
+        count = len(rule.inputs)
+        return Rule(tuple(made[:count]), tuple(row or () for row in made[count:]), rule.kernels, rule.units)
+
+
 def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence[tuple[int, ...]]) -> Rule | None:
     """Read the notation for tensors of these shapes (None: an argument that was not given). None where ranks do not fit.
 

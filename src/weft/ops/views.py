@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
 
 from weft.ops.keeps import others
 from weft.ops.operator import Operator
 from weft.ops.record import Op
-from weft.ops.rule import BLOCKED, Labels, Rule, lead, named
+from weft.ops.rule import BLOCKED, Along, Labels, Rule, Runs, lead, named
 
 Shape = tuple[int, ...]
 
 
-def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
-    """Labels of a reshape: dimensions are grouped where their products agree, and the outermost of a group can be cut.
-
-    >>> reshape((4, 32, 64), (4, 32, 8, 8))
-    (('d0', 'd1', 'd2'), ('d0', 'd1', 'd2', ''))
-    """
-    left, right = [BLOCKED] * len(source), [BLOCKED] * len(target)
-    i = j = label = 0
+def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """Dimensions larger than one, on both sides of a reshape, whose products agree; without what is left at the end."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
     while i < len(source) and j < len(target):
         i0, j0 = i, j
         a, b = source[i], target[j]
@@ -30,12 +28,20 @@ def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
             elif j < len(target):
                 b, j = b * target[j], j + 1
             else:
-                return tuple(left), tuple(right)
-        lead_in = next((k for k in range(i0, i) if source[k] > 1), None)
-        lead_out = next((k for k in range(j0, j) if target[k] > 1), None)
-        if lead_in is not None and lead_out is not None:
-            left[lead_in] = right[lead_out] = f"d{label}"
-            label += 1
+                return found
+        found.append(([k for k in range(i0, i) if source[k] > 1], [k for k in range(j0, j) if target[k] > 1]))
+    return [(left, right) for left, right in found if left and right]
+
+
+def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
+    """Labels of a reshape: dimensions are grouped where their products agree, and the outermost of a group can be cut.
+
+    >>> reshape((4, 32, 64), (4, 32, 8, 8))
+    (('d0', 'd1', 'd2'), ('d0', 'd1', 'd2', ''))
+    """
+    left, right = [BLOCKED] * len(source), [BLOCKED] * len(target)
+    for number, (read, made) in enumerate(_groups(source, target)):
+        left[read[0]] = right[made[0]] = f"d{number}"
     return tuple(left), tuple(right)
 
 
@@ -192,10 +198,60 @@ def _last_two(op: Operator, rank: int) -> list[int]:
     return [*range(rank - 2), rank - 1, rank - 2]
 
 
+def _parts(dim: int, ins: list[Shape], outs: list[Shape], starts: Sequence[int]) -> tuple[Along, ...]:
+    """Parts of one dimension, which begin at `starts`."""
+    made = tuple((len(ins) + i, dim, ((start, start + out[dim]),)) for i, (start, out) in enumerate(zip(starts, outs, strict=True)))
+    return (Along(f"d{dim}", ((0, dim, ((0, ins[0][dim]),)), *made)),)
+
+
+def _parts_of_split(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
+    dim = _dim(op, 2, 0, len(ins[0]))
+    return _parts(dim, ins, outs, [0, *accumulate(out[dim] for out in outs[:-1])]) if outs else ()
+
+
+def _part_of_slice(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
+    """`slice(x, dim, start, stop, step)` and `narrow(x, dim, start, length)`."""
+    dim, given = _dim(op, 1, 0, len(ins[0])), (*op.args, *(None,) * 5)
+    length, step = ins[0][dim], 1 if op.target.startswith("aten.narrow") else given[4]
+    start = 0 if given[2] is None else given[2]
+    if not isinstance(start, int) or step not in (None, 1) or ins[0][dim] == outs[0][dim]:
+        return ()
+    start = max(0, min(length, start + length if start < 0 else start))
+    return _parts(dim, ins, outs, [start])
+
+
+def _taken(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
+    """`select` takes one entry of a dimension, `unbind` each by itself."""
+    dim = _dim(op, 1, 0, len(ins[0]))
+    length = ins[0][dim]
+    at = int(op.args[2]) % length if len(outs) == 1 and len(op.args) > 2 and isinstance(op.args[2], int) else None
+    ends = range(1, length) if at is None else range(max(1, at), min(length, at + 2))
+    return (Along(f"d{dim}", ((0, dim, ((0, length),)),), tuple(ends)),)
+
+
+def _inner(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
+    """A reshape that splits a dimension, or puts some together, of which the outer ones are taken apart: an inner one is that which is cut,
+    and its dimension on the other side is as many runs of it."""
+    found = []
+    for label, (read, made) in enumerate(_groups(ins[0], outs[0])):
+        for group, number, shape, other in ((made, len(ins), outs[0], (0, read[0])), (read, 0, ins[0], (len(ins), made[0]))):
+            for i in range(1, len(group) if len(read) == 1 or len(made) == 1 else 0):
+                runs: Runs = ((0, shape[group[i]]),)
+                outer = group[:i]
+                places = ((*other, runs * prod(shape[d] for d in outer)), (number, group[i], runs))
+                found.append(Along(f"d{label}", places, apart=tuple((number, d) for d in outer)))
+    return tuple(found)
+
+
 OPS = (
-    Op("view reshape _unsafe_view", _reshape, kind="view", moves="reshape", shape_at=1, linear="together", gradient="same"),
-    Op("flatten ravel unflatten squeeze unsqueeze", _reshape, kind="view", moves="reshape", linear="together", gradient="same"),
-    Op("view_as", _reshape, kind="view", moves="reshape", linear="together", gradient="same", learns=1),
+    Op(
+        "view reshape _unsafe_view", _reshape, along=_inner, kind="view", moves="reshape", shape_at=1, linear="together", gradient="same"
+    ),
+    Op(
+        "flatten ravel unflatten squeeze unsqueeze", _reshape, along=_inner, kind="view", moves="reshape", linear="together",
+        gradient="same",
+    ),
+    Op("view_as", _reshape, along=_inner, kind="view", moves="reshape", linear="together", gradient="same", learns=1),
     Op("reshape_as", _reshape, moves="reshape", linear="together", gradient="same", learns=1),
     Op("atleast_1d atleast_2d atleast_3d", _reshape, linear="together"),
     Op("transpose swapaxes swapdims", _permute(_swapped), kind="view", turn=_swapped, linear="together", gradient="same"),
@@ -208,11 +264,16 @@ OPS = (
     Op("expand", _expand, kind="view", moves="expand", shape_at=1, linear="together"),
     Op("expand_as", _expand, kind="view", moves="expand", linear="together", learns=1),
     Op("broadcast_to", _expand, kind="view", moves="expand", linear="together"),
-    Op("slice narrow", _sliced, kind="view", moves="part", shifts=True, linear="together"),
+    Op(
+        "slice narrow", _sliced, along=_part_of_slice, lowering="part", kind="view", moves="part", shifts=True, linear="together"
+    ),
     Op("narrow_copy", _sliced, linear="together"),
-    Op("select", _select, kind="view", moves="part", linear="together"),
-    Op("split split_with_sizes chunk tensor_split", _split, kind="view", moves="part", linear="together"),
-    Op("unbind", _unbind, kind="view", moves="part", linear="together"),
+    Op("select", _select, along=_taken, kind="view", moves="part", linear="together"),
+    Op(
+        "split split_with_sizes chunk tensor_split", _split, along=_parts_of_split, lowering="part", kind="view", moves="part",
+        linear="together",
+    ),
+    Op("unbind", _unbind, along=_taken, kind="view", moves="part", linear="together"),
     Op("slice_scatter select_scatter", _scattered, lowering="scatter", linear="together", keeps=others),
     Op("cat concat concatenate", _cat, joins=True, shifts=True, linear="together", keeps=others, gradient="same"),
     Op("stack", _stack, joins=True, linear="together", keeps=others, gradient="same"),
@@ -225,4 +286,4 @@ OPS = (
     Op("meshgrid", _grid, kind="view", autocast="apart"),
     Op("identity", kind="view", moves="same", gradient="same"),
     Op("as_strided", lowering="memory"),
-)
+)  # fmt: skip

@@ -6,7 +6,8 @@ A placement says two things: what a rank holds of the value, and what it holds o
     Replicate       R         whole                whole                Replicate
     Deferred        +         whole                a summand            Partial
     Partial         P         a summand            whole                Deferred
-    Shard           S2        a piece              a piece              Shard
+    Shard           S2        a piece, or one of   a piece, or one of   Shard
+                              each run             each run
     Strided         T2        a piece of each run  a piece of each run  Strided
     Halo            H2        a window of pieces   summands of a window HaloPartial
     HaloPartial     W2        summands of a window a window of pieces   Halo
@@ -70,16 +71,21 @@ class Partial(Interned):
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard(Interned):
     """Rank i of the axis holds piece i of dimension `dim`: `lengths[i]` entries, or without lengths what `piece` says: as many as the
-    others, or one more on the first ranks. `shard` makes one."""
+    others, or one more on the first ranks. `shard` makes one.
+
+    `runs`: the dimension is several runs, and of run k rank i holds `runs[k][i]` entries, so a piece of each, one behind the other:
+    queries, keys and values that one weight makes, gates of a recurrence. `in_runs` makes one.
+    """
 
     dim: int
     lengths: tuple[int, ...] = ()
+    runs: tuple[tuple[int, ...], ...] = ()
 
-    def __new__(cls, dim: int, lengths: tuple[int, ...] = ()) -> Self:  # one object, whether or not that there are no lengths is said
-        return Interned.__new__(cls, dim, lengths)
+    def __new__(cls, dim: int, lengths: tuple[int, ...] = (), runs: tuple[tuple[int, ...], ...] = ()) -> Self:
+        return Interned.__new__(cls, dim, lengths, runs)  # one object, whether or not that there are none is said
 
     def ranges(self, length: int, n: int) -> tuple[Range, ...]:
-        """(start, stop) of every rank's piece of a dimension of `length`.
+        """(start, stop) of every rank's piece of a dimension of `length` where pieces lie in the order of ranks.
 
         >>> Shard(0, (3, 2)).ranges(5, 2), Shard(1).ranges(4, 2)
         (((0, 3), (3, 5)), ((0, 2), (2, 4)))
@@ -90,8 +96,30 @@ class Shard(Interned):
         return tuple(zip((0, *stops[:-1]), stops, strict=True))
 
     def part(self, length: int, n: int, index: int) -> tuple[int, int]:
-        """(start, length) of the piece of rank `index`."""
+        """(start, length) of the piece of rank `index`, which lies in one place."""
+        if self.runs:
+            raise AssertionError(f"a piece of each of {len(self.runs)} runs has no one place")
         return (sum(self.lengths[:index]), self.lengths[index]) if self.lengths else piece(length, n, index)
+
+    def sizes(self, length: int, n: int) -> tuple[int, ...]:
+        """How many entries every rank has."""
+        return tuple(stop - start for start, stop in self.ranges(length, n))
+
+    def spans(self, length: int, n: int, index: int) -> tuple[Range, ...]:
+        """(start, stop) of everything that rank `index` has.
+
+        >>> Shard(0).spans(4, 2, 1), in_runs(0, ((2, 2), (1, 1))).spans(6, 2, 1)
+        (((2, 4),), ((2, 4), (5, 6)))
+        """
+        if not self.runs:
+            start, size = self.part(length, n, index)
+            return ((start, start + size),)
+        found, begin = [], 0
+        for run in self.runs:
+            start = begin + sum(run[:index])
+            found.append((start, start + run[index]))
+            begin += sum(run)
+        return tuple(found)
 
     def ways(self, n: int) -> int | float:
         """The whole dimension over its longest piece: n where pieces are equal.
@@ -203,6 +231,11 @@ def hands_summands(placement: Placement | None) -> bool:
     return placement is D or is_cut(placement) or is_owned(placement)
 
 
+def crossing(placement: Placement) -> Placement:
+    """How a value goes from one pipeline stage to another: summands are summed, and pieces of several runs put together."""
+    return R if placement is P or (is_shard(placement) and placement.runs) else placement
+
+
 def dual(placement: Placement) -> Placement:
     """The placement of the gradient of a value that lies so.
 
@@ -229,6 +262,16 @@ def halo(dim: int, size: int, windows: Sequence[Range]) -> Shard | Halo:
     """
     clipped = tuple((min(max(a, 0), size), max(min(b, size), min(max(a, 0), size))) for a, b in windows)
     return shard(dim, size, len(clipped)) if clipped == pieces(size, len(clipped)) else Halo(dim, size, clipped)
+
+
+def in_runs(dim: int, runs: Sequence[tuple[int, ...]]) -> Shard:
+    """A piece of each run: of run k, `runs[k][i]` entries for rank i.
+
+    >>> in_runs(0, ((3, 2), (2, 2))).lengths, in_runs(0, ((2, 2),)) is Shard(0)
+    ((5, 4), True)
+    """
+    totals = tuple(map(sum, zip(*runs, strict=True)))
+    return Shard(dim, totals if len(set(totals)) > 1 else (), tuple(runs) if len(runs) > 1 else ())
 
 
 @cache

@@ -22,6 +22,7 @@ from weft.plan.placement import Shard, is_owned, is_shard, shard
 from weft.plan.program import Program
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import FlatGroup, LocalParameter
+from weft.run.state.spans import Spans, block_of, cut_again, whole_spans
 from weft.run.training_parts import holders_of
 
 Units = tuple[tuple[int, int], ...]
@@ -43,16 +44,13 @@ class Blocks:
     across: AbstractSet[str]
     always: tuple[str, ...]
 
-    def of(self, v: Variable) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, shape) of this rank's block of a parameter or buffer."""
-        shape = list(v.tensor.shape)
-        offsets = [0] * len(shape)
+    def of(self, v: Variable) -> Spans:
+        """Where this rank's block of a parameter or buffer lies."""
+        spans = whole_spans(v.tensor.shape)
         for axis, form in self.sharding.forms[v.value].items():
             if is_shard(form):
-                dim = form.dim
-                start, shape[dim] = form.part(shape[dim], self.sharding.sizes[axis], self.at[axis])
-                offsets[dim] += start
-        return tuple(offsets), tuple(shape)
+                spans = cut_again(spans, form, self.sharding.sizes[axis], self.at[axis])
+        return spans
 
     def holds(self, v: Variable) -> bool:
         """Whether a stage of this rank reads it, or nobody does and this rank keeps it; where one rank owns it, whether this one."""
@@ -80,7 +78,7 @@ class Blocks:
     def _spec(self, v: Variable, optimizer: OptimizerSpec, trainable: bool, dtype: torch.dtype) -> LocalParameter:
         mesh, at = self.mesh, self.at
         holders = holders_of(self.stages, self.program, v.value)
-        offsets, shape = self.of(v)
+        spans = self.of(v)
         cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
         axes = tuple(dict.fromkeys(a for a in (*self.sharding.gradients.get(v.value, ()), *self.always) if a not in cut))
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
@@ -94,8 +92,7 @@ class Blocks:
         return LocalParameter(
             v.name,
             v.tensor.shape,
-            offsets,
-            shape,
+            spans,
             dtype if v.tensor.is_float else getattr(torch, v.tensor.dtype),
             trainable and v.trainable,
             tuple(sorted(ranks)),
@@ -135,15 +132,13 @@ def in_pieces(sharding: Sharding, graph: Graph, pieces: Mapping[str, Shard]) -> 
 class Initial:
     """Takes this rank's block of each whole tensor: of a parameter into the tensor that is there, of a buffer as a new one.
 
-    `buffers`: by name (variable, offsets).
+    `buffers`: by name (variable, where its block lies).
     """
 
-    sharding: Sharding
-    at: Mapping[str, int]
     specs: Mapping[str, LocalParameter]
     parameters: Mapping[str, nn.Parameter]
     groups: Sequence[FlatGroup]
-    buffers: Mapping[str, tuple[Variable, tuple[int, ...]]]
+    buffers: Mapping[str, tuple[Variable, Spans]]
     device: torch.device
     dtype: torch.dtype
 
@@ -159,20 +154,15 @@ class Initial:
             return None
         if name not in self.buffers:
             return None
-        variable, start = self.buffers[name]
-        view = _block_of(tensor, start, self.sharding.shape(variable.value, tuple(tensor.shape), at=self.at))
+        view = block_of(tensor, self.buffers[name][1])
         floating = view.is_floating_point() and self.dtype is torch.float64
         return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         spec = self.specs[name]
-        view = _block_of(torch.view_as_real(tensor) if len(spec.shape) > tensor.dim() else tensor, spec.offsets, spec.shape)
+        view = block_of(torch.view_as_real(tensor) if len(spec.shape) > tensor.dim() else tensor, spec.spans)
         with torch.no_grad():
             if name in self.in_pieces:
                 self.in_pieces[name].fill(name, view)
             else:
                 self.parameters[name].copy_(view)
-
-
-def _block_of(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]

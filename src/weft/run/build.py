@@ -263,8 +263,8 @@ def build(
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.server_ranks)
     choose_sums(plan, world, flat)
-    of_buffers = {v.name: (v, blocks.of(v)[0]) for v in graph.buffers if blocks.holds(v)}
-    buffers = source.take(Initial(own_blocks, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
+    of_buffers = {v.name: (v, blocks.of(v)) for v in graph.buffers if blocks.holds(v)}
+    buffers = source.take(Initial(specs, parameters, flat, of_buffers, world.device, dtype).take, None)
     used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}

@@ -17,6 +17,7 @@ from weft.plan.plan import Plan
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import Optimizer
 from weft.run.state.parameters import FlatGroup
+from weft.run.state.spans import pieces_at
 from weft.run.step.dispatch import Result
 from weft.run.training_parts import Parts
 from weft.world.world import Group
@@ -34,7 +35,7 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
                     first, last = max(begin, start), min(begin + length, start + spec.size)
                     if first < last:
                         mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
-                        found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
+                        found += pieces_at(spec.name, "optimizer", spec.global_shape, spec.spans, mine, slot, owner, flat)
     return found
 
 
@@ -44,17 +45,17 @@ def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
     gathered = {spec.name for group in parts.groups if group.gathered for spec in group.members}
     for name, spec in parts.specs.items():
         if name not in gathered:
-            found.append(Piece(name, "parameter", spec.global_shape, spec.offsets, parts.parameters[name].detach(), owner=spec.counted))
+            found += pieces_at(name, "parameter", spec.global_shape, spec.spans, parts.parameters[name].detach(), owner=spec.counted)
     for group in parts.groups:
         if group.gathered:
             found += _pieces_in(group, group.data)
     for name, tensor in parts.buffers.items():
-        variable, offsets = parts.blocks[name]
+        variable, spans = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form) or is_owned(form)}
         first = parts.holders(variable.value)[0]
         whole_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
         owner = at[PIPELINE] == first and not any(whole_along.values())
-        found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
+        found += pieces_at(name, "buffer", variable.tensor.shape, spans, tensor, owner=owner)
     return found
 
 
@@ -63,7 +64,7 @@ def _pieces_in(group: FlatGroup, pieces: Tensor) -> list[Piece]:
     found = []
     for spec, at, flat in group.shares():
         mine = pieces[at : at + flat[1] - flat[0]]
-        found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, mine, "", group.counted_piece, spec.shape, flat))
+        found += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, mine, "", group.counted_piece, flat)
     return found
 
 
@@ -75,21 +76,23 @@ def gradient_pieces(parts: Parts) -> list[Piece]:
             found += _pieces_in(group, group.grad)
             continue
         for spec in group.members:
-            found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, group.views[spec.name], owner=spec.counted))
+            found += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, group.views[spec.name], owner=spec.counted)
     return found
 
 
 def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
     """Whole tensors by name, on rank 0: owners lay their blocks into zeros, and the sum is the whole. One tensor at a time."""
-    mine = {p.name: p for p in pieces if p.owner and p.kind in ("parameter", "buffer")}
+    mine: dict[str, list[Piece]] = {}
+    for p in pieces:
+        if p.owner and p.kind in ("parameter", "buffer"):
+            mine.setdefault(p.name, []).append(p)
     out: dict[str, Tensor] = {}
     for name, v in variables.items():
         dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
         # Ranks without a part of it do not know its dtype; on the way it is the widest of its kind, which keeps every bit.
         widest = torch.float64 if v.tensor.is_float else torch.complex128 if v.tensor.dtype.startswith("complex") else torch.int64
         total = torch.zeros(v.tensor.shape, dtype=widest, device=everyone.device)
-        if name in mine:
-            piece = mine[name]
+        for piece in mine.get(name, ()):
             shape = piece.tensor.shape if piece.block is None else piece.block
             place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
             total[place] = _laid_out(piece).to(total.dtype)

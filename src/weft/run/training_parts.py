@@ -24,6 +24,7 @@ from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.resized import Sized
 from weft.run.state.parameters import FlatGroup, LocalParameter
+from weft.run.state.spans import Spans
 from weft.schedules import check_custom
 from weft.schedules import program_of as schedule_of
 from weft.world.world import World
@@ -42,7 +43,7 @@ class Parts:
     specs: dict[str, LocalParameter]
     groups: list[FlatGroup]
     buffers: dict[str, Tensor]  # by name
-    blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
+    blocks: dict[str, tuple[Variable, Spans]]  # buffer name -> (variable, where its block lies)
     variables: dict[str, Tensor]  # what its stages are called with, by graph value
     draw: Draw = field(default_factory=Draw)
     structure: Any = None  # the model's output, where it runs without a loss

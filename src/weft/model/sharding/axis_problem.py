@@ -78,12 +78,16 @@ class AxisProblem(AxisValues):
         """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
         if rule.kernels.get(label) == HALO:
             return True
+        if (op.name, label) in self.fused.labels:
+            return bool(self._runs(*places_of(op, rule, label)[0])) and not draws(op)
         everywhere = places_of(op, rule, label)
         places = [place for place in everywhere if not self._stays_whole(op, *place)]
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
         if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
             return False  # pieces of another axis' pieces of one operand beside all of another
         pieces = [self.shard(*place) for place in places]
+        if any(isinstance(piece, Shard) and piece.runs for piece in pieces):
+            return not draws(op) and op.function is None and places == everywhere
         if rule.kernels.get(label) in ORDERED and any(isinstance(piece, Strided) for piece in pieces):
             return False
         if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from weft.model.dims.labels import channels, positions, ragged
+from weft.model.dims.runs import Fused
 from weft.model.dims.sequences import Run, heads, in_zigzag, sequences
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, copied_into, written_buffers
@@ -22,7 +23,7 @@ from weft.model.sharding.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable
 from weft.plan.axis import ULYSSES, axis_of
 from weft.plan.choice import AUTO
-from weft.plan.placement import D, P, Placement, R, Shard, Strided, dual, is_cut, is_piece, is_shard, shard
+from weft.plan.placement import D, P, Placement, R, Shard, Strided, dual, in_runs, is_cut, is_piece, is_shard, shard
 from weft.plan.transition import allowed, transition
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
@@ -51,6 +52,7 @@ class Others:
     more: bool = False  # whether other tensor axes come after this one
     ranks: int = 1  # along the axes before, to scale bytes and FLOPs of what follows the samples
     replicas: int = 1  # of these ranks, those that each have all of what does not follow the samples
+    again: bool = False  # whether an axis of the grid cuts pieces of weights once more
 
 
 class AxisValues:
@@ -66,7 +68,9 @@ class AxisValues:
         self.copied_into = copied_into(graph)
         # Statistics are written by the operator that reads them: what is moved is a copy, in which the write would be lost.
         self.still = written_buffers(graph) - self.copied_into
-        self.rules = graph.rules
+        # Where ranks cut pieces once more, dimensions have no runs.
+        self.fused = graph.fused if axis_of(axis).cuts_weights and not others.again else Fused(graph.rules)
+        self.rules = self.fused.rules
         self.ragged = ragged(graph, self.rules)
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self.row = axis_of(axis)
@@ -85,6 +89,8 @@ class AxisValues:
             return self._shares_positions(value, dim, size)
         if ways:
             return size // ways % self.n == 0
+        if runs := self._runs(value, dim):
+            return dim not in self.taken.get(value, ()) and all(length // unit >= self.n for length, unit in runs)
         return dim not in self.taken.get(value, ()) and size // self._unit(value, dim) >= self.n
 
     def shard(self, value: str, dim: int) -> Shard | Strided:
@@ -95,7 +101,9 @@ class AxisValues:
             again = dim in self.inside.get(value, ()) or key in self.ragged
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
             run = self.sequences.get(key) if self.row.cuts_sequences else None
-            if run is not None and (run.length < length or self.zigzag):
+            if runs := [] if again else self._runs(value, dim):
+                self._shards[key] = in_runs(dim, [shard(0, size, self.n, own).sizes(size, self.n) for size, own in runs])
+            elif run is not None and (run.length < length or self.zigzag):
                 self._shards[key] = Strided(dim, run.size, run.inner, self.zigzag)
             else:
                 self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit if run is None else run.inner)
@@ -104,8 +112,18 @@ class AxisValues:
     def _unit(self, value: str, dim: int) -> int:
         """Entries of a dimension that stay together; 1 where equal pieces do that, and where there are too few units for all ranks."""
         length = self.graph.tensors[value].shape[dim]
-        count = self.graph.granules[self.cuts_weights].get((value, dim), length)
+        return self._unit_of(length, self.graph.granules[self.cuts_weights].get((value, dim), length))
+
+    def _unit_of(self, length: int, count: int) -> int:
         return 1 if count % self.n == 0 or count < self.n or length % count else length // count
+
+    def _runs(self, value: str, dim: int) -> list[tuple[int, int]]:
+        """Of a dimension that is runs, or is joined with such a one, (length, entries that stay together) of each; nothing where one of
+        them is too short for all ranks."""
+        key = (value, dim)
+        if self.fused.least.get(key, 0) < self.n:
+            return []
+        return [(length, self._unit_of(length, count)) for length, count in self.fused.of[key]]
 
     def _shares_positions(self, value: str, dim: int, size: int) -> bool:
         """Whether ranks can have a piece each of the positions of a dimension of `size`, of which samples may be cut already."""
@@ -199,9 +217,7 @@ class AxisValues:
         size = self._bytes(value)
         inner = any(is_cut(form) and form.dim for form in (source, target))
         ways = [(source, target), (dual(target), dual(source))] if value in self.asked else [(source, target)]
-        return sum(
-            transfer_s(a, b, size, self.n, self.prices) + self._copied_s(transition(a, b).collective, size, inner) for a, b in ways
-        )
+        return sum(transfer_s(a, b, size, self.n, self.prices) + self._copied_s(transition(a, b).collective, size, inner) for a, b in ways)
 
     def _copied_s(self, name: str, size: float, inner: bool) -> float:
         """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""

@@ -62,7 +62,7 @@ def nested(
                 those = those - {decided.forms[value][axis]}
                 sliced.add(value)
             (form, *others) = those
-            if is_shard(form) and not form.lengths and not others and value not in whole:
+            if is_shard(form) and not (form.lengths or form.runs or others) and value not in whole:
                 ways = found.setdefault(value, {})
                 ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
     return found, frozenset(kernels), frozenset(sliced)

@@ -131,7 +131,8 @@ def _others(
     reserved, pinned = kept_for(later, given, given[axis] or {})
     taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}
     replicas = prod(sizes[a] for a in before if not axis_of(a).cuts_weights)
-    return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas)
+    twice = any(axis_of(a).again for a in order if axis_of(a).cuts_weights)
+    return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas, twice)
 
 
 def _check_axis(problem: AxisProblem) -> None:

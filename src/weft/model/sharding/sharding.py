@@ -172,8 +172,10 @@ def part_length(form: Shard | Strided | Halo, length: int, n: int, index: int | 
     """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
     if isinstance(form, Strided):
         return length // form.size * piece(form.size, n, index or 0)[1]  # `inner` entries each, in runs of `size * inner`
-    if index is None and isinstance(form, Shard):
-        return max(form.lengths) if form.lengths else piece(length, n, 0)[1]  # the first pieces are the longer ones
+    if isinstance(form, Shard):
+        if index is None:
+            return max(form.lengths) if form.lengths else piece(length, n, 0)[1]  # the first pieces are the longer ones
+        return form.sizes(length, n)[index] if form.lengths else piece(length, n, index)[1]
     return max(part_of(form, length, n, i)[1] for i in (range(n) if index is None else (index,)))
 
 

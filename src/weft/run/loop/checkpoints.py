@@ -27,6 +27,7 @@ from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.checkpoint.manifest import Manifest
 from weft.run.state.checkpoint.piece import DTYPES
+from weft.run.state.spans import pieces_at, whole_spans
 from weft.run.uncaptured.replicated import whole_pieces
 from weft.world import private
 from weft.world.current import current_world
@@ -91,12 +92,12 @@ def load(folder: str | Path, model: nn.Module | Engine, optimizer: Optimizers = 
     state.check(path, stored)
     slots = state.room(manifest)
     streams, restore = state.room_of_streams(manifest)
-    checkpoint.fill(path, manifest, [*state.weights, *(piece for _, piece, _ in slots), *streams], state.world)
+    checkpoint.fill(path, manifest, [*state.weights, *(piece for _, pieces, _ in slots for piece in pieces), *streams], state.world)
     for one, of in zip(state.optimizers, stored, strict=True):
         _set_options(one, of)
         for group in one.param_groups:
             for p in group["params"]:
-                one.state[p] = {slot: tensor for q, piece, tensor in slots if q is p for slot in [piece.slot]}
+                one.state[p] = {pieces[0].slot: tensor for q, pieces, tensor in slots if q is p}
                 one.state[p].update(of["values"].get(state.names[id(p)], {}))
                 if not one.state[p]:
                     del one.state[p]
@@ -155,17 +156,17 @@ class _State:
         for one, p in self._parameters():
             for slot, value in one.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    found.append(self._piece(self.names[id(p)], slot, value))
+                    found += self._pieces(self.names[id(p)], slot, value)
         return found
 
-    def _piece(self, name: str, slot: str, value: Tensor) -> Piece:
+    def _pieces(self, name: str, slot: str, value: Tensor) -> list[Piece]:
         if not isinstance(value, Cut):
-            return whole(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)
+            return [whole(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)]
         of = value.whole
         at, holders = self.mesh.coordinates(self.world.rank), {group.ranks for group in of.groups}
         owner = all(place == 0 or self.mesh.group(self.world.rank, axis) in holders for axis, place in at.items())
         with private.as_plain():
-            return Piece(name, "optimizer", of.shape, of.offsets, value.detach().as_subclass(Tensor), slot, owner)
+            return pieces_at(name, "optimizer", of.shape, of.spans, value.detach().as_subclass(Tensor), slot, owner)
 
     def told_of(self, one: Optimizer) -> dict[str, Any]:
         """What of an optimizer is not tensors: its kind, its groups with their options, and numbers in its state."""
@@ -202,7 +203,7 @@ class _State:
                     "with, in the same groups"
                 )
 
-    def room(self, manifest: Manifest) -> list[tuple[nn.Parameter, Piece, Tensor]]:
+    def room(self, manifest: Manifest) -> list[tuple[nn.Parameter, list[Piece], Tensor]]:
         """Tensors for the state that was saved, with the pieces that fill them."""
         parameters = {self.names[id(p)]: (p, group) for one in self.optimizers for group in one.param_groups for p in group["params"]}
         found = []
@@ -217,8 +218,9 @@ class _State:
                 there = p.device if stored.shape or group.get("capturable") or group.get("fused") else torch.device("cpu")
                 plain = torch.empty(own, dtype=p.dtype if narrow else DTYPES[stored.dtype], device=there)
                 tensor = plain if of is None else Cut.of(plain, of)
-                offsets = (0,) * len(own) if of is None else of.offsets
-            found.append((p, Piece(stored.name, "optimizer", tuple(stored.shape), offsets, plain, stored.slot), tensor))
+                spans = whole_spans(own) if of is None else of.spans
+                pieces = pieces_at(stored.name, "optimizer", tuple(stored.shape), spans, plain, stored.slot)
+            found.append((p, pieces, tensor))
         return found
 
     def draw(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from weft.lower.redistribute import redistribute
 from weft.plan.placement import D, R, Shard
 from weft.run.loop import combined, followed
 from weft.run.loop.followed import Cuts, Given, Made, Ranks, Verdict
+from weft.run.state.spans import Spans, block_of, cut_again, whole_spans
 from weft.world import private
 from weft.world.world import Group
 
@@ -47,13 +48,12 @@ class Whole:
         return (self.shape, self.places)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins."""
-        first, length = [0] * len(self.shape), list(self.shape)
+    def spans(self) -> Spans:
+        """Where this rank's part lies."""
+        found = whole_spans(self.shape)
         for form, group in self.cuts:
-            start, length[form.dim] = form.part(length[form.dim], group.size, group.index)
-            first[form.dim] += start
-        return tuple(first)
+            found = cut_again(found, form, group.size, group.index)
+        return found
 
     def of(self, x: Tensor) -> Cut:
         """`x` as this rank's part of it: a gradient."""
@@ -179,11 +179,11 @@ def _first(tensors: Iterable[Tensor]) -> Cut:
 def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks, Group]) -> Tensor:
     """A whole tensor as parts need it."""
     for dim, ranks in cuts:
-        group, form = groups[ranks], Shard(dim, ranks.lengths)
+        group, form = groups[ranks], ranks.form(dim)
         if x.requires_grad:
             x = redistribute(x, R, form, group)
         else:
-            x = x.narrow(dim, *form.part(x.shape[dim], group.size, group.index))
+            x = block_of(x, cut_again(whole_spans(x.shape), form, group.size, group.index))
     for ranks in sums:
         x = redistribute(x, R, D, groups[ranks])
     return x
@@ -192,7 +192,7 @@ def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks
 def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor:
     for ranks, share in one.sums:
         x = combined.summed(x, share, groups[ranks])
-    cuts = tuple((Shard(dim, ranks.lengths), groups[ranks]) for dim, ranks in one.cuts)
+    cuts = tuple((ranks.form(dim), groups[ranks]) for dim, ranks in one.cuts)
     return Cut.of(x, Whole(name, one.shape, cuts)) if cuts else x
 
 

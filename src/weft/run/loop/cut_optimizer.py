@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from weft.errors import UsageError
 from weft.run.loop.checkpoints import state_like
 from weft.run.loop.cut import Cut
+from weft.run.state.spans import block_of
 from weft.world import private
 
 
@@ -60,9 +61,7 @@ def _part(p: Cut, slot: str, value: Any) -> Any:
     of = state_like(p, tuple(value.shape))
     if of is not None:
         with private.as_plain():
-            for dim, (first, length) in enumerate(zip(of.offsets, of.part, strict=True)):
-                value = value.narrow(dim, first, length)
-            return Cut.of(value.clone(), of)
+            return Cut.of(block_of(value, of.spans).clone(), of)
     if value.dim() == len(p.whole.shape):
         raise UsageError(
             f"the state {slot} of {p.whole.name} is {list(value.shape)}, and the whole parameter is {list(p.whole.shape)}: load whole "

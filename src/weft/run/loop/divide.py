@@ -37,6 +37,7 @@ from weft.run.loop.unchanged import Unchanged
 from weft.run.reduce.exchange import Exchange
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place
+from weft.run.state.spans import block_of, shape_of
 from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import keep_whole
 from weft.world.world import World
@@ -103,8 +104,8 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
             forms = parts.stored(variables[name])
             cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
             whole = Whole(name, spec.global_shape, cuts)
-            if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
-                raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.offsets}")
+            if whole.spans != spec.spans:
+                raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.spans}")
             guard_optimizers()
             marked = CutParameter.of(parts.parameters[name], whole)
             parts.parameters[name] = marked
@@ -114,16 +115,14 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
 
 def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
     """Let `load_state_dict` take whole tensors where this rank has parts, and `state_dict` say that it has no more."""
-    places = {name: (spec.global_shape, spec.offsets, spec.shape) for name, spec in parts.specs.items()}
-    for name, (variable, offsets) in parts.blocks.items():
-        if name in parts.buffers:
-            places[name] = (variable.tensor.shape, offsets, tuple(parts.buffers[name].shape))
+    places = {name: (spec.global_shape, spec.spans) for name, spec in parts.specs.items()}
+    places |= {name: (variable.tensor.shape, spans) for name, (variable, spans) in parts.blocks.items() if name in parts.buffers}
     names = {id(x): name for name, x in (*parts.parameters.items(), *parts.buffers.items())}
     for module in model.modules():
         held = [kind(recurse=False, remove_duplicate=False) for kind in (module.named_parameters, module.named_buffers)]
         cuts = {}
         for local, x in chain(*held):
-            if id(x) in names and places[names[id(x)]][0] != places[names[id(x)]][2]:
+            if id(x) in names and places[names[id(x)]][0] != shape_of(places[names[id(x)]][1]):
                 cuts[local] = places[names[id(x)]]
         if cuts:
             module.register_load_state_dict_pre_hook(partial(_take_parts, cuts))  # type: ignore[no-untyped-call]
@@ -131,10 +130,10 @@ def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
 
 
 def _take_parts(cuts: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for local, (whole, offsets, shape) in cuts.items():
+    for local, (whole, spans) in cuts.items():
         given = state.get(prefix + local)
         if given is not None and tuple(given.shape) == whole:
-            state[prefix + local] = given[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+            state[prefix + local] = block_of(given, spans)
 
 
 def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -25,23 +25,29 @@ from weft.errors import said
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.ops import Labels, Rule, of_elements, rule_of
-from weft.plan.placement import Shard
+from weft.plan.placement import Shard, in_runs
 from weft.world.world import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Those that hold the parts along one axis of the mesh: the `members`, and where parts are unequal their `lengths` and number `place`,
-    which is here."""
+    """Those that hold the parts along one axis of the mesh: the `members`, and where parts are unequal, or pieces of several `runs`, their
+    `lengths` and number `place`, which is here."""
 
     members: tuple[int, ...]
     lengths: tuple[int, ...] = ()
     place: int = 0
+    runs: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, form: Shard, group: Group) -> Self:
         """Those that hold what lies so."""
-        return cls(group.ranks, form.lengths, group.index if form.lengths else 0)
+        lengths = tuple(map(sum, zip(*form.runs, strict=True))) or form.lengths
+        return cls(group.ranks, lengths, group.index if lengths else 0, form.runs)
+
+    def form(self, dim: int) -> Shard:
+        """How they hold a dimension."""
+        return in_runs(dim, self.runs) if self.runs else Shard(dim, self.lengths)
 
     @property
     def share(self) -> float:

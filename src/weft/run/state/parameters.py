@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from weft.plan.plan import BUCKET_BYTES
+from weft.run.state.spans import Spans, shape_of
 from weft.world.world import Group
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -28,15 +30,14 @@ FIRST_BUCKET_BYTES = 1 << 20
 class LocalParameter:
     """This rank's block of one parameter.
 
-    `offsets` and `shape` place the block in the `global_shape`; `sum_ranks` are the ranks whose gradients add up to the
+    `spans` place the block in the `global_shape`; `sum_ranks` are the ranks whose gradients add up to the
     true one; `counted` says whether this rank counts it in the gradient norm (each element is counted once in the world).
     `kind` says how it is divided, in terms that are the same on every rank: what ranks exchange together must be laid out alike.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    spans: Spans
     dtype: torch.dtype
     trainable: bool
     sum_ranks: tuple[int, ...]
@@ -48,6 +49,11 @@ class LocalParameter:
     units: tuple[tuple[int, int], ...] = ()  # (stage, layer) of all that read it, on this rank
     across: bool = False  # whether other ranks of the pipeline have it too
     written: bool = False  # whether the model writes it while it runs
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block."""
+        return shape_of(self.spans)
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ from weft.errors import UsageError
 from weft.lower.split_backward import with_late_weights
 from weft.model.derivatives import without_gradient
 from weft.model.gradients import needs_gradient
-from weft.plan.placement import P, R
+from weft.plan.placement import crossing
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
 from weft.run.recent import MOST_SIZES, Recent
@@ -137,8 +137,8 @@ class Executors:
         sharding, tensors = sized.sharding, sized.graph.tensors
         at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
 
-        def crossing(v: str) -> Crossing:
-            forms = {axis: R if form is P else form for axis, form in sharding.lies(v).items()}
+        def met(v: str) -> Crossing:
+            forms = {axis: crossing(form) for axis, form in sharding.lies(v).items()}
             return Crossing(v, sharding.shape(v, tensors[v].shape, forms, at), dtypes[v], v in grads)
 
-        return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}
+        return {(stage.index, q): [met(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

@@ -38,7 +38,7 @@ class Resharded:
 
     def side(self, stage: int, value: str, sized: Sized) -> Side:
         """How a value lies on the ranks of a stage."""
-        forms = {axis: form for axis, form in sized.shardings[stage].forms[value].items() if is_shard(form)}
+        forms = {axis: form for axis, form in sized.shardings[stage].forms[value].items() if is_shard(form) and not form.runs}
         return Side(self._layout.of_stage(stage).mesh, stage, forms)
 
     def of(self, name: str, sized: Sized, source: int, target: int) -> Resharding:

@@ -49,6 +49,7 @@ from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import LocalParameter, build_groups, place
 from weft.run.state.precision import products_of
+from weft.run.state.spans import whole_spans
 from weft.run.training_parts import Parts, program_of
 from weft.run.uncaptured.trial import Output, outputs_of_parts, refuse_division
 from weft.world import private
@@ -80,7 +81,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     sharding = _sharding_of(graph, layout.data)
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))
     local = LocalStage(module, tuple(v.value for v in graph.inputs), (), (), ("loss",), sharding.forms)
-    blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in graph.buffers}
+    blocks = {b.name: (b, whole_spans(b.tensor.shape)) for b in graph.buffers}
     program = program_of(plan, (stage,), world)
     buffers = dict(model.named_buffers())
     return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, groups, buffers, blocks, {}, draw, saved=saved)
@@ -137,7 +138,7 @@ def _specs(model: nn.Module, ranks: tuple[int, ...], rank: int, decays: Callable
     """The model's parameters, whole on each of `ranks`; backward completes the last first."""
     return {
         name: LocalParameter(
-            name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.dtype, p.requires_grad, ranks if p.requires_grad else (rank,),
+            name, tuple(p.shape), whole_spans(p.shape), p.dtype, p.requires_grad, ranks if p.requires_grad else (rank,),
             rank == ranks[0], True, decays(tuple(p.shape)), (), -number,
         )
         for number, (name, p) in enumerate(model.named_parameters())
