@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
-from weft.collectives import all_to_all, butterfly, halo, hierarchical, naive, parameter_server, ring, tree
+from weft.collectives import all_to_all, bruck, butterfly, halo, hierarchical, naive, parameter_server, ring, tree
 from weft.errors import UsageError, nearest
 from weft.plan.program import Program
 
@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Program]]] = {
         "hierarchical": hierarchical.all_reduce,
     },
     "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter, "halving": butterfly.reduce_scatter},
-    "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather, "doubling": butterfly.all_gather},
+    "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather, "doubling": butterfly.all_gather, "bruck": bruck.all_gather},
     "broadcast": {"naive": naive.broadcast, "ring": ring.broadcast, "tree": tree.broadcast},
     "all_to_all": {"direct": all_to_all.direct, "two_level": all_to_all.two_level},
     "halo": {"exchange": halo.exchange},
