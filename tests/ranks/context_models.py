@@ -174,3 +174,27 @@ def _pointed(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def placed() -> Made:
     ids = _ids(4, 8)
     return _OfIds(Placed()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _pointed
+
+
+class Running(nn.Module):
+    """Sums that run over the positions of a sequence and over samples, between attention to all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = x + F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+        x = x + 0.1 * x.cumsum(1) + 0.1 * torch.tanh(x).cumsum(0)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _classes(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def running() -> Made:
+    ids = _ids(4, 7)
+    return _OfIds(Running()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _classes

@@ -13,6 +13,7 @@ from twins import not_summed_over
 
 import weft
 from weft.errors import LayoutError
+from weft.lower import special
 from weft.lower.redistribute import redistribute
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
@@ -49,6 +50,8 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("gpt2", "context=4 attention=ulysses microbatches=2"),
         ("t5", "context=2 attention=ulysses"),
         ("placed", "context=2"),
+        ("running", "context=3"),
+        ("running", "data=2 context=2"),
         ("gpt-tiny", "context=2 tensor=2 attention=ring"),
         ("llama", "context=3 attention=ring"),
         ("llama_padded", "context=2 pipeline=2 microbatches=2 recompute=full attention=ring"),
@@ -74,6 +77,13 @@ def test_broken_twin_gradients_that_are_not_summed_over_positions(monkeypatch: p
     found = verified("shifted", "context=2")
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
+
+
+def test_broken_twin_running_sums_that_begin_anew_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(special, "running_sum", lambda group, *args, **given: torch.cumsum(*args, **given))
+    found = verified("running", "context=2")
+    assert not found.ok
+    assert found.worst["loss"] > 1e-5
 
 
 SIZE, OTHER = 7, 6

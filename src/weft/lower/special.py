@@ -25,6 +25,7 @@ from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import attention, drawn, dropout
 from weft.lower.kernels.ring import Ring, ring_attention
+from weft.lower.kernels.running import running_sum
 from weft.lower.kernels.statistics import group_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding, nll
 from weft.lower.kernels.written import batch_norm, instance_norm, write_buffer
@@ -266,6 +267,8 @@ def _by_kernel(call: Call) -> fx.Node | None:
     kernels, args = call.kernels(), call.args
     if "counted" in kernels:
         return call.add(bind(masked_scatter, *kernels["counted"]), *args)
+    if "running" in kernels:
+        return call.emit(bind(running_sum, *kernels["running"]), args, call.kwargs)
     if "extreme" in kernels:
         return call.emit(bind(extreme, kernels["extreme"], call.record.extreme == "largest"), args, call.kwargs)
     if call.record.looks_up and "vocabulary" in kernels:

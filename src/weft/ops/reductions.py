@@ -73,6 +73,15 @@ def _reduction(how: str = "", position: int = 1, several: bool = True) -> ByTens
     return ByTensors(rule)
 
 
+def _running(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Of a dimension that it runs along a rank adds what those before it have."""
+    dims = dims_of(op, 1, len(ins[0]))
+    if dims is None:
+        return None
+    labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    return Rule((labels,), (labels,), {labels[i]: "running" for i in dims if labels[i]})
+
+
 def _renormed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Every piece along `dim` by its own norm, which is over all other dimensions."""
     dim = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim")
@@ -106,7 +115,7 @@ OPS = (
     Op("_softmax_backward_data _log_softmax_backward_data", along(2)),
     Op("logsumexp", along(reduces=True), kind="softmax", keeps=both),
     Op("logcumsumexp", along(), keeps=both),
-    Op("cumsum", along(), keeps=others, makes=2.0),
+    Op("cumsum", _running, keeps=others, makes=2.0),
     Op("cumprod", along(), keeps=both, makes=3.2),
     Op("cummax cummin", along(), keeps=choices),
     Op("flip", along(), shifts=True, linear="together", keeps=others),

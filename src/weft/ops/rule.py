@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 HALO, QUERIES, KEYS = "halo", "queries", "keys"
 MARKS = {"/": "average", "^": "vocabulary", "+": "statistics", "~": HALO, "@": QUERIES, "&": KEYS}
 POSITIONAL = (HALO, QUERIES, KEYS)  # kernels of labels that are positions: axes that cut features or samples leave these alone
-ORDERED = ("vocabulary", "counted")  # kernels that ask of a rank where its one piece begins: pieces lie in the order of ranks
+ORDERED = ("vocabulary", "counted", "running")  # kernels that ask of a rank where its one piece begins: pieces lie in the order of ranks
+MIXING = ("statistics", "counted", "running")  # kernels that take other pieces into account: of samples, other microbatches
 BLOCKED = ""  # a dimension without a label stays whole
 Labels = tuple[str, ...]
 

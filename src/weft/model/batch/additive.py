@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from weft.model.graph import Graph, Operator, takes_statistics, writes_buffer, written_buffers
 from weft.ops import Rule, draws, record_of
 from weft.ops.linear import each, sums, together
+from weft.ops.rule import MIXING
 from weft.plan.placement import P, Placement, R, Shard, is_shard
 
 MIXED = None
@@ -207,7 +208,7 @@ class _Followed:
         kernel = rule.kernels.get(label)
         if others or not label or kernel in ("extreme", "vocabulary", "apart"):
             return self._mixed(op, "works on several samples at once")
-        if kernel in ("statistics", "counted"):
+        if kernel in MIXING:
             self.coupled.append((op, "takes statistics over samples" if kernel == "statistics" else "counts over samples in order"))
         if any(form is R and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
             self.coupled.append((op, "reads something else for each number of a sample"))
