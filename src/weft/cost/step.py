@@ -21,6 +21,7 @@ from weft.cost.devices import kernels
 from weft.cost.devices.compute import Seconds, optimizer_s
 from weft.cost.devices.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.memory.memory import StageMemory, StageState, memory_of
+from weft.cost.network.axes import stages_apart
 from weft.cost.network.network import send_s
 from weft.cost.operators.operators import OperatorPricer
 from weft.cost.operators.parts import even_sites
@@ -33,6 +34,7 @@ from weft.model.dims.labels import expert_weights
 from weft.model.graph import statistics
 from weft.model.stages.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
+from weft.plan.axis import PIPELINE
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 from weft.schedules import schedule_of
@@ -210,6 +212,7 @@ class Pricer(OperatorPricer):
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):
             sections = self._sections_of(layout, tuple(sites))
+            firsts = self._first_alike(layout, split, sections.first)
 
             def own(i: int) -> Base:
                 return base_of(self, layout, split[i], sections.of(i))
@@ -218,12 +221,25 @@ class Pricer(OperatorPricer):
                 return sections.of(i).groups.names
 
             for i in wanted:
-                first = sections.first[i]
+                first = firsts[i]
                 if first not in bases:
                     bases[first] = own(first)
                 if i not in bases:
                     bases[i] = like(bases[first], i, partial(names, i), cache(partial(own, i)))
         return [(i, bases[i]) for i in wanted]
+
+    def _first_alike(self, layout: Layout, split: Sequence[Stage], first: Sequence[int]) -> Sequence[int]:
+        """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
+        if len(split) != layout.num_stages or layout.neighbours != PIPELINE:  # it is what layers hold that is asked for; all are as far
+            return first
+        places = [ranks[0] for ranks in schedule_of(layout).ranks_of]
+        known: dict[tuple[object, ...], int] = {}
+        found = []
+        for i, stage in enumerate(split):
+            ends = (stage.sends, stage.receives)
+            far = tuple(tuple(stages_apart(self.cluster, layout, places[i], places[other]) for other, _ in one) for one in ends)
+            found.append(known.setdefault((first[i], far), i))
+        return found
 
     @cached_property
     def weighted(self) -> NDArray[np.bool_]:
@@ -315,12 +331,11 @@ class Pricer(OperatorPricer):
         # What does not follow the samples is each replica's.
         return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else layout.data) for v in values)
 
-    def transfer_s(self, layout: Layout, size_bytes: float) -> float:
-        """Seconds to hand one microbatch's `size_bytes` to the next stage, every replica its part; on GPUs every tensor rank a part
-        of that (Narayanan et al. 2021, section 4.1)."""
-        stride = layout.stage_ranks
+    def transfer_s(self, layout: Layout, size_bytes: float, here: int = 0, there: int = 1) -> float:
+        """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; on GPUs every
+        tensor rank a part of that (Narayanan et al. 2021, section 4.1)."""
         parts = layout.data * (1 if self.cluster.is_cpu else layout.replica_ranks)
-        return send_s(self.cluster, size_bytes / parts, stride, stride)
+        return send_s(self.cluster, size_bytes / parts, stages_apart(self.cluster, layout, here, there), layout.stage_stride)
 
     def predict(
         self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None,

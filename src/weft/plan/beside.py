@@ -22,6 +22,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "shares": ("",),
     "batch_norm": ("exact",),
     "branch": (1,),
+    "neighbours": ("branch",),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {

@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import ATTENTION, BRANCH, CHANNEL, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.axis import ATTENTION, BRANCH, CHANNEL, DATA, EXPERT, PIPELINE, parse_spatial, sample_axes, spatial_ranks
 from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, refuse_beside, refuse_servers, refuse_staleness, server_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),
     "attention": ATTENTION,
-    "neighbours": ("branch", "data"),
+    "neighbours": ("branch", "data", "pipeline"),
     "compile": ("off", "on"),
 }
 _words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
@@ -74,7 +74,8 @@ class Layout:
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `channel`: ranks that share the channels and filters of convolutions, and whatever reads or makes these.
     `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
-    `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`) or the replicas of one branch (`data`).
+    `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`), the replicas of one branch (`data`), or the
+    stages of one replica's pipeline (`pipeline`).
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
     `shares`: the part of every batch that each data replica has, where these differ: `3/2/2/1`.
@@ -167,7 +168,7 @@ class Layout:
         """Words must be known ones; without a pipeline nobody lends."""
         named = "1f1b" if self.actions else self.schedule
         _refuse(refuse_words((named, *_words_of(self))))
-        if self.branch == 1:
+        if (self.neighbours == DATA and self.branch == 1) or (self.neighbours == PIPELINE and self.pipeline == 1):
             object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
@@ -252,7 +253,7 @@ class Layout:
 
     def mesh_of(self, rank: int) -> Mesh:
         """The mesh as a rank's own stage arranges it."""
-        return self.of_stage(rank // self.stage_ranks).mesh
+        return self.of_stage(rank // self.stage_ranks).mesh if self.inner else self.mesh
 
     @property
     def replicas(self) -> int:
@@ -328,6 +329,11 @@ class Layout:
         return self.replica_ranks * self.data
 
     @property
+    def stage_stride(self) -> int:
+        """How far apart the ranks of one stage and the next lie."""
+        return self.replica_ranks if self.neighbours == PIPELINE else self.stage_ranks
+
+    @property
     def replica_ranks(self) -> int:
         """Ranks of one pipeline stage that share their samples."""
         return self.tensor * self.channel * self.position_ranks * self.branch
@@ -339,7 +345,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """Pipeline outermost, since it talks least; tensor innermost, since it talks most."""
+        """Pipeline outermost, since it talks least, unless its stages are to be neighbours; tensor innermost, since it talks most."""
         return Mesh(self.axes)
 
     @property
@@ -350,10 +356,11 @@ class Layout:
         (('pipeline', 1), ('data', 2), ('expert', 2), ('tensor', 1))
         """
         spread = ((DATA, self.data // self.expert), (EXPERT, self.expert)) if self.expert > 1 else ((DATA, self.data),)
+        pipeline = (PIPELINE, self.pipeline)
         if self.neighbours == DATA:
             branch, *inner = self.inner_axes
-            return (("pipeline", self.pipeline), branch, *spread, *inner)
-        return (("pipeline", self.pipeline), *spread, *self.inner_axes)
+            return (pipeline, branch, *spread, *inner)
+        return (*spread, pipeline, *self.inner_axes) if self.neighbours == PIPELINE else (pipeline, *spread, *self.inner_axes)
 
     @property
     def own_statistics(self) -> tuple[str, ...]:

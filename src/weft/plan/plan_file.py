@@ -61,7 +61,7 @@ _WORDS = {
     "attention": f"how these attend to one another's positions: {', '.join(CHOICES['attention'])}",
     "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",
     "branch": "devices that each run some of the model's parallel branches, on all samples that they share",
-    "neighbours": "whose devices lie side by side: branch, those of one replica's branches; data, the replicas of one branch",
+    "neighbours": "whose devices lie side by side: branch, a replica's branches; data, replicas of a branch; pipeline, a replica's stages",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
     "servers": "replicas that hold and update the weights for all, a part of them each; 0 is none",

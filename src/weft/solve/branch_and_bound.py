@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
+from weft.plan.axis import PIPELINE
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS, kind_of
 from weft.schedules import schedule_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.checks import check_layers, check_layout, check_priced
-from weft.solve.grids import beyond, in_grids, left_out
+from weft.solve.grids import beyond, in_grids, left_out, more_and_fewer
 from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
 from weft.solve.mixed import memory_of, share_out
@@ -28,8 +29,9 @@ from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
 from weft.solve.shorter import shortened
-from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
+from weft.solve.space import Constraint, Space, fewer_counts
 from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s, waits_to_fill
+from weft.solve.turned import turned
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_SHORTENED = 2  # layouts with segments of which fewer layers are repeated
@@ -207,9 +209,14 @@ class Branches:
         return max(least, sum(whole for _, whole in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
 
     def arrange(self) -> None:
-        """Try leading layouts' tensor ranks in grids, the best grid of each mesh with more and fewer microbatches; the bound counts those
-        that fit."""
-        if self.best is None or self.space.grid is not None or self.objective == "memory":
+        """Try leading pipelines' stages as neighbours, and leading layouts' tensor ranks in grids, the best grid of each mesh with more
+        and fewer microbatches; the bound counts those that fit."""
+        if self.best is None or self.objective == "memory":
+            return
+        if self.space.admits("neighbours", PIPELINE):
+            for layout in turned(self.pricer.cluster, list(self.clocked), self._hopeless):
+                self.bound_s = min(self.bound_s, self._try(layout) or self.bound_s)
+        if self.space.grid is not None:
             return
         for frame in left_out(self.pricer, list(self.clocked), [item[2] for item in sorted(self._all) if not item[3]], self._hopeless):
             self._plainest(frame)
@@ -220,7 +227,7 @@ class Branches:
             if mesh not in found or seconds < found[mesh][0]:
                 found[mesh] = seconds, layout
         for first, layout in found.values():
-            for counts in _more_and_fewer(self.space, layout):
+            for counts in more_and_fewer(self.space, layout):
                 last = first
                 for microbatches in counts:
                     with suppress(Infeasible, LayoutError):
@@ -311,8 +318,7 @@ class Branches:
     def _expand(self, frame: Layout, interleaved: bool) -> float:
         """Price the variants of a frame, those that cost more only where what costs less does not fit.
 
-        Returns:
-            Seconds below which no variant comes that may fit; infinite where none does.
+        Returns: seconds below which no variant comes that may fit; infinite where none does.
         """
         savings = self._savings(frame, interleaved)
         lowest = INFINITE
@@ -350,8 +356,8 @@ class Branches:
             return 0.0
 
     def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
-        """The thrifts under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
-
+        """The thrifts under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does, or the first rank of
+        a schedule of one stage a rank that is asked for, which may hold fewer.
         GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more. Without a pipeline layers are repeated together only
         where it does not fit if they are repeated one at a time, since that takes as long.
         """
@@ -361,10 +367,11 @@ class Branches:
             try:
                 sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
                 enough: set[Layout] = set()
+                asked = [s for s in self.space.schedules(frame) if s.chunks == 1 and self.space.asked("schedule", s.schedule)]
                 for one in self.space.thrifts(frame):
                     if least_state_bytes(pricer, one) > room or (one.segment > 1 and _alone(one) in enough):
                         continue
-                    need = pricer.held(one, sites, range(1))[0].alone.total
+                    need = self._held(replace(one, schedule=asked[0].schedule) if asked else one, sites)
                     if need <= have and frame.pipeline == 1 and self.objective != "memory":
                         enough.add(_alone(one))
                     if need <= NEARLY * have:
@@ -374,11 +381,15 @@ class Branches:
             self._may_fit[frame] = found
         return self._may_fit[frame]
 
+    def _held(self, layout: Layout, sites: Sequence[str]) -> float:
+        """Bytes that the first rank of a pipeline holds."""
+        schedule = schedule_of(layout)
+        return together(self.pricer.held(layout, sites, schedule.stages_of[0]), schedule, 0).total
+
     def _try(self, layout: Layout, whatever: bool = False) -> float | None:
         """Price a layout, and time it by the clock where it may be the best (or `whatever`).
 
-        Returns:
-            Seconds below which it does not come; None where it does not fit. What cannot be the best may be told not to fit, or not.
+        Returns: seconds below which it does not come; None where it does not fit. What cannot be the best may be told not to fit, or not.
         """
         pricer, cluster = self.pricer, self.pricer.cluster
         have = memory_of(pricer, layout, 0)
@@ -387,8 +398,7 @@ class Branches:
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
             schedule = schedule_of(layout)
-            mine = schedule.stages_of[0]
-            need = together(pricer.held(layout, sites, mine), schedule, 0).total
+            mine, need = schedule.stages_of[0], self._held(layout, sites)
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
             lends = waiting(pricer, layout, even=True) if may_lend(cluster, layout) else 0.0
             if not (barred or whatever or lends or self.best is None):
@@ -468,15 +478,6 @@ class Branches:
 
     def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
-
-
-def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
-    """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
-    each, m = -(-space.batch_size // layout.data) // layout.branch, layout.microbatches
-    most = min(MOST_MICROBATCHES, space.batch_size // layout.data // layout.branch)
-    counts = [k for k in divisors(each) if k <= most and space.admits("microbatches", k)]
-    more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
-    return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
 
 
 def _saving(layout: Layout, thrift: Thrift) -> Layout:

@@ -17,7 +17,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.plan.grid import grids_of, parse_grid
 from weft.plan.layout import Layout
 from weft.solve.bounds import check_room, least_s, least_saving_s, sent_share
-from weft.solve.space import Constraint, Space, divisors, wanted_ranks
+from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, wanted_ranks
 from weft.solve.timing import Priced, waits_to_fill
 
 LEAST, MOST_LAYOUTS, MOST_GRIDS = 4, 2, 6  # tensor ranks that are arranged, layouts whose are, and grids of each
@@ -65,6 +65,15 @@ def left_out(
             yield frame
         if len(seen) == MOST_LAYOUTS:
             return
+
+
+def more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
+    """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
+    each, m = -(-space.batch_size // layout.data) // layout.branch, layout.microbatches
+    most = min(MOST_MICROBATCHES, space.batch_size // layout.data // layout.branch)
+    counts = [k for k in divisors(each) if k <= most and space.admits("microbatches", k)]
+    more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
+    return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
 
 
 def beyond(pricer: Pricer, space: Space, most_s: float) -> list[Space]:

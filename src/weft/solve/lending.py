@@ -35,7 +35,7 @@ class Host:
 
     @classmethod
     def of(cls, cluster: Cluster, layout: Layout) -> Host:
-        here, width = cluster.ranks_per_node(layout.num_ranks), layout.stage_ranks
+        here, width = cluster.ranks_per_node(layout.num_ranks), layout.stage_stride
         hosts = tuple(rank * width // here for rank in range(layout.pipeline))
         together = max(hosts.count(host) for host in hosts)
         replicas = max(1, here // together)

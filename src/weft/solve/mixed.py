@@ -22,6 +22,7 @@ from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Shards
+from weft.plan.axis import PIPELINE
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_plan
 from weft.plan.placement import apportioned
@@ -60,7 +61,7 @@ class MixedPricer(Pricer):
 
     def aligned(self, layout: Layout) -> bool:
         """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
-        if schedule_of(layout).has_replicas:
+        if schedule_of(layout).has_replicas or layout.neighbours == PIPELINE:
             return False
         width = layout.stage_ranks
         whole = layout.num_ranks == self.cluster.num_devices

@@ -25,7 +25,7 @@ from math import isqrt, prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
-from weft.plan.axis import ATTENTION, BRANCH, parse_spatial, spatial_ranks
+from weft.plan.axis import ATTENTION, BRANCH, DATA, PIPELINE, parse_spatial, spatial_ranks
 from weft.plan.beside import COMPILE_WITH
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
@@ -314,12 +314,14 @@ class Space:
             if ranks % branch or not self.admits("branch", branch):
                 continue
             # Which of two groups is close makes a difference where not all devices are.
-            beside = [w for w in CHOICES["neighbours"] if self.admits("neighbours", w)] if ranks > self.cluster.node_size else [BRANCH]
+            beside = [w for w in (BRANCH, DATA) if self.admits("neighbours", w)] if ranks > self.cluster.node_size else [BRANCH]
             for mesh in self._of_positions(ranks // branch):
                 # Ranks of branches stand in the place of replicas; beside others they are priced where somebody asks for them.
                 alone = branch in named or mesh.replica_ranks * mesh.pipeline == 1
-                if branch == 1:
+                if branch == 1 and not self.asked("neighbours", PIPELINE):
                     yield mesh
+                elif branch == 1 and mesh.pipeline > 1:
+                    yield replace(mesh, neighbours=PIPELINE)
                 elif alone and self.batch_size % (mesh.data * branch) == 0:
                     yield from (replace(mesh, branch=branch, neighbours=near) for near in beside)
 

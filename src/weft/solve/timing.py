@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from weft import schedules
 from weft.cost.memory.memory import MARGIN
 from weft.cost.network.network import send_s
+from weft.cost.stages.base import handed_s
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages.stages import Cut, Stage, links
@@ -178,7 +179,7 @@ def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: 
         return _reshard_s(pricer, layout, to, size)
     if isinstance(pricer, MixedPricer):
         return pricer.border_s(layout, stage.index, to, size)
-    return pricer.transfer_s(layout, size)
+    return handed_s(pricer, layout, stage.index, to, values)
 
 
 def _reshard_s(pricer: Pricer, layout: Layout, to: int, size_bytes: float) -> float:

@@ -6,7 +6,9 @@ groups of unequal strides, which arise where axes between those named are left o
 
 from __future__ import annotations
 
+from weft.cluster.cluster import Cluster
 from weft.cost.network.network import Group
+from weft.plan.axis import PIPELINE
 from weft.plan.layout import Layout
 
 
@@ -24,3 +26,23 @@ def group_of(layout: Layout, *axes: str) -> Group:
             size, span = size * n, at * n
         at *= n
     return Group(size, max(stride, span // size), layout.num_ranks)
+
+
+def stages_apart(cluster: Cluster, layout: Layout, here: int, there: int) -> int:
+    """How far apart the ranks of two places of a pipeline are, at the most: where these are neighbours, a few lie on two nodes, as far
+    apart as the nodes are. Not modelled: the same of stages that are smaller than a node and not their replicas' neighbours, all of
+    whose borders count as those inside of nodes.
+
+    >>> four = Cluster.parse("4xperlmutter")
+    >>> [stages_apart(four, Layout.parse(f"data=2 pipeline=8 neighbours={near}"), 1, 2) for near in ("branch", "pipeline")]
+    [4, 1]
+    """
+    stride, span, unit = layout.stage_stride, layout.stage_stride * layout.pipeline, 1
+    if layout.neighbours != PIPELINE:
+        return stride
+    for level in cluster.levels:
+        below, unit = unit, unit * level.size
+        whole = span % unit == 0 or unit % span == 0 or span == layout.num_ranks
+        if whole and all((here * stride + r) // unit == (there * stride + r) // unit for r in (0, stride - 1)):
+            return max(stride, below)
+    return max(stride, below)

@@ -20,6 +20,7 @@ from weft.model.stages.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.precision import PRECISIONS
 from weft.plan.residency import Residency
+from weft.schedules import schedule_of
 
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
@@ -110,8 +111,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
         adding *= layout.microbatches > 1
         busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding)
-        outgoing = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.sends)
-        back = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.receives)
+        outgoing = sum(handed_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
+        back = sum(handed_s(pricer, layout, source, stage.index, values) for source, values in stage.receives)
         if layout.microbatches > 1:
             network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
     scores = 0.0
@@ -183,6 +184,14 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding
     sums = Sums(held.sums, held.tied, held.number)
     return Base(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
+
+
+def handed_s(pricer: Pricer, layout: Layout, stage: int, to: int, values: Sequence[str]) -> float:
+    """Seconds of handing `values` of one microbatch from a stage to another on the same kind of device."""
+    places, size = schedule_of(layout).ranks_of, pricer.crossing(layout, values)
+    if max(stage, to) >= len(places):  # of parts of stages, of which what they hold is asked
+        return pricer.transfer_s(layout, size)
+    return pricer.transfer_s(layout, size, places[stage][0], places[to][0])
 
 
 def like(base: Base, index: int, names: Callable[[], Sequence[str]], own: Callable[[], Base]) -> Base:

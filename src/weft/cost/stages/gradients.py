@@ -115,7 +115,7 @@ def summing_s(
             inside += Seconds(weights, again * weights + queue.seconds)
     tied = 0.0
     if sums.tied and layout.pipeline > 1:
-        ends = Group(2, layout.stage_ranks * (layout.pipeline - 1), layout.num_ranks)
+        ends = Group(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
         tied = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
     if not is_cpu:
         after += tied
@@ -191,7 +191,7 @@ def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: W
     if len(holders) == 1:
         return 0.0
     away = (max(holders) - min(holders)) // (len(holders) - 1)
-    replicas = Group(len(holders), away * layout.stage_ranks, layout.num_ranks)
+    replicas = Group(len(holders), away * layout.stage_stride, layout.num_ranks)
     return pricer.collective("all_reduce", widths.gradient * sums.number, replicas)
 
 

@@ -1,0 +1,68 @@
+"""Stages as neighbours: what is between nodes is priced so, and the planner turns a pipeline where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from gpt_graph import gpt
+
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.network.axes import stages_apart
+from weft.cost.network.network import send_s
+from weft.cost.step import Pricer
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.solve.search import search
+
+GPU = Device("gpu", "gpu", (("float32", 1e13),), 1e11, 1e12, 1.0, 5e-6)
+NODES = Cluster("nodes", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 4, Link(1e-5, 1e9))))
+LONG = replace(gpt(layers=8, hidden=64, heads=4, sequence=512, vocabulary=64))  # activations many times the weights
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+@pytest.mark.parametrize(("pipeline", "far"), [(4, [1, 1, 1]), (8, [1, 1, 1, 4, 1, 1, 1])])
+def test_borders_between_nodes_are_as_far_apart_as_nodes(pipeline: int, far: list[int]) -> None:
+    layout = Layout(data=16 // pipeline, pipeline=pipeline, neighbours="pipeline")
+    assert [stages_apart(NODES, layout, s, s + 1) for s in range(pipeline - 1)] == far
+
+
+def test_what_crosses_nodes_is_priced_by_the_port_that_it_shares() -> None:
+    pricer, layout = Pricer(LONG, NODES, 16), Layout(data=2, pipeline=8, microbatches=2, neighbours="pipeline")
+    apart = [pricer.transfer_s(layout, 2e6, s, s + 1) for s in range(7)]
+    assert apart == [pytest.approx(send_s(NODES, 1e6, 4 if s == 3 else 1, 1)) for s in range(7)]
+    assert pricer.transfer_s(replace(layout, neighbours="branch"), 2e6) == send_s(NODES, 1e6, 2, 2)
+
+
+def test_the_planner_turns_a_pipeline_whose_activations_outweigh_its_weights() -> None:
+    plan = search(LONG, NODES, 16, "long", "pipeline=4 data=4")
+    assert plan.layout.neighbours == "pipeline"
+    other = search(LONG, NODES, 16, "long", layout=replace(plan.layout, neighbours="branch"))
+    assert step_s(plan) < 0.9 * step_s(other)
+    assert dict(plan.reasons)["neighbours"].startswith("neighbours=pipeline: the best priced plan with neighbours=branch takes")
+    # And not where weights are most of what moves.
+    wide = search(gpt(layers=8, hidden=1024, heads=4, sequence=8, vocabulary=64), NODES, 16, "wide", "pipeline=4 data=4")
+    assert wide.layout.neighbours == "branch"
+
+
+def test_a_constraint_turns_all_pipelines() -> None:
+    plan = search(LONG, NODES, 16, "long", "neighbours=pipeline pipeline=2")
+    assert plan.layout.neighbours == "pipeline"
+    assert search(LONG, NODES, 16, "long", "neighbours=branch pipeline=4 data=4").layout.neighbours == "branch"
+
+
+def test_a_schedule_that_is_asked_for_is_not_left_out_for_what_1f1b_would_hold() -> None:
+    """GEMS keeps activations of one microbatch, 1F1B those of as many as there are stages behind."""
+    layout = Layout(pipeline=4, microbatches=4, schedule="gems-master")
+    held = search(LONG, NODES, 16, "long", layout=layout).prediction
+    other = search(LONG, NODES, 16, "long", layout=replace(layout, schedule="1f1b")).prediction
+    assert held is not None
+    assert other is not None
+    few = replace(NODES, device=replace(GPU, memory_bytes=1.05 * held.memory.total))
+    assert 1.3 * held.memory.total < other.memory.total
+    same = "pipeline=4 data=1 microbatches=4 recompute=none offload=none zero=0"
+    assert search(LONG, few, 16, "long", f"{same} schedule=gems-master").layout.schedule == "gems-master"
