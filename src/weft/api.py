@@ -240,9 +240,9 @@ def parallelize(  # noqa: PLR0913
     >>> import torch, weft
     >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
     >>> def error(output, batch):
-    ...     return torch.nn.functional.mse_loss(output, y[: len(output)])
-    >>> engine = weft.parallelize(lambda: torch.nn.Linear(4, 2), (x,), loss=error, plan="data=1", seed=0)
-    >>> engine.step((x,)).loss > engine.step((x,)).loss
+    ...     return torch.nn.functional.mse_loss(output, batch[1])
+    >>> engine = weft.parallelize(lambda: torch.nn.Linear(4, 2), (x, y), loss=error, plan="data=1", seed=0)
+    >>> engine.step((x, y)).loss > engine.step((x, y)).loss
     True
     """
     world = world or current_world()

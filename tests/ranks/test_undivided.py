@@ -71,6 +71,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def trained(world: World, name: str) -> dict[str, Any]:
     make, loss_of = LOOPS[name]
     data = models.tokens()
+    data.append((data[0][0][:5], data[0][1][:5]))  # a last batch that does not divide
     batch: Any = data[0] if issubclass(make, models.Reentrant) or make is models.Experts else dict(zip(("ids", "y"), data[0], strict=True))  # type: ignore[arg-type]
     torch.manual_seed(7)
     with weft.auto_parallelize(batch=batch, plan="data=2 precision=float64", world=world):
@@ -83,6 +84,8 @@ def trained(world: World, name: str) -> dict[str, Any]:
     losses, norms, grads = loop(net, weft.shard(data), loss_of)
     wanted_losses, wanted_norms, wanted = loop(serial, data, loss_of)
     mean = torch.tensor(losses, dtype=torch.float64) / world.num_ranks
+    if name != "its own loss":  # it is a mean over this rank's samples
+        mean[-1] *= (3, 2)[world.rank] / 2.5
     world.everyone.all_reduce(mean)
     whole = weft.full_state_dict(net)
     return {

@@ -47,7 +47,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     *(
         (_MODULE, name)
         for name in (
-            "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+            "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+            "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
         )
     ),
     (torch, "_foreach_norm"),
@@ -192,6 +193,12 @@ def tables_of(module: torch.nn.Module) -> tuple[list[dict[str, Any]], list[dict[
     """A module's tables of its parameters and modules, and of its hooks around forward and backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return [module._parameters, module._modules], list(hooks)
+
+
+def hooks_around_forward(module: torch.nn.Module) -> list[tuple[int, bool, Any, bool]]:
+    """(number, whether it comes before, the hook, whether it takes keyword arguments) of a module's hooks on forward, in order."""
+    before = [(i, True, hook, i in module._forward_pre_hooks_with_kwargs) for i, hook in module._forward_pre_hooks.items()]
+    return before + [(i, False, hook, i in module._forward_hooks_with_kwargs) for i, hook in module._forward_hooks.items()]
 
 
 def tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from weft.run.captures import Asked, captured_in
 from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
+from weft.run.loop.watched import Watched, call_hooks, recording
 from weft.run.loop.whole import with_whole_weights
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
@@ -108,12 +109,10 @@ class Forward:
         out = []
         for name, x in zip(local.results, results, strict=True):
             # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
-            has_rows = any(is_shard(local.forms[name].get(axis, R)) for axis in parts.sharding.sample_axes)
-            if has_rows and self.part != 1.0:  # the loop's own mean over this rank's samples counts by how many there are
-                x = counted(x, self.part)
             for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
                 x = x if is_shard(local.forms[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
-            out.append(x)
+            # What the loop makes of outputs is a mean over this rank's samples, which counts by how many they are.
+            out.append(x if self.part == 1.0 else counted(x, self.part))
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
@@ -187,7 +186,8 @@ class Forward:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
 
 
-Call = tuple[Modes, Hashable, bool]  # the model's modes, the form of what it is called with, whether all replicas get the same
+# The model's modes, the form of what it is called with, whether all replicas get the same, and the hooks that watch it.
+Call = tuple[Modes, Hashable, bool, Watched]
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,12 @@ class Captures:
 
     def of(self, call: Call, called: Any, samples: int) -> Parts:
         """The parts of such a call of so many samples, captured when it is first made."""
-        first = call == (self.modes, self.form.key, False)
+        first = call == (self.modes, self.form.key, False, ())
         if first and samples == self.plan.batch_size:
             return self.parts
         base = self.parts if first else self.others.of(call, lambda: self._captured(call, called, samples))
         try:
-            with self.original.back():
+            with self.original.back(), recording(self.source.model, call[3]):
                 one = base.of_size(samples, samples)
         except Infeasible:  # with so many it computes something else
             return self._captured(call, called, samples)
@@ -228,10 +228,10 @@ class Captures:
 
     def _captured(self, call: Call, called: Any, samples: int) -> Parts:
         # What a source has captured is of one form.
-        alike = call[1] == self.form.key
+        alike = call[1] == self.form.key and not call[3]
         batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
         try:
-            with self.original.back():
+            with self.original.back(), recording(self.source.model, call[3]):
                 asked = Asked(call[0], batch, outputs=True, size=samples, alike=call[2])
                 return captured_in(asked, self.parts, self.plan, source, self.world)
         except ModelError as error:
@@ -289,9 +289,14 @@ class ByGraphs:
             with with_whole_weights(self.model, self.parts, plan.layout.mesh, world):
                 return type(self.model).forward(self.model, *args, **kwargs)
         samples, alike = self._samples_of(called, form)
-        forward = self._forward_of((modes_of(self.model), form.key, alike), samples, called)
+        watched = self.unchanged.watched()
+        forward = self._forward_of((modes_of(self.model), form.key, alike, watched), samples, called)
         forward.parts.draw.step += 1
-        return forward(tensors_of(called))
+        output = forward(tensors_of(called))
+        if watched:
+            output, calls = output
+            call_hooks(self.model, watched, calls)
+        return output
 
     @cached_property
     def talks(self) -> bool:

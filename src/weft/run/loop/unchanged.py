@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from weft.errors import UsageError
+from weft.run.loop.watched import Watched
 from weft.world import private
 
 INSIDE = "do it inside the block of weft.auto_parallelize, before the model is divided"
@@ -23,7 +24,7 @@ class _Was:
     name: str
     module: nn.Module
     held: tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]
-    hooks: tuple[tuple[dict[Any, Any], int], ...]
+    hooks: tuple[tuple[dict[Any, Any], frozenset[int]], ...]  # around forward, then around backward
 
 
 class Unchanged:
@@ -38,7 +39,7 @@ class Unchanged:
                     name,
                     module,
                     tuple((table, tuple(table.items())) for table in held),
-                    tuple((table, len(table)) for table in hooks) if module is not model else (),  # those of the whole are called
+                    tuple((table, frozenset(table)) for table in hooks) if module is not model else (),  # those of the whole are called
                 )
             )
 
@@ -49,10 +50,18 @@ class Unchanged:
                 if len(table) != len(items) or any(table.get(key) is not value for key, value in items):
                     changed = [key for key, value in items if table.get(key) is not value] or [k for k in table if k not in dict(items)]
                     raise UsageError(f"{_path(was.name, changed[0])} was replaced after the model was divided: {INSIDE}")
-            if any(len(table) != count for table, count in was.hooks):
+            if any(table.keys() - before for table, before in was.hooks[2:]):
                 raise UsageError(
-                    f"a hook on {was.name} would never be called, since the divided model runs as a whole: return what it sees"
+                    f"a hook on the backward of {was.name} would never be called, since the divided model runs as a whole: let a hook on "
+                    "its forward see what it returns, or one on a parameter its gradient"
                 )
+            if any(before - table.keys() for table, before in was.hooks):
+                raise UsageError(f"a hook on {was.name} was removed after the model was divided: {INSIDE}")
+
+    def watched(self) -> Watched:
+        """The parts with hooks around forward that were registered since, and which these are."""
+        found = ((was.name, frozenset().union(*(table.keys() - before for table, before in was.hooks[:2]))) for was in self._modules)
+        return tuple((name, ids) for name, ids in found if ids)
 
 
 def _path(module: str, key: str) -> str:

@@ -53,7 +53,7 @@ class Exchange:
         self._used: set[str] = set()
         self._left: list[int] = []
         self._works: list[Any] = []
-        self._rows = dict.fromkeys(outputs, 0)
+        self._rows = dict.fromkeys(outputs, 0.0)
         self._holds = False
         self._before: set[str] = set()  # used by backwards that exchanged nothing
         for number, (_, _, bucket) in enumerate(self._order):
@@ -80,12 +80,13 @@ class Exchange:
         self._arriving.clear()
         self._used.clear()
         self._works.clear()
-        self._rows = dict.fromkeys(self._rows, 0)
+        self._rows = dict.fromkeys(self._rows, 0.0)
         self._left = [len(bucket.names) for _, _, bucket in self._order]
         private.after_backward(self._finish)
 
-    def count(self, output: str, rows: int, grad: Tensor) -> None:
-        """A hook: so many rows of an output have a gradient. Ranks must have as many, or the mean of their means is not that of all."""
+    def count(self, output: str, rows: float, grad: Tensor) -> None:
+        """A hook: so many rows of an output have a gradient, by equal parts of the samples. Ranks must have as many, or the mean of their
+        means is not that of all."""
         self.begin()
         self._rows[output] += rows
 
@@ -156,14 +157,14 @@ class Exchange:
         names = [name for group, _ in self._summed for name in group.views]
         over, outputs = self._summed[0][1], list(self._rows)
         used = [float(name in self._used) for name in names]
-        rows = [float(self._rows[output]) for output in outputs]
+        rows = [self._rows[output] for output in outputs]
         told = torch.tensor([*used, *rows, *(n * n for n in rows)], dtype=torch.float64, device=over.device)
         over.all_reduce(told)
         total, squares = told[len(names) :].view(2, -1)
         for output, mine, all_, square in zip(outputs, rows, total.tolist(), squares.tolist(), strict=True):
-            if square * over.size != all_**2:
+            if abs(square * over.size - all_**2) > 1e-9 * all_**2:
                 raise Infeasible(
-                    f"the output {output or 'of the model'} has {int(mine)} rows on this rank and {all_:.0f} on all {over.size}, so the "
+                    f"the output {output or 'of the model'} has {mine:g} rows on this rank and {all_:.0f} on all {over.size}, so the "
                     "mean over ranks of a mean over rows is not that of all; return rows of fixed number, or the loss's sum and count from "
                     "forward, or use one rank"
                 )

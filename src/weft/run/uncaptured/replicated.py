@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss, call
 from weft.capture.init import realize
 from weft.capture.modes import in_modes, set_modes, training_modes
-from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.nesting import batch_size_of, known_samples, leaves, rebuild
 from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
-from weft.lower.redistribute import redistribute
+from weft.lower.redistribute import counted, redistribute
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
 from weft.model.sharding.sharding import Sharding
@@ -242,6 +242,7 @@ class ByItself:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, of this rank's samples; means over samples are those of all ranks."""
+        have, share = self._samples((args, kwargs))
         args, kwargs = self._moved(args), self._moved(kwargs)
         device, layout = self.world.device, self.plan.layout
         theirs = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's, around the call
@@ -251,7 +252,13 @@ class ByItself:
         double = doubled(layout.precision == "float64", self.own)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), double, drawing:
             output = self.called(*args, **kwargs)
-        return output if self.exchange is None else self._joined(output)
+        return output if self.exchange is None else self._joined(output, have, share)
+
+    def _samples(self, given: Any) -> tuple[int, float]:
+        """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""
+        have = next((x.shape[0] for _, x in leaves(given) if isinstance(x, Tensor) and x.dim()), 1)
+        known = known_samples(given)
+        return have, have * self.plan.layout.data / known if known not in (0, have) else 1.0
 
     def _moved(self, given: Any) -> Any:
         """Arguments on this rank's device, in float64 where that is computed in."""
@@ -264,8 +271,9 @@ class ByItself:
 
         return rebuild(given, {path: moved(x) for path, x in leaves(given)})
 
-    def _joined(self, output: Any) -> Any:
-        """The output, in which what all ranks have is their mean, and whose gradients begin the exchange on every rank."""
+    def _joined(self, output: Any, have: int, share: float) -> Any:
+        """The output, in which what all ranks have is their mean, and whose gradients begin the exchange on every rank. They count by this
+        rank's `share` of the samples, since what the loop makes of the output is a mean over them."""
         assert self.exchange is not None
         found = {path: x for path, x in leaves(output) if isinstance(x, Tensor)}
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.held.values())
@@ -278,22 +286,24 @@ class ByItself:
         new: dict[str, Any] = dict(leaves(output))
         means = [path for path, one in self.outputs.items() if one.dim is None and path in found and found[path].is_floating_point()]
         if means:
-            new.update(self._means({path: found[path] for path in means}, learns))
+            joined = self._means({path: found[path] for path in means}, have, learns)
+            new.update((path, counted(x, share)) for path, x in joined.items())
         for path, one in self.outputs.items():
             if one.dim is not None and one.learns and learns and path in found:
                 x = found[path]
                 x = x if x.requires_grad else x.detach().requires_grad_()  # its code went another way here than elsewhere
-                x.register_hook(partial(self.exchange.count, path, x.shape[one.dim]))  # type: ignore[no-untyped-call]
-                new[path] = x
+                x.register_hook(partial(self.exchange.count, path, x.shape[one.dim] / share))  # type: ignore[no-untyped-call]
+                new[path] = counted(x, share)
         return rebuild(output, new)
 
-    def _means(self, found: Mapping[str, Tensor], learns: bool) -> dict[str, Tensor]:
-        """Means over ranks, whose gradient is the mean of what ranks make of them: in one sum, for all ranks to make as many."""
-        everyone = self.world.everyone
-        flat = torch.cat([x.reshape(-1).to(torch.float64) for x in found.values()]) / everyone.size
+    def _means(self, found: Mapping[str, Tensor], have: int, learns: bool) -> dict[str, Tensor]:
+        """Means over all samples, whose gradient is the mean of what ranks make of them: in one sum, for all ranks to make as many."""
+        one = torch.ones(1, dtype=torch.float64, device=self.world.device)
+        flat = torch.cat([*(x.reshape(-1).to(torch.float64) for x in found.values()), one]) * have
         begins = learns and any(self.outputs[path].learns for path in found)
         flat = flat.detach().requires_grad_() if begins and not flat.requires_grad else flat
-        flat = redistribute(flat, P, D, everyone)
+        flat = redistribute(flat, P, D, self.world.everyone)
+        flat = flat[:-1] / flat[-1].detach()
         if begins:
             flat.register_hook(lambda grad: self.exchange.begin())  # type: ignore[no-untyped-call, union-attr]
         parts = torch.split(flat, [x.numel() for x in found.values()])

@@ -1,0 +1,79 @@
+"""Every optimizer of torch, with a schedule, on weights that lie in pieces: it trains as on one process, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_models import Mixed, batches, loss_of, matches, plan_of
+from torch import nn
+from torch.optim import Optimizer
+
+import weft
+from weft.errors import WeftError
+from weft.world.world import World
+
+KINDS = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+ALL = sorted(name for name, kind in KINDS.items() if kind is not Optimizer)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "LBFGS": {"lr": 0.1, "max_iter": 2},
+    "Adam": {"amsgrad": True},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+}
+
+
+def run(net: nn.Module, name: str, loader: Any) -> None:
+    parameters = [p for p in net.parameters() if name != "Muon" or p.dim() == 2]
+    opt = getattr(torch.optim, name)(parameters, **OPTIONS.get(name, {}))
+    rate = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=4, cycle_momentum=False)
+    for x, y in loader:
+
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(net, x, y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        rate.step()
+
+
+def outcomes(world: World, layout: str) -> dict[str, str]:
+    found = {}
+    for name in ALL:
+        torch.manual_seed(7)
+        with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+            net = Mixed()
+        torch.manual_seed(7)
+        serial = Mixed().double()
+        try:
+            run(serial, name, batches())
+        except RuntimeError as error:  # of sparse gradients alone
+            found[name] = f"serial: {error}"
+            continue
+        try:
+            run(net, name, weft.shard(batches()))
+        except WeftError as error:
+            found[name] = f"refused: {error}"
+            continue
+        pairs = zip(net.named_parameters(), serial.parameters(), strict=True)
+        wrong = [path for (path, p), q in pairs if not matches(p.detach(), q.detach())]
+        found[name] = f"differs in {', '.join(wrong)}" if wrong else "equal"
+    return found
+
+
+REFUSED = {"Adafactor", "LBFGS", "Muon"}  # which make something of a whole matrix, or of all weights at once
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=2", pytest.param("tensor=2", marks=pytest.mark.long)])
+def test_every_optimizer_of_torch_trains_alike_or_is_refused(ranks: Callable[..., list[Any]], layout: str) -> None:
+    for found in ranks(outcomes, 2, layout):
+        assert {name: what.split(" ")[0].strip(":") for name, what in found.items()} == {
+            name: "serial" if name == "SparseAdam" else "refused" if name in REFUSED else "equal" for name in ALL
+        }
+        for name in REFUSED & found.keys():
+            assert "of which this rank holds a part" in found[name]
+            assert "a layout that cuts no weights" in found[name]
