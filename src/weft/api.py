@@ -154,14 +154,13 @@ def tried(  # noqa: PLR0913
         candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
     plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(candidates, trials)]
     if world is None:
-        device = "cpu" if cluster.is_cpu else "cuda"
-        return _fastest(chosen, try_all(plans, sequence, device=device, device_memory=device_memory, say=say), cluster)
+        return _fastest(chosen, try_all(plans, sequence, device=cluster.kind.torch, device_memory=device_memory, say=say), cluster)
     return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
 
 
 def runs_here(cluster: Cluster) -> bool:
     """Whether it is one machine of this one's kind."""
-    return cluster.num_devices <= cluster.node_size and (cluster.is_cpu or cluster.num_devices <= torch.cuda.device_count())
+    return cluster.num_devices <= cluster.node_size and (cluster.kind.shares_hosts or cluster.num_devices <= torch.cuda.device_count())
 
 
 def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:

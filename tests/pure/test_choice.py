@@ -95,7 +95,7 @@ def test_the_choice_is_never_dearer_than_what_else_is_weighed(machines: str, lay
         points = tuple((float(4**k), 2e-5 + 4**k * 1e-9) for k in range(4, 14))
         cluster = replace(cluster, tables=tuple(Table(name, 2, points) for name in ("send", "exchange", "add", "step")))
     wanted = Layout.parse(layout)
-    if wanted.num_ranks > cluster.num_devices * (cluster.node_size if cluster.is_cpu else 1):
+    if wanted.num_ranks > cluster.num_devices * (cluster.node_size if cluster.kind.shares_hosts else 1):
         pytest.skip("more ranks than the machines have")
     group = Group(wanted.data, wanted.tensor, wanted.num_ranks)
     times, chosen, weighed = algorithms(cluster, group), sums_of(cluster, wanted), offered(cluster, wanted)

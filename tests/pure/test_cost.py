@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cost.devices.compute import Rates, Seconds, optimizer_s
+from weft.cost.devices.processors import MICROBATCH_S
 from weft.cost.memory.memory import Inventory, state_bytes
 from weft.cost.network.network import FACTORS, Group, collective_s, ring_s, send_s
 from weft.cost.operators.parts import gather, kept_bytes
-from weft.cost.stages.base import MICROBATCH_S
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
 from weft.model.sharding.propagate import propagate

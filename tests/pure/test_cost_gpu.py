@@ -18,10 +18,11 @@ from weft.cluster.cluster import Cluster, Device
 from weft.cost.calibration.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
 from weft.cost.calibration.fit import fit, mean_abs
 from weft.cost.devices.compute import Seconds
+from weft.cost.devices.gpus import straggling
 from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
 from weft.cost.memory.memory import StageMemory
 from weft.cost.network.network import Group, collective_s, path
-from weft.cost.step import Pricer, StageCost, straggling
+from weft.cost.step import Pricer, StageCost
 from weft.errors import ConfigError, UsageError
 from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
@@ -189,7 +190,7 @@ def test_bad_efficiency_sets_are_named() -> None:
 def test_a_cluster_names_its_efficiency_set(tmp_path: Path) -> None:
     named = Cluster.parse("2xdgx-a100-80@a100-megatron-deepspeed")
     assert (named.num_devices, named.stack) == (16, "a100-megatron-deepspeed")
-    assert Pricer(gpt(1), named, 8).efficiency.name == "a100-megatron-deepspeed"
+    assert Pricer(gpt(1), named, 8).devices.words("float16").startswith("a100-megatron-deepspeed")
     (tmp_path / "c.toml").write_text(named.to_toml())
     assert Cluster.parse(str(tmp_path / "c.toml")).stack == named.stack
     with pytest.raises(UsageError, match=r"did you mean a100-megatron\b"):
@@ -203,7 +204,7 @@ def test_an_unknown_device_has_weft_s_own_set_at_its_own_efficiency() -> None:
     assert "none was measured on X1" in stack.words(device, "float32")
 
 
-@pytest.mark.parametrize("machine", [name for name in names() if not Cluster.parse(name).is_cpu])
+@pytest.mark.parametrize("machine", [name for name in names() if not Cluster.parse(name).kind.shares_hosts])
 def test_every_device_has_what_weft_runs_by_default(machine: str) -> None:
     """One set of figures for all, with each device's own where it was measured; others are had by name, and say so."""
     device = Cluster.parse(machine).device

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import stack_of
-from weft.cost.memory.memory import Widths
+from weft.cost.calibration.efficiency import Stack, stack_of
+from weft.cost.devices import devices_of
+from weft.cost.devices.devices import Devices
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 from weft.schedules import schedule_of
@@ -76,14 +77,17 @@ PRICERS = {"two": pricer(2)}
 
 
 def test_widths_by_precision_and_device() -> None:
-    def total(precision: str, is_cpu: bool, gradient: float = 4.0) -> float:
-        w = Widths.of(precision, is_cpu, gradient)
+    cores = devices_of(Cluster.parse("1xcpu-2"))
+    gpus = devices_of(Cluster.parse("dgx-a100-80"), Stack("own", gradient_bytes=2.0))
+
+    def total(devices: Devices, precision: str) -> float:
+        w = devices.widths(precision)
         return w.weight + w.gradient + w.copies + 2 * w.moment
 
-    assert [total("float32", cpu) for cpu in (True, False)] == [16, 16]
-    assert total("bfloat16", is_cpu=True) == 16  # autocast over float32 weights
-    assert [total("float16", False, 2.0), total("bfloat16", False, 4.0)] == [16, 18]
-    assert total("float64", is_cpu=True) == 32
+    assert [total(one, "float32") for one in (cores, gpus)] == [16, 16]
+    assert total(cores, "bfloat16") == 16  # autocast over float32 weights
+    assert [total(gpus, "float16"), total(gpus, "bfloat16")] == [16, 18]
+    assert [total(one, "float64") for one in (cores, gpus)] == [32, 32]
 
 
 def test_interleaved_microbatches_in_flight() -> None:

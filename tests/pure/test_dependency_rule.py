@@ -125,6 +125,19 @@ def wrong_environment(text: str, file: str) -> list[str]:
     ]
 
 
+def wrong_kind(text: str, file: str) -> list[str]:
+    """Who asks what kind a device is: its own file, and who shows it. All others ask `Cluster.kind` or `weft.cost.devices`."""
+    if file.startswith(("cluster/", "cost/devices/")) or file == "report/cluster_tables.py":
+        return []
+    return [
+        f"{file}:{node.lineno} asks for the kind of a device; ask a `Kind` or `Devices` by name for what follows from it"
+        for node in ast.walk(parsed(text))
+        if (isinstance(node, ast.Attribute) and node.attr == "kind" and ast.unparse(node.value).endswith("device"))
+        or (isinstance(node, ast.Name) and node.id in ("Processors", "Gpus"))
+        or (isinstance(node, ast.Attribute) and node.attr == "is_cpu")
+    ]
+
+
 def too_long(text: str, file: str) -> list[str]:
     lines, most = text.count("\n"), MOST_LINES
     return [f"{file} has {lines} lines; past {most} it is two files"] if lines > most else []
@@ -203,7 +216,9 @@ def _at_the_top(tree: ast.Module, name: str) -> bool:
 
 
 Rule = Callable[[str, str], list[str]]
-RULES: tuple[Rule, ...] = (wrong_imports, wrong_torch, wrong_pickle, wrong_environment, too_long, too_long_functions, undescribed)
+RULES: tuple[Rule, ...] = (
+    wrong_imports, wrong_torch, wrong_pickle, wrong_environment, wrong_kind, too_long, too_long_functions, undescribed,
+)  # fmt: skip
 
 
 def test_every_file_keeps_every_rule() -> None:
@@ -233,6 +248,9 @@ def test_every_file_keeps_every_rule() -> None:
         (wrong_environment, "import os\nx = os.environ['RANK']", "run/engine.py"),
         (wrong_environment, "from os import getenv", "lower/local.py"),
         (wrong_environment, "import sys\nx = sys.argv", "train/config.py"),
+        (wrong_kind, "def f(cluster):\n    return cluster.device.kind == 'cpu'", "solve/space.py"),
+        (wrong_kind, "def f(pricer):\n    return isinstance(pricer.devices, Processors)", "cost/step.py"),
+        (wrong_kind, "def f(cluster):\n    return cluster.is_cpu", "cli/train.py"),
         (too_long, "x = 1\n" * 501, "run/engine.py"),
         (too_long_functions, "def f():\n" + "    x = 1\n" * 60, "run/engine.py"),
         (undescribed, "x = 1", "run/engine.py"),

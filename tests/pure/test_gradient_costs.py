@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.calibration.efficiency import stack_of
 from weft.cost.network.collectives import algorithms
 from weft.cost.network.network import Group, collective_s
 from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, summing_s
@@ -84,7 +85,7 @@ def test_compressed_sums_cost_their_messages_and_their_packing(num: int) -> None
     assert 4 * count < BUCKET_BYTES
     piece, group = -(-count // num), Group(num, 1, num)
     of_int8, of_half = piece + 4 * ceil(piece / 512), 2 * piece
-    bandwidth = Pricer(GRAPH, cluster, 8).speed(Layout(data=num)).memory_bandwidth_bytes_per_s
+    bandwidth = Pricer(GRAPH, cluster, 8).devices.speed(Layout(data=num)).memory_bandwidth_bytes_per_s
     for kind, message in (("int8", of_int8), ("bfloat16", of_half)):
         moved = collective_s(cluster, "all_to_all", num * num * message, group)
         back = collective_s(cluster, "all_gather", num * message, group)
@@ -228,14 +229,15 @@ def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
 
 def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
     """A pipeline without replicas has no buckets of gradients, and one sum where stages share a weight."""
-    pricer, layout = Pricer(BIG, Cluster.parse("1xdgx-h100"), 8), Layout(pipeline=2, microbatches=4)
-    sums, widths = Sums((), 1e8, 2e8), pricer.widths(layout)
+    cluster, layout = Cluster.parse("1xdgx-h100"), Layout(pipeline=2, microbatches=4)
+    pricer = Pricer(BIG, cluster, 8, stack=replace(stack_of(cluster.device), overlap=0.8))
+    sums, widths = Sums((), 1e8, 2e8), pricer.devices.widths(layout.precision)
     whole = pricer.collective("all_reduce", widths.gradient * 1e8, Group(2, 1, 2))
     assert whole > 0
     for window_s in (0.0, 0.5 * whole, 3 * whole):
-        shown, inside = summing_s(pricer, layout, sums, widths, 0.8, window_s, 1.0)
+        shown, inside = summing_s(pricer, layout, sums, widths, window_s, 1.0)
         hidden = min(whole, 0.8 * window_s)
-        assert shown == pytest.approx(whole - hidden + pricer.efficiency.contention * hidden)
+        assert shown == pytest.approx(whole - hidden + pricer.devices.contention * hidden)
         assert inside.total == 0.0
 
 
@@ -243,9 +245,9 @@ def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> No
     """An embedding's gradient is complete with the last backward; the sum crosses whatever joins the stages' hosts."""
     for bytes_per_s in (1e9, 25e6):
         pricer, layout = Pricer(BIG, hosts(1e-4, bytes_per_s, 2), 8), Layout(pipeline=2, microbatches=4)
-        sums, widths = Sums((), 1e6, 2e6), pricer.widths(layout)
+        sums, widths = Sums((), 1e6, 2e6), pricer.devices.widths(layout.precision)
         whole = pricer.collective("all_reduce", widths.gradient * 1e6, Group(2, 1, 2))
         assert whole >= widths.gradient * 1e6 / bytes_per_s
         for window_s in (0.0, 3 * whole):
-            assert summing_s(pricer, layout, sums, widths, 0.8, window_s, 1.0)[0] == pytest.approx(whole)
-        assert summing_s(pricer, layout, Sums((), 0.0, 2e6), widths, 0.8, 0.0, 1.0)[0] == 0.0
+            assert summing_s(pricer, layout, sums, widths, window_s, 1.0)[0] == pytest.approx(whole)
+        assert summing_s(pricer, layout, Sums((), 0.0, 2e6), widths, 0.0, 1.0)[0] == 0.0

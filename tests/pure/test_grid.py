@@ -190,7 +190,8 @@ def test_each_axis_is_priced_on_its_own_links() -> None:
     pricer, layout = Pricer(chain(widths, batch), NODES, batch), Layout.parse("tensor=2x4")
     forward, backward = pricer.operator_seconds(layout)[2:]
     inside, between = Group(4, 1, 8), Group(2, 4, 8)
-    slower, shown = pricer.efficiency.tensor, 1.0 - pricer.efficiency.tensor_overlap
+    talk = pricer.devices.talk(layout)
+    slower, shown = talk.slower, talk.shown
     first = collective_s(NODES, "all_reduce", 4.0 * batch * 4096 / 2, inside)
     second = collective_s(NODES, "all_reduce", 4.0 * batch * 2048 / 4, between)
     assert float(forward.sum()) == pytest.approx(slower * (first + second))

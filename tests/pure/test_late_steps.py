@@ -132,7 +132,7 @@ def test_a_servers_port_binds() -> None:
         parts = dict(price(pricer, Layout.parse(f"data=4 servers={servers} staleness=1")).prediction.parts)
         found[servers] = parts["gradients"]
         step = parts["compute"] + parts["optimizer"]
-        want = 2 * size * 3 / servers / 1e8 - pricer.overlap(Layout(data=4)) * step
+        want = 2 * size * 3 / servers / 1e8 - pricer.devices.overlap(Layout(data=4)) * step
         assert parts["gradients"] == pytest.approx(want, rel=0.03)
     assert found[1] > found[2] > found[4]
 

@@ -11,7 +11,8 @@ from closed_forms import BOTH_WAYS, SPLIT, in_flight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cost.memory.memory import MARGIN, StageMemory, StageState, Widths, memory_of
+from weft.cost.devices.devices import Widths
+from weft.cost.memory.memory import MARGIN, StageMemory, StageState, memory_of
 from weft.cost.stages.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
@@ -122,5 +123,5 @@ def test_zero_leaves_whole_what_two_ranks_of_the_pipeline_have_but_divides_its_s
     """Of bytes a parameter: weights 4, gradients 4, two moments 8, over two data replicas and two ranks that have the stage."""
     state = StageState(num_parameters=100.0, num_trainable=100.0, entering_bytes=0.0)
     layout = Layout(data=2, pipeline=2, microbatches=2, schedule="chimera", zero=zero)
-    found = memory_of(state, layout, 0, Widths.of("float32", is_cpu=True)).alone
+    found = memory_of(state, layout, 0, Widths(4.0, 4.0, 0.0)).alone
     assert (found.parameters, found.gradients, found.optimizer) == (400.0, 400.0, 800.0 / (4 if zero else 1))

@@ -74,7 +74,7 @@ def test_sums_hide_behind_a_step(staleness: int) -> None:
     size = 4.0 * GRAPH.num_trainable
     whole = pricer.collective("all_reduce", size, pricer.group(Layout(data=2), "data"))
     shown, memory, step = _costs(1e6, staleness)
-    assert shown == pytest.approx(whole - pricer.overlap(Layout(data=2)) * step)
+    assert shown == pytest.approx(whole - pricer.devices.overlap(Layout(data=2)) * step)
     at_once, once, _ = _costs(1e6, 0)
     assert shown < at_once
     assert memory == (staleness + 1) * once

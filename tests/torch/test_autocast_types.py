@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.api import Source
+from weft.cost.devices.kept import ProcessorMemory
 from weft.cost.memory.memory import Inventory
 from weft.model.graph import Graph, Operator, Ref, Word
 from weft.model.storage import autocast as module
@@ -116,7 +117,7 @@ def test_broken_twin_records_that_leave_a_cast_out_are_noticed(graph: Graph, how
 
 
 def test_what_operators_keep_of_values_is_what_autograd_keeps(graph: Graph) -> None:
-    inventory = Inventory.of(graph, is_cpu=True)
+    inventory = Inventory.of(graph, ProcessorMemory)
     wrong = []
     for op, _, values, kept in _called(graph, narrow=False):
         mine = {values[v].untyped_storage().data_ptr(): v for v in (*op.inputs, *op.outputs)}

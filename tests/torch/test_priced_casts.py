@@ -56,7 +56,7 @@ def test_nothing_is_cast_in_float32() -> None:
 
 
 def test_broken_twin_a_cast_that_is_not_counted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.cost import memory
+    from weft.cost.memory import memory
 
     counted = memory.work
     monkeypatch.setattr(memory, "work", lambda graph, cast: {name: replace(w, cast_bytes=0.0) for name, w in counted(graph, cast).items()})

@@ -47,7 +47,7 @@ def test_this_machine_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.name == "here"
     assert cluster.fingerprint == fingerprint(VERSION)
     assert dict(cluster.speed(1).flops)["float32"] > 1e8
-    if cluster.is_cpu:
+    if cluster.kind.shares_hosts:
         assert cluster.table("all_reduce", 2) is not None
         for count in MESSAGE_RANKS:
             for name in ("send", "exchange", "all_reduce", "send.gloo", "exchange.gloo", "all_reduce.gloo", "add"):
@@ -130,7 +130,7 @@ def test_a_machine_that_computes_at_another_speed_is_measured_again(
     now: float, again: int, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`now`: its speed against what was stored, some minutes ago at least and while nothing else runs."""
-    if not watched.gives.is_cpu:
+    if not watched.gives.kind.shares_hosts:
         pytest.skip("GPUs keep their speed")
     idle = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source="measured"))
     then = dict(idle.speed(1, 1).rates)["pulse"]

@@ -127,7 +127,7 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
             wanted["tensor"], wanted["grid"] = change.grid
         elif key in KEYS:
             wanted[key] = change.value if key in WORDS else int(change.value)
-    if not cluster.is_cpu and plan.layout.threads:
+    if not cluster.kind.shares_hosts and plan.layout.threads:
         wanted.setdefault("threads", 0)  # of cores that the plan was for
     layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved

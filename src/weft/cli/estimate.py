@@ -147,12 +147,12 @@ def _arithmetic(setting: Setting, flops: float, plan: Plan | None, refused: str)
 
 def _planned(plan: Plan, setting: Setting, work: Work) -> _Found:
     """Training by a plan."""
-    from weft.report.economy import bill, machines_used, power_w, usd_per_hour
+    from weft.report.economy import bill, power_w, usd_per_hour
 
     machines, p, size = setting.cluster, plan.prediction, setting.batch_size
     assert p is not None
     cost = bill(machines, plan.layout, p, size, work.samples)
-    used, there = machines_used(machines, plan.layout)
+    used, there = machines.nodes_of(plan.layout.num_ranks), machines.num_nodes
     have = format_bytes(machines.memory_of(plan.layout.num_ranks))
     rows = [
         ("layout", str(plan.layout)),

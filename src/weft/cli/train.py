@@ -152,9 +152,9 @@ def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None
     from weft import api
     from weft.errors import ConfigError
 
-    if api.runs_here(cluster) if world is None else cluster.is_cpu == (world.device.type == "cpu"):
+    if api.runs_here(cluster) if world is None else cluster.kind.torch == world.device.type:
         return
-    hosts, num_gpus = cluster.num_devices // cluster.node_size, torch.cuda.device_count()
+    hosts, num_gpus = cluster.num_nodes, torch.cuda.device_count()
     devices = f"{cluster.num_devices} {cluster.device.name}" + (f" in {hosts} machines" if hosts > 1 else "")
     has = f"{num_gpus} GPUs" if num_gpus else "no GPU that torch can use"
     raise ConfigError(

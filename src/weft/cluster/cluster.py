@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import log, prod
 
+from weft.cluster.kind import KINDS, Kind
 from weft.errors import ConfigError, Infeasible
 
-KINDS = ("cpu", "gpu", "tpu")
 START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
 SCORES = "scores."  # with a precision behind it
 BESIDES = "besides."  # with a kind and a precision behind it
@@ -69,7 +69,7 @@ class Device:
         if self.matmul_efficiency > 1:
             raise ConfigError(f"device {self.name}: matmul_efficiency = {self.matmul_efficiency:g}; it is a part of the peak, at most 1")
         not_negative(f"device {self.name}", launch_s=self.launch_s, scratch_bytes=self.scratch_bytes)
-        if self.scratch_bytes >= self.memory_bytes and self.kind != "cpu":  # a process of a core shares the machine's memory
+        if self.scratch_bytes >= self.memory_bytes and not KINDS[self.kind].shares_hosts:
             raise ConfigError(
                 f"device {self.name}: scratch_bytes = {self.scratch_bytes:g} of memory_bytes = {self.memory_bytes:g}; what a process holds "
                 "before it has any tensor leaves it none"
@@ -82,7 +82,7 @@ class Device:
             Infeasible: the device does not have it.
         """
         peaks = dict(self.peak_flops)
-        found = peaks.get(precision, peaks.get("float32") if self.kind == "cpu" and precision == "float16" else None)
+        found = peaks.get(precision, peaks.get("float32") if KINDS[self.kind].float16_as_float32 and precision == "float16" else None)
         if found is None:
             have = ", ".join(name for name, _ in self.peak_flops)
             raise Infeasible(f"precision={precision}: {self.name} has no {precision} matrix products; use one of {have}")
@@ -245,24 +245,29 @@ class Cluster:
         return self.levels[0].size
 
     @property
-    def runs_plans(self) -> bool:
-        """Whether its plans are made to be run by weft, and not only to be compared: of processors, and of a machine that was measured."""
-        return self.is_cpu or bool(self.fingerprint)
+    def num_nodes(self) -> int:
+        return self.num_devices // self.node_size
 
     @property
-    def is_cpu(self) -> bool:
-        return self.device.kind == "cpu"
+    def runs_plans(self) -> bool:
+        """Whether its plans are made to be run by weft, and not only to be compared: of processors, and of a machine that was measured."""
+        return self.kind.runs_plans or bool(self.fingerprint)
+
+    @property
+    def kind(self) -> Kind:
+        """What follows from the kind of its devices."""
+        return KINDS[self.device.kind]
 
     def threads_of(self, num_ranks: int, threads: int = 0) -> int:
         """Threads of each of `num_ranks` ranks: as asked for, or an equal share of its node's cores (at least 1); 0 on GPUs."""
-        if not self.is_cpu:
+        if not self.kind.shares_hosts:
             return 0
         return threads or max(1, self.node_size // self.ranks_per_node(max(1, num_ranks)))
 
     def memory_of(self, num_ranks: int) -> float:
         """Bytes that one of `num_ranks` ranks may use: the device's, or its node's shared equally by the ranks on it."""
         have = self.device.memory_bytes
-        if self.is_cpu:
+        if self.kind.shares_hosts:
             have *= self.node_size / min(self.node_size, self.ranks_per_node(num_ranks))
         return min(have, self.memory_limit_bytes or have)
 
@@ -275,10 +280,13 @@ class Cluster:
 
     def ranks_per_node(self, num_ranks: int) -> int:
         """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""
-        if not self.is_cpu:
+        if not self.kind.shares_hosts:
             return min(num_ranks, self.node_size)
-        nodes = self.num_devices // self.node_size
-        return -(-num_ranks // min(nodes, num_ranks))
+        return -(-num_ranks // self.nodes_of(num_ranks))
+
+    def nodes_of(self, num_ranks: int) -> int:
+        """Nodes that hold one of `num_ranks` ranks."""
+        return min(self.num_nodes, num_ranks if self.kind.shares_hosts else -(-num_ranks // self.node_size))
 
     def speed(self, num_ranks: int, threads: int = 0) -> Speed:
         """What one rank gets when `num_ranks` work at once; measured where it was measured, else scaled from what was.
@@ -297,7 +305,7 @@ class Cluster:
             near = min(self.speeds, key=lambda s: (abs(log(s.ranks * s.threads / busy)), abs(log(s.threads / threads))))
             by = cores / min(near.threads, self.node_size / near.ranks)
             return near.scaled(here, threads, by, near.launch_s * max(1.0, here * threads / self.node_size))
-        cores = 1.0 if not self.is_cpu else min(threads, self.node_size / here)
+        cores = 1.0 if not self.kind.shares_hosts else min(threads, self.node_size / here)
         device = self.device
         return Speed(
             here,

@@ -28,7 +28,7 @@ def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
     for part in parts:
         if part.parts:
             raise UsageError(f"cluster {name}: its part {part.name} is mixed itself; name its parts one by one")
-        if part.is_cpu:
+        if part.kind.shares_hosts:
             raise UsageError(f"cluster {name}: {part.name} are processors; GPUs mix with GPUs, processors are planned alone")
     size = 0
     for part in parts:

@@ -17,9 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.calibration.efficiency import Stack
-from weft.cost.devices import kernels
-from weft.cost.devices.compute import Seconds, optimizer_s
-from weft.cost.devices.copies import HOST_BYTES_PER_S, Copies
+from weft.cost.devices.compute import Seconds
 from weft.cost.memory.memory import StageMemory, StageState, memory_of
 from weft.cost.network.axes import stages_apart
 from weft.cost.network.network import send_s
@@ -28,7 +26,7 @@ from weft.cost.operators.parts import even_sites
 from weft.cost.stages.base import Base, Ends, Load, base_of, like
 from weft.cost.stages.gradients import exchange_s, summing_s
 from weft.cost.stages.kinds import Kinds, Sections
-from weft.cost.stages.stage import StageCost, straggling, together
+from weft.cost.stages.stage import StageCost, together
 from weft.errors import Infeasible
 from weft.model.dims.labels import expert_weights
 from weft.model.graph import statistics
@@ -39,11 +37,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 from weft.schedules import schedule_of
 
-__all__ = ["Pricer", "StageCost", "straggling", "together"]
-
-GLOO_HIDES = 0.9  # part of a backward behind which gloo sums gradients over a network; assumed, since copying takes some of the cores
-STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
-HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
+__all__ = ["Pricer", "StageCost", "together"]
 
 NOTHING = StageMemory(Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
@@ -89,7 +83,6 @@ class Pricer(OperatorPricer):
             balanced={},
             _times={},
             _bases={},
-            _widths={},
             _smaller={},
             _busy={},
         )
@@ -130,7 +123,7 @@ class Pricer(OperatorPricer):
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> Sections:
-        half, cutting = self.is_half(layout), (*self._cut(layout), self._is_cast(layout))
+        half, cutting = self.devices.is_half(layout.precision), (*self._cut(layout), self.devices.is_cast(layout.precision))
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
@@ -148,7 +141,7 @@ class Pricer(OperatorPricer):
 
         All blocks hand on equally much: in a model with several kinds of them, stages are balanced instead.
         """
-        if self.cluster.is_cpu or self.cluster.parts:
+        if not self.devices.even_stages or self.cluster.parts:
             return ()
         return even_sites(self.cuts_of(layout), layout.num_stages)
 
@@ -196,15 +189,6 @@ class Pricer(OperatorPricer):
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return self._state(layout, base)
 
-    @property
-    def layers_moved(self) -> int:
-        """Layers that move to the host and are on the device at once: where copies run beside the compute one comes meanwhile."""
-        return 1 if self.cluster.is_cpu else 2
-
-    def copies(self, layout: Layout) -> Copies:
-        """What copies to the host and back take."""
-        return Copies.of(self.cluster, self.speed(layout))
-
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.threads, layout.batch_norm,
                layout.shares, tuple(sites))  # fmt: skip
@@ -248,14 +232,10 @@ class Pricer(OperatorPricer):
         works, operators = self.inventory.works, self.graph.operators
         return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
 
-    @property
-    def keeps_scores(self) -> bool:
-        return not self.cluster.is_cpu and self.efficiency.attention == "scores"
-
     def _seconds(self, layout: Layout, index: int, base: Base) -> tuple[Seconds, Seconds, float, float]:
         """A stage's compute and collectives of one microbatch, and its sums and optimizer of a step."""
         busy, network = base.compute, base.tensor
-        widths = self.widths(layout)
+        widths = self.devices.widths(layout.precision)
         if layout.repeats_layers:
             block = base.block(layout.residency)
             busy = Seconds(busy.forward, busy.backward + block.forward)
@@ -264,29 +244,18 @@ class Pricer(OperatorPricer):
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
         trained = base.state.num_trainable
         updated = (trained + base.state.num_elsewhere) / layout.weight_ranks if layout.zero else trained / max(1, layout.servers)
-        states = self.optimizer_states
-        if self.cluster.is_cpu:
-            optimizer = optimizer_s(self.speed(layout), updated, states)
-        else:
-            optimizer = kernels.optimizer_s(self.cluster.device, self.efficiency, updated, states)
-        if layout.moves_optimizer:
-            moved = updated * (widths.gradient + widths.weight)
-            if self.cluster.is_cpu:  # gradients there and weights back, read and written, before and after the same update
-                optimizer += 2 * moved / self.speed(layout).memory_bandwidth_bytes_per_s
-            else:
-                optimizer = moved / HOST_BYTES_PER_S + updated * HOST_ADAM_S
+        optimizer = self.devices.optimizer_s(layout, updated, self.optimizer_states)
         if layout.moves_layers:
-            busy = self.copies(layout).around(busy, self._state(layout, base).moved_bytes)
-        overlap = self.overlap(layout)
+            busy = self.devices.copies(layout).around(busy, self._state(layout, base).moved_bytes)
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
         step = layout.microbatches * (busy + network).total + optimizer
-        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each, step)
+        summing, inside = summing_s(self, layout, base.sums, widths, window, each, step)
         summing += exchange_s(self, layout, index, base.sums, widths) + self._statistics_s(layout)
         network += inside
-        if self.cluster.is_cpu and network.total > 0:  # ranks meet inside layers
-            waits = self.speed(layout).waits
+        if network.total > 0:  # ranks meet inside layers
+            waits = self.devices.talk(layout).waits
             network += Seconds(waits * busy.forward, waits * busy.backward)
         return busy, network, summing, optimizer
 
@@ -303,15 +272,8 @@ class Pricer(OperatorPricer):
         written = {value for op in self.graph.operators for value in statistics(op)}
         return float(sum(self.graph.tensors[value].size for value in written))
 
-    def overlap(self, layout: Layout) -> float:
-        """Part of a backward that sums of gradients hide behind. Ranks of one host sum through memory, and compute meanwhile less;
-        between hosts gloo's own threads move what the network takes."""
-        if not self.cluster.is_cpu:
-            return self.efficiency.overlap
-        return GLOO_HIDES * self._by_gloo(layout)
-
     def _state(self, layout: Layout, base: Base) -> StageState:
-        drops_scores = layout.recompute == "selective" and self.cluster.is_cpu  # of the operators that keep them; GPUs' are in `scores`
+        drops_scores = layout.recompute == "selective" and self.devices.tells_cores
         by_layer = layout.repeats_layers or layout.moves_layers or drops_scores
         return base.by_layer(layout.residency) if by_layer else base.state
 
@@ -319,7 +281,7 @@ class Pricer(OperatorPricer):
         state = self._state(layout, base)
         puts_off = (layout.repeats_layers or layout.moves_layers) and schedule_of(layout).splits_backward
         return memory_of(
-            state, layout, index, self.widths(layout),
+            state, layout, index, self.devices.widths(layout.precision),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
             noted_bytes=max(0.0, base.state.kept_bytes - state.kept_bytes) if puts_off else 0.0,
         )  # fmt: skip
@@ -327,14 +289,14 @@ class Pricer(OperatorPricer):
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
         """Bytes of these values, of one whole microbatch, all data replicas together."""
         scale = self.microbatch(layout)
-        width = self._width(layout, narrow=not self.cluster.is_cpu)
+        width = self._width(layout, narrow=False)
         # What does not follow the samples is each replica's.
         return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else layout.data) for v in values)
 
     def transfer_s(self, layout: Layout, size_bytes: float, here: int = 0, there: int = 1) -> float:
-        """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; on GPUs every
-        tensor rank a part of that (Narayanan et al. 2021, section 4.1)."""
-        parts = layout.data * (1 if self.cluster.is_cpu else layout.replica_ranks)
+        """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; or every
+        rank of it."""
+        parts = layout.data * (layout.replica_ranks if self.devices.scatters_sends else 1)
         return send_s(self.cluster, size_bytes / parts, stages_apart(self.cluster, layout, here, there), layout.stage_stride)
 
     def predict(
@@ -365,7 +327,7 @@ class Pricer(OperatorPricer):
         compute = min(compute, max(0.0, pipeline_s - tensor))  # less than its own where others lent the rank their cores
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
-        overhead = self.overhead_s(layout, pipeline_s)
+        overhead = self.devices.overhead_s(layout, pipeline_s)
         total = pipeline_s + gradients + optimizer + overhead
         parts = (
             ("compute", compute),
@@ -384,15 +346,9 @@ class Pricer(OperatorPricer):
         """[pipeline rank] -> the costs of its stages."""
         return [[costs[s] for s in mine] for mine in schedule_of(layout).stages_of] if len(costs) > 1 else [list(costs)]
 
-    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
-        """What a step costs besides, with what the slowest rank is behind the others."""
-        if self.cluster.is_cpu:
-            return STEP_S
-        return self.efficiency.step_s + straggling(layout.num_ranks, self.efficiency.spread) * pipeline_s
-
     def peak_flops(self, layout: Layout) -> float:
         """FLOP/s of all devices that the layout uses, at its precision."""
-        cores = 1 if not self.cluster.is_cpu else self.cluster.threads_of(layout.num_ranks, layout.threads)
+        cores = max(1, self.cluster.threads_of(layout.num_ranks, layout.threads))
         return self.cluster.device.peak(layout.precision) * min(layout.num_ranks * cores, max(self.cluster.num_devices, layout.num_ranks))
 
     def check_memory(self, layout: Layout, prediction: Prediction) -> None:

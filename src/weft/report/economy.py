@@ -52,24 +52,14 @@ def unit_of(graph: Graph) -> Unit:
     return Unit(f"epoch of {IMAGENET_SAMPLES:,} samples", IMAGENET_SAMPLES)
 
 
-def machines_used(cluster: Cluster, layout: Layout) -> tuple[int, int]:
-    """(machines that hold a rank, machines in all)."""
-    all_of_them = max(1, cluster.num_devices // cluster.node_size)
-    if cluster.is_cpu:
-        return min(all_of_them, layout.num_ranks), all_of_them
-    return min(all_of_them, -(-layout.num_ranks // cluster.node_size)), all_of_them
-
-
 def usd_per_hour(cluster: Cluster, layout: Layout) -> float:
     """List price of the machines that hold a rank; 0 where it is not known."""
-    used, there = machines_used(cluster, layout)
-    return cluster.price_per_hour * used / there
+    return cluster.price_per_hour * cluster.nodes_of(layout.num_ranks) / cluster.num_nodes
 
 
 def power_w(cluster: Cluster, layout: Layout) -> float:
     """Power of the machines that hold a rank; 0 where it is not known."""
-    used, there = machines_used(cluster, layout)
-    return cluster.power_w * used / there
+    return cluster.power_w * cluster.nodes_of(layout.num_ranks) / cluster.num_nodes
 
 
 def bill(cluster: Cluster, layout: Layout, prediction: Prediction, batch_size: int, samples: float) -> Bill:

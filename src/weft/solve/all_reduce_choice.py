@@ -30,7 +30,7 @@ def sums_of(cluster: Cluster, layout: Layout) -> Choices:
 
 def offered(cluster: Cluster, layout: Layout) -> tuple[str, ...]:
     """What `all_reduce=auto` weighs: programs only where their messages were measured, between processors."""
-    if layout.data == 1 or not cluster.is_cpu:
+    if layout.data == 1 or not cluster.kind.times_programs:
         return (NATIVE,)
     group = Group(layout.data, layout.replica_ranks, layout.num_ranks)
     where = path(cluster, group)
@@ -65,7 +65,7 @@ def why(cluster: Cluster, layout: Layout, sums: Choices, bucket_bytes: int = 0) 
         text += f", by {other} it would take {format_seconds(times[other])}"
         if times[other] < times[mine] and layout.all_reduce == AUTO:
             text += f"; a program is taken where it saves {MARGIN:.0%}, which is as good as predictions are"
-    elif not cluster.is_cpu:
+    elif not cluster.kind.times_programs:
         text += "; on GPUs nothing else is weighed, for lack of measurements"
     elif mine == "hierarchical":
         text += "; between hosts that were not measured nothing else is weighed"

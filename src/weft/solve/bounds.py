@@ -68,7 +68,7 @@ def filled(frame: Layout) -> float:
 def summing_s(pricer: Pricer, frame: Layout) -> float:
     """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
     otherwise = frame.compress != "none" or frame.staleness or frame.servers or frame.expert > 1
-    if frame.data == 1 or otherwise or pricer.cluster.is_cpu or pricer.cluster.parts:
+    if frame.data == 1 or otherwise or pricer.cluster.kind.times_programs or pricer.cluster.parts:
         return 0.0
     share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline * frame.branch)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.
@@ -118,13 +118,13 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
     if lesser is not None:  # as if all microbatches were the smaller
         whole = lesser.whole(layout)
     busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * waiting(pricer, layout, interleaved)
-    step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
+    step = busy + whole.optimizer_s / layout.pipeline + pricer.devices.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
 
 
 def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
-    widths = pricer.widths(layout)
+    widths = pricer.devices.widths(layout.precision)
     copies = 0.0 if layout.moves_optimizer else widths.copies + widths.moment * pricer.optimizer_states
     number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline * layout.branch)
     if layout.expert > 1:

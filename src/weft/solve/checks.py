@@ -17,7 +17,7 @@ from weft.solve.timing import Priced
 
 def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
-    if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
+    if layout.num_ranks > cluster.num_devices and not cluster.kind.shares_hosts:
         raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
     sizes = sizes_of_plan(batch_size, layout)
     if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in sizes):
@@ -25,7 +25,7 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
             f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
             "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
         )
-    if layout.threads and not cluster.is_cpu:
+    if layout.threads and not cluster.kind.shares_hosts:
         raise LayoutError(
             f"threads={layout.threads}: threads are of processors' cores, and {cluster.name} has {cluster.device.name}; leave it out"
         )

@@ -85,7 +85,7 @@ def beyond(pricer: Pricer, space: Space, most_s: float) -> list[Space]:
     which is which alternates from layer to layer, so the mean of both counts). Most such grids send too much to be tried.
     """
     asked = {c.key for c in space.constraints if c.relation == "="}
-    if pricer.cluster.is_cpu or pricer.cluster.parts or asked & {"grid", "context", "spatial", "branch"}:
+    if pricer.cluster.kind.shares_hosts or pricer.cluster.parts or asked & {"grid", "context", "spatial", "branch"}:
         return []
     elements, zeros, found = _product_elements(pricer), [z for z in range(4) if space.admits("zero", z)], []
     for frame in _on_nodes(space):
@@ -114,7 +114,7 @@ def _on_nodes(space: Space) -> Iterator[Layout]:
 def _estimated_s(pricer: Pricer, frame: Layout, elements: float) -> float:
     """Seconds of a step in a grid. `elements`: as `_product_elements` counts them."""
     device, ranks = pricer.cluster.device, frame.num_ranks
-    moved = pricer.widths(frame).weight * elements / 2 * pricer.batch_size / frame.data / frame.pipeline
+    moved = pricer.devices.widths(frame.precision).weight * elements / 2 * pricer.batch_size / frame.data / frame.pipeline
     rows, columns = parse_grid(frame.grid)
     sent_s = sum(
         pricer.collective("all_reduce", moved / other, pricer.group(frame, axis)) for axis, other in (("rows", columns), ("columns", rows))

@@ -103,7 +103,7 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
         return kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = schedule_of(layout).in_flight(stage)
-    room = Room(inf, cost.compute, one.copies(layout), flying, one.ends(layout, sites, stage), one.layers_moved)
+    room = Room(inf, cost.compute, one.devices.copies(layout), flying, one.ends(layout, sites, stage), one.devices.layers_moved)
     weighed = Stage(layers)
     limit = float(weighed.bytes(rows([kept]), room)[0]) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
@@ -170,7 +170,7 @@ def least_more_s(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int
     layers = [(count, layer) for count, layers in zip(counts[tightest].tolist(), loads, strict=True) for layer in layers]
     saved = np.array([count * layer.saved_bytes for count, layer in layers])
     again = np.array([layer.forward_s + layer.collectives_s for _, layer in layers])
-    copies, most = one.copies(layout), float(counts[tightest].max())  # microbatches of which a byte that moves is free
+    copies, most = one.devices.copies(layout), float(counts[tightest].max())  # microbatches of which a byte that moves is free
     compute = sum((cost.compute for cost in pricer.stages(layout, sites, only=mine)), Seconds())
     order = np.argsort(again / np.maximum(saved, 1.0), kind="stable") if DROP in allowed else np.zeros(0, dtype=np.intp)
     freed, took = (np.concatenate(([0.0], np.cumsum(column[order]))) for column in (saved, again))
@@ -230,7 +230,7 @@ def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
     for stage in range(layout.num_stages):
         inner = layout.of_stage(stage)
         one = owner(pricer, inner, stage)
-        layers, copies = one.loads(inner, sites, stage), one.copies(inner)
+        layers, copies = one.loads(inner, sites, stage), one.devices.copies(inner)
         names = [layer.name for layer in layers]
         moved, again = which.moved(stage, names), which.repeated(stage, names)
         size = one.state(inner, sites, stage).moved_bytes if moved else 0.0

@@ -36,7 +36,7 @@ def late_steps(pricer: Pricer, priced: Priced, steps: int, late: float, seed: in
 
 def exchange_of(pricer: Pricer, priced: Priced) -> Exchange:
     """What a step's gradients and weights take, hidden or not."""
-    layout, widths, count = priced.layout, pricer.widths(priced.layout), pricer.graph.num_trainable
+    layout, widths, count = priced.layout, pricer.devices.widths(priced.layout.precision), pricer.graph.num_trainable
     update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
     found = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
     if not layout.servers:

@@ -39,8 +39,7 @@ class Host:
         hosts = tuple(rank * width // here for rank in range(layout.pipeline))
         together = max(hosts.count(host) for host in hosts)
         replicas = max(1, here // together)
-        nodes = cluster.num_devices // cluster.node_size
-        return cls(hosts, cluster.threads_of(layout.num_ranks, layout.threads), cluster.node_size // replicas, replicas, nodes)
+        return cls(hosts, cluster.threads_of(layout.num_ranks, layout.threads), cluster.node_size // replicas, replicas, cluster.num_nodes)
 
     @property
     def can_lend(self) -> bool:
@@ -62,7 +61,7 @@ class Host:
 
 def may_lend(cluster: Cluster, layout: Layout) -> bool:
     """Whether ranks of this layout could lend one another cores."""
-    able = cluster.is_cpu and not cluster.parts and layout.pipeline > 1 and layout.lend != "off" and not layout.inner
+    able = cluster.kind.shares_hosts and not cluster.parts and layout.pipeline > 1 and layout.lend != "off" and not layout.inner
     return able and Host.of(cluster, layout).can_lend
 
 

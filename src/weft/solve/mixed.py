@@ -15,9 +15,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from weft.cluster.cluster import Cluster, Level
+from weft.cost.devices.devices import Array
 from weft.cost.memory.memory import StageMemory
 from weft.cost.network.network import send_s
-from weft.cost.operators.operators import Array
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.graph import Graph

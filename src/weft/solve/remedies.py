@@ -80,8 +80,7 @@ def _hints(pricer: Pricer, space: Space, given: Sequence[Constraint]) -> list[st
             roomier = replace(space, cluster=larger, images=ways(pricer.graph, larger), contexts=contexts(pricer.graph, larger))
             layout = feasible(other, roomier) if _may_fit(other, roomier) else None
             if layout is not None:
-                devices = "cores" if larger.is_cpu else "devices"
-                found.append(f"{larger.num_devices} such {devices} ({times} times as many), for example {layout}")
+                found.append(f"{larger.num_devices} such {larger.kind.noun} ({times} times as many), for example {layout}")
                 break
     return found
 

@@ -117,7 +117,7 @@ def _best(found: Branches, objective: str, by_hand: bool) -> Priced:
     """What was found, proven; what else was priced is put in order behind it."""
     cluster, best = found.pricer.cluster, found.best
     assert best is not None
-    if not by_hand and objective == "time" and cluster.is_cpu:
+    if not by_hand and objective == "time" and cluster.kind.shares_hosts:
         best = calmest(found.clocked, best)
     _prove(found.pricer, best)
     found.clocked.sort(key=lambda p: (p is not best, *score(p, cluster, objective)))
@@ -158,8 +158,8 @@ def _plan(found: Branches, best: Priced, model: str, elsewhere: str | None, by_h
 
 def _notes(pricer: Pricer, best: Priced, elsewhere: str | None) -> Iterator[tuple[str, str]]:
     """What else a plan says of what was chosen."""
-    if not pricer.cluster.is_cpu:
-        yield "figures", _figures(pricer, best.layout)
+    if words := _figures(pricer, best.layout):
+        yield "figures", words
     if best.layout.lend == "on":
         yield "lend", _lent(pricer, best)
     if words := told(pricer, best.layout, best.sites):
@@ -175,7 +175,7 @@ def _notes(pricer: Pricer, best: Priced, elsewhere: str | None) -> Iterator[tupl
 def _figures(pricer: Pricer, layout: Layout) -> str:
     """Whose efficiency GPUs are priced with, of every part of a mixed cluster."""
     each = pricer.pricers if isinstance(pricer, MixedPricer) else (pricer,)
-    return "; ".join(dict.fromkeys(one.efficiency.words(one.cluster.device, layout.precision) for one in each))
+    return "; ".join(dict.fromkeys(one.devices.words(layout.precision) for one in each))
 
 
 def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branches:

@@ -178,7 +178,7 @@ def fewer_counts(cluster: Cluster) -> list[int]:
     [8, 32, 16, 4, 2, 1]
     """
     n = cluster.num_devices
-    if n <= 16 or cluster.is_cpu or cluster.parts:
+    if n <= 16 or cluster.kind.shares_hosts or cluster.parts:
         return []
     units = [prod(level.size for level in cluster.levels[:depth]) for depth in range(1, len(cluster.levels))]
     powers = {unit << j for unit in (1, *units) for j in range(n.bit_length())}
@@ -189,7 +189,7 @@ def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[in
     """The numbers of ranks that the constraints on `ranks` admit; one that is named exactly is tried even where cores are fewer."""
     mine = [c for c in constraints if c.key == "ranks"]
     exact = [c.value for c in mine if c.relation == "=" and isinstance(c.value, int)]
-    counts = exact[:1] if exact and (cluster.is_cpu or exact[0] <= cluster.num_devices) else rank_counts(cluster)
+    counts = exact[:1] if exact and (cluster.kind.shares_hosts or exact[0] <= cluster.num_devices) else rank_counts(cluster)
     return [n for n in counts if all(c.admits(n) for c in mine)]
 
 
@@ -278,7 +278,7 @@ class Space:
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
-        if self.cluster.is_cpu and self.asked("precision", "float16"):  # never unasked where it was not measured
+        if self.cluster.kind.float16_as_float32 and self.asked("precision", "float16"):  # never unasked where it was not measured
             have.append("float16")
         if self.asked("precision", "float64") or have == ["float64"]:
             return ["float64"] if "float64" in have else []
@@ -401,7 +401,7 @@ class Space:
         return self.unlike or self.asked("sample_parallel", "on")
 
     def _threads(self, ranks: int) -> list[int]:
-        if not self.cluster.is_cpu:
+        if not self.cluster.kind.shares_hosts:
             return [0] if self.admits("threads", 0) else []
         share = self.cluster.threads_of(ranks)
         found = [t for t in (0, *(t for t in divisors(share) if t < share)) if self.admits("threads", t)]
@@ -447,7 +447,7 @@ class Space:
         if asked or schedule_of(replace(frame, schedule=name)).has_replicas:
             return asked and stages <= self.num_layers
         even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-        return not self.cluster.is_cpu and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
+        return self.cluster.kind.splits_backward and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""

@@ -359,9 +359,9 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
             return 0.0
         one = pricer if action.microbatch < larger or smaller is None else smaller
         mine = owner(one, layout, action.stage)
-        return mine.state(layout, priced.sites, action.stage).moved_bytes * mine.copies(layout).seconds_per_byte
+        return mine.state(layout, priced.sites, action.stage).moved_bytes * mine.devices.copies(layout).seconds_per_byte
 
-    return simulate(program, compute_s, transfer_s, manage_s=manage_s, copies_beside=pricer.copies(layout).beside)
+    return simulate(program, compute_s, transfer_s, manage_s=manage_s, copies_beside=pricer.devices.copies(layout).beside)
 
 
 def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:

@@ -85,8 +85,6 @@ def _usable(path: Path, mark: str) -> Cluster | None:
 
 def _drifted(stored: Cluster) -> bool:
     """Whether a core computes at another speed than when it was measured."""
-    if not stored.is_cpu:
-        return False
     then = dict(stored.speed(1, 1).rates).get(PULSE)
     return then is not None and not 1 / DRIFT < pace(then) < DRIFT
 

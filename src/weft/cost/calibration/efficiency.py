@@ -78,7 +78,7 @@ class Stack:
     moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last backward
     that sums of gradients hide behind; what hides takes `contention` of its own time from the compute, since its kernels and its bytes
     share the device. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
-    relative standard deviation of ranks' times (see `weft.cost.step.straggling`).
+    relative standard deviation of ranks' times (see `weft.cost.devices.gpus.straggling`).
     """
 
     name: str

@@ -1,1 +1,16 @@
-"""Seconds of one operator on one rank: processors and GPUs."""
+"""Seconds of one operator on one rank, and what else follows from its kind: processors and GPUs, behind `Devices`."""
+
+from __future__ import annotations
+
+from weft.cluster.cluster import Cluster
+from weft.cost.calibration.efficiency import Stack, stack_of
+from weft.cost.devices.devices import Devices
+from weft.cost.devices.gpus import Gpus
+from weft.cost.devices.processors import Processors
+
+
+def devices_of(cluster: Cluster, stack: Stack | None = None, busy: tuple[int, int] | None = None) -> Devices:
+    """Those of a cluster. `stack`: an efficiency set in place of its own; `busy`: ranks that work at once, and threads of each."""
+    if cluster.kind.shares_hosts:
+        return Processors(cluster, busy)
+    return Gpus(cluster, busy, stack or stack_of(cluster.device, cluster.stack))

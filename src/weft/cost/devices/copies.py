@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.cluster.cluster import Cluster, Speed
 from weft.cost.devices.compute import Seconds
 
 HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
@@ -29,13 +28,6 @@ class Copies:
 
     seconds_per_byte: float
     beside: bool
-
-    @classmethod
-    def of(cls, cluster: Cluster, speed: Speed) -> Copies:
-        """Those of a cluster's devices."""
-        if cluster.is_cpu:
-            return cls(COPY_MOVES / speed.memory_bandwidth_bytes_per_s, beside=False)
-        return cls(1 / HOST_BYTES_PER_S, beside=True)
 
     def around(self, compute: Seconds, moved_bytes: float) -> Seconds:
         """Forward and backward of one microbatch of which `moved_bytes` go to the host and come back."""

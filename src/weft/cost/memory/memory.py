@@ -10,20 +10,16 @@ fragmentation (a margin instead) and workspaces of kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-from weft.cost.devices.convolutions import columns_bytes, relaid_bytes, workspace_bytes
-from weft.cost.devices.recurrent import lstm_bytes
-from weft.cost.memory.working import turned_bytes, working_bytes
+from weft.cost.devices.devices import Widths
+from weft.cost.devices.kept import Beside, KernelMemory
+from weft.cost.memory.working import working_bytes
 from weft.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from weft.model.storage.autocast import autocast, cast
-from weft.model.storage.strides import Layouts, viewed
 from weft.model.work import Work, batched, differentiable, storages, work
 from weft.ops import record_of
-from weft.ops.attention import drops_scores, mask_of
-from weft.ops.recurrent import RECURRENT_KEEPS, num_layers
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES, Memory
@@ -42,30 +38,6 @@ def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float 
     """
     parts = ((optimizer, 1), (gradient, 2), (weight, 3))
     return sum(num_parameters * width / (num_ranks if zero >= stage else 1) for width, stage in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Bytes a parameter: of its weight, its gradient and each of the optimizer's float32 copies."""
-
-    weight: float
-    gradient: float
-    copies: float
-    moment: float = 4.0
-
-    @classmethod
-    def of(cls, precision: str, is_cpu: bool, gradient: float = 4.0) -> Widths:
-        """`gradient`: the stack's, for 16-bit precisions on GPUs.
-
-        >>> w = Widths.of("bfloat16", is_cpu=False, gradient=2.0)
-        >>> w.weight + w.gradient + w.copies + 2 * w.moment
-        16.0
-        """
-        if precision == "float64":
-            return cls(8.0, 8.0, 0.0, 8.0)
-        if is_cpu or precision == "float32":
-            return cls(4.0, 4.0, 0.0)
-        return cls(2.0, gradient, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +64,21 @@ class Inventory:
     grads: frozenset[str]
     batched: frozenset[str]
     root: Mapping[str, str]
-    held: frozenset[str] = field(default=frozenset())  # parameters, buffers, inputs and constants: never counted as activations
-    is_cpu: bool = False
+    held: frozenset[str]  # parameters, buffers, inputs and constants: never counted as activations
+    kernels: KernelMemory
     is_cast: bool = False  # by autocast; `graph` then has the dtypes that it makes
-    layouts: Layouts | None = None  # on processors
 
     @classmethod
-    def of(cls, graph: Graph, is_cpu: bool = False, is_cast: bool = False) -> Inventory:
-        """`is_cpu`: for processors' kernels, some of which keep more. `is_cast`: under autocast."""
+    def of(cls, graph: Graph, memory: type[KernelMemory] = KernelMemory, is_cast: bool = False) -> Inventory:
+        """`memory`: what kernels keep besides. `is_cast`: under autocast."""
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
         graph = autocast(graph) if is_cast else graph
         works, grads = work(graph, cast if is_cast else None), frozenset(differentiable(graph))
-        layouts = Layouts(graph) if is_cpu else None
-        if layouts is not None:
-            for op in graph.operators:
-                tensors, done = {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, works[op.name]
-                if op.name in layouts.composed:
-                    keeps, more = _kept_by_composed(op, tensors, grads, layouts)
-                    works[op.name] = replace(done, keeps=keeps, extra_bytes=more)
-                elif more := _kept_by_processors(op, tensors, grads):
-                    works[op.name] = replace(done, extra_bytes=done.extra_bytes + more)
-        root = storages(graph, layouts.copied if layouts is not None else frozenset())
-        return cls(graph, works, grads, frozenset(batched(graph)), root, held, is_cpu, is_cast, layouts)
+        kernels = memory(graph, grads, held)
+        for op in graph.operators:
+            tensors = {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors
+            works[op.name] = kernels.work(op, tensors, works[op.name])
+        return cls(graph, works, grads, frozenset(batched(graph)), storages(graph, kernels.copied), held, kernels, is_cast)
 
     def cast_of(self, op: Operator) -> dict[str, float]:
         """Bytes that are read and written to have an operand in another dtype, by value."""
@@ -129,11 +94,10 @@ class Inventory:
             read = cast(op, self.graph.tensors) if self.is_cast else {}
             tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
             done = self.works[op.name]
-            rows = self.layouts.copies(op) if self.layouts is not None else frozenset[str]()
+            rows = self.kernels.rows(op)
             mine = dict.fromkeys(self._storage(op, v, read, v in rows) for v in done.keeps)
             live = any(v in self.grads for v in op.outputs)
-            mask = mask_of(op) if live and self.layouts is not None and op.name not in self.layouts.composed else None
-            if mask is not None and tensors[mask].dtype == "bool":  # torch makes of it what is added to the scores
+            if live and (mask := self.kernels.mask(op, tensors)):  # torch makes of it what is added to the scores
                 mine[mask, f"added by {op.name}", float(DTYPE_BYTES[tensors[op.inputs[0]].dtype])] = None
             size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
             if op.function is not None and live:
@@ -147,25 +111,9 @@ class Inventory:
                 size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
                     tensors[op.outputs[0]].dtype == "float32"
                 )
-            weights = alone = spread = relaid = columns = 0.0
-            if self.layouts is not None and live:
-                size += turned_bytes(op, tensors) if self.layouts.turned(op) else 0.0
-                weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
-                weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
-                weights = max(
-                    weights,
-                    sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in self.grads and v in self.held),
-                )
-                if done.kind == "convolution":
-                    last = self.layouts.has_channels_last(op.inputs[0])
-                    relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
-                    weights += workspace_bytes(op, tensors) if last else 0.0
-                if record_of(op).over_samples and op.inputs[0] in self.grads:
-                    # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
-                    # computes in float32.
-                    alone = float(tensors[op.inputs[0]].size_bytes)
-                    spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
-            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights)
+            more = self.kernels.beside(op, tensors, read, done) if live else Beside()
+            stored = tuple(sorted(one for one in mine if one))
+            found[op.name] = Kept(stored, size + more.working, size + more.own, more.alone, more.spread, more.weights)
         return found
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
@@ -177,43 +125,6 @@ class Inventory:
             whose = "" if value in self.held else f" for {op.name}"
             return value, f"{read[value].dtype}{whose}", read[value].size_bytes / self.graph.tensors[value].size_bytes
         return None if self.root.get(value, value) in self.held else (value, "", 1.0)
-
-
-def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
-    """Bytes that torch's kernels for processors keep for backward beside what `weft.model.work` counts, found by watching them.
-
-    RMS norm keeps what it normalised; oneDNN's LSTM a workspace (`weft.cost.devices.recurrent`), other recurrent layers 7 outputs in all.
-    """
-    if not grads.intersection(op.outputs):
-        return 0.0
-    record, out = record_of(op), tensors[op.outputs[0]]
-    if record.keeps_normalised:
-        return out.size_bytes
-    if record.recurrence is not None and not record.recurrence.is_cell:
-        counted = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
-        return (lstm_bytes(op, tensors) if record.recurrence.states == 2 else 7.0 / RECURRENT_KEEPS * counted) - counted
-    return 0.0
-
-
-def _kept_by_composed(
-    op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str], layouts: Layouts
-) -> tuple[tuple[str, ...], float]:
-    """The values that attention keeps where it is composed of products and a softmax (`_scaled_dot_product_attention_math`), and bytes of
-    what is no value of the graph.
-
-    Those are copies of queries and keys, each times the root of the scale; of values where their heads do not lie one behind another;
-    the weights, which with dropout are dropped again in backward. Of what is narrower than float32 there are wide copies in place of it.
-    """
-    if not grads.intersection(op.outputs):
-        return (), 0.0
-    query, key, value = (tensors[v] for v in op.inputs[:3])
-    wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
-    scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2]
-    more = scores + wide * (query.size_bytes + key.size_bytes)
-    shape = value.shape
-    if wide > 1 or (not drops_scores(op) and viewed(shape, layouts.of(op.inputs[2]), (prod(shape[:-2]), *shape[-2:])) is None):
-        return (), more + wide * value.size_bytes
-    return (op.inputs[2],), more
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class Places:
             return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         owned = any(is_owned(need) for _, need in forms.values())
         # On GPUs as in the measured runs of others, which gather again in backward what tensor ranks gather.
-        apart = self.inventory.is_cpu or owned or any(axis_of(axis).cuts_sequences for axis in axes)
+        apart = self.inventory.kernels.keeps_as_read or owned or any(axis_of(axis).cuts_sequences for axis in axes)
         if not moved or value in self.inventory.held or not apart:
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):

@@ -54,9 +54,3 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     if record.gradient == "scattered" and x.dtype == "bfloat16":  # what is added up in narrow numbers is added up in float32
         size += 2 * x.size_bytes
     return size + record.makes * x.size_bytes
-
-
-def turned_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Bytes that processors take besides where the gradient comes in another order than what was kept lies in: kernels that go over memory
-    as it lies have it copied; oneDNN's of GELU has what it makes copied, too."""
-    return record_of(op).turned * tensors[op.outputs[0]].size_bytes

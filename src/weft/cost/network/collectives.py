@@ -306,8 +306,8 @@ def ways(cluster: Cluster, group: Group, transport: str = "") -> Ways:
     add_byte_s = ADDED / cluster.speed(group.total).memory_bandwidth_bytes_per_s
     near = _hop(where.link, 1, cluster.device.launch_s, add_byte_s)
     call_s = 0.0
-    if cluster.is_cpu:
-        means = transport if where.nodes == 1 else "gloo"
+    if cluster.kind.times_programs:
+        means = transport if where.nodes == 1 else cluster.kind.library
         near = _measured(cluster, near, means)
         calls = _tables(cluster, f"call.{means}" if means else "call")
         call_s = _at(calls, 1.0, group.size, cluster.node_size) if calls else 0.0
@@ -383,7 +383,7 @@ def algorithms(cluster: Cluster, group: Group, transport: str = "") -> dict[str,
             found[name] = _program(name, cluster, hops, transport)
     if hops.inside > 1 and hops.nodes > 1:
         found["hierarchical"] = (
-            partial(_through_memory, cluster, group) if cluster.is_cpu else partial(all_reduce_s, "hierarchical", ways=hops)
+            partial(_through_memory, cluster, group) if cluster.kind.times_programs else partial(all_reduce_s, "hierarchical", ways=hops)
         )
     return found
 
@@ -425,7 +425,7 @@ def choose(cluster: Cluster, group: Group, transport: str = "") -> Choices:
     >>> choose(Cluster.parse("dgx-a100-80"), Group(1)).of(4096)
     'native'
     """
-    if group.size < 2 or not cluster.is_cpu:
+    if group.size < 2 or not cluster.kind.times_programs:
         return Choices()
     times = algorithms(cluster, group, transport)
 

@@ -132,7 +132,7 @@ def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, r
         return measured
     where = path(cluster, group)
     link = where.link if where.nodes == 1 else where.network
-    rules = rules or protocols("gloo" if cluster.is_cpu else link.protocol)  # NCCL's rules are for GPUs
+    rules = rules or protocols(cluster.kind.library or link.protocol)  # NCCL's rules are for GPUs
     return (_inside_s if where.nodes == 1 else _between_s)(name, size_bytes, n, where, rules)
 
 
@@ -194,7 +194,7 @@ def library_lines(cluster: Cluster, size_bytes: float, group: Group) -> dict[str
     where = path(cluster, group)
     if where.nodes == 1:
         raise UsageError(f"{group.size} ranks of {cluster.name} are on one node, where all are rings; name more ranks")
-    return _lines_between("all_reduce", size_bytes, group.size, where, protocols("gloo" if cluster.is_cpu else where.network.protocol))
+    return _lines_between("all_reduce", size_bytes, group.size, where, protocols(cluster.kind.library or where.network.protocol))
 
 
 def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> float:

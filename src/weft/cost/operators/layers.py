@@ -252,7 +252,7 @@ class _Alone:
         size = sum(v.tensor.size / ways for v, ways in weights)
         summed = sum(v.tensor.size / ways for v, ways in weights if beside.is_summed(v.value) and v.trainable)
         pricer = beside.pricer
-        widths = pricer.widths(layout)
+        widths = pricer.devices.widths(layout.precision)
         group = pricer.group(layout, *(axis for axis, n in layout.axes if n > 1))
         share = FACTORS["all_reduce"][0](group.size) if group.size > 1 else 0.0
         forward, backward = beside.sent()
@@ -349,7 +349,8 @@ class _Priced:
         known = ((s, s.root.split()[0]) for s in self.parts.stored[at])
         mine = [s for s, value in known if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
         alone = replace(self.parts, stored=(*self.parts.stored[:at], tuple(mine), *self.parts.stored[at + 1 :]))
-        return keeps(alone, [at], self.pricer.is_half(self.layout))[0].at(self.pricer.microbatch(self.layout), self.layout.data)
+        half = self.pricer.devices.is_half(self.layout.precision)
+        return keeps(alone, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
 
 
 _ADD = "aten.add.Tensor"

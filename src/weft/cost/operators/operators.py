@@ -1,8 +1,7 @@
 """Seconds of a layout's operators and collectives, one microbatch of a rank. In: a graph's inventory, a cluster, a batch, a layout. Out:
 arrays by operator; what stages and a step make of them says `weft.cost.step`.
 
-On processors operators cost what `Speed` measured, on GPUs what the `Stack` of the cluster says. What layouts that are cut alike share is
-found once.
+What layouts that are cut alike share is found once.
 """
 
 from __future__ import annotations
@@ -13,34 +12,28 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weft.cluster.cluster import Cluster, Speed
-from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.devices import kernels
-from weft.cost.devices.compute import Rates
-from weft.cost.devices.convolutions import FULL
-from weft.cost.memory.memory import Inventory, Widths
+from weft.cluster.cluster import Cluster
+from weft.cost.calibration.efficiency import Stack
+from weft.cost.devices import devices_of
+from weft.cost.devices.devices import Array, Devices
+from weft.cost.devices.kernels import Kernel
+from weft.cost.memory.memory import Inventory
 from weft.cost.network.axes import group_of
 from weft.cost.network.network import Group, collective_s
-from weft.cost.operators.parts import Local, Parts, gather
+from weft.cost.operators.parts import Parts, gather
 from weft.cost.operators.placed import placed, placed_sizes
 from weft.cost.operators.rounds import ROUND
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Sharding, weighed
-from weft.model.work import Work, model_flops
+from weft.model.work import model_flops
 from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
 from weft.plan.microbatches import most_rows
 from weft.plan.plan import BUCKET_BYTES
-from weft.plan.precision import PRECISIONS
 
-# What a collective inside layers costs between processors' hosts beside itself, since ranks that compute never come at once and find their
-# caches used: measured over 124 plans of 15 models at 10 Gbit/s, 0.1 to 0.4 ms (`scripts/bench planned`).
-MEET_S = 2e-4
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
-Array = NDArray[np.float64]
 # The axes that cut, sequence and sample parallelism, how pieces of sequences attend, and for how many samples of a rank that was decided.
 Cutting = tuple[tuple[tuple[str, int], ...], bool, bool, str, int]
 
@@ -68,21 +61,20 @@ class OperatorPricer:
     _cast_parts: dict[Cutting, Parts] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
-    _widths: dict[str, Widths] = field(default_factory=dict)
 
     @cached_property
     def inventory(self) -> Inventory:
-        return Inventory.of(self.graph, self.cluster.is_cpu)
+        return Inventory.of(self.graph, self.devices.kernel_memory)
 
     @cached_property
     def cast_inventory(self) -> Inventory:
         """The inventory under autocast."""
-        return Inventory.of(self.graph, self.cluster.is_cpu, is_cast=True)
+        return Inventory.of(self.graph, self.devices.kernel_memory, is_cast=True)
 
     @cached_property
-    def efficiency(self) -> Stack:
-        """The efficiency set that GPUs are priced with."""
-        return self.stack or stack_of(self.cluster.device, self.cluster.stack)
+    def devices(self) -> Devices:
+        """What is asked of the cluster's kind of devices."""
+        return devices_of(self.cluster, self.stack, self.busy)
 
     @cached_property
     def _narrow(self) -> frozenset[str]:
@@ -97,18 +89,6 @@ class OperatorPricer:
     @cached_property
     def _flops(self) -> float:
         return model_flops(self.graph)
-
-    def speed(self, layout: Layout) -> Speed:
-        if self.busy is not None:
-            return self.cluster.speed(*self.busy)
-        return self.cluster.speed(layout.num_ranks, layout.threads)
-
-    def widths(self, layout: Layout) -> Widths:
-        """Bytes of a parameter's state under the layout's precision. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
-        if layout.precision not in self._widths:
-            gradient = self.efficiency.gradient_bytes if layout.precision == "float16" else 4.0
-            self._widths[layout.precision] = Widths.of(layout.precision, self.cluster.is_cpu, gradient)
-        return self._widths[layout.precision]
 
     def _asked(self, layout: Layout) -> Cutting:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
@@ -153,7 +133,7 @@ class OperatorPricer:
 
     def held_parts(self, layout: Layout) -> Parts:
         """The same with what operators keep and work on in the dtypes that the layout's precision gives them."""
-        if not self._is_cast(layout):
+        if not self.devices.is_cast(layout.precision):
             return self.parts(layout)
         key = self._cut(layout)
         if key not in self._cast_parts:
@@ -162,75 +142,37 @@ class OperatorPricer:
 
     def held_inventory(self, layout: Layout) -> Inventory:
         """What operators keep and work on in the dtypes that the layout's precision gives them."""
-        return self.cast_inventory if self._is_cast(layout) else self.inventory
-
-    def _is_cast(self, layout: Layout) -> bool:
-        """Whether operators are cast by autocast, as on processors."""
-        return self.cluster.is_cpu and bool(PRECISIONS[layout.precision].products)
-
-    def is_half(self, layout: Layout) -> bool:
-        """Whether what is kept is all of 16 bits, as on GPUs."""
-        return not self.cluster.is_cpu and bool(PRECISIONS[layout.precision].products)
+        return self.cast_inventory if self.devices.is_cast(layout.precision) else self.inventory
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.batch_norm, layout.shares)
         if key not in self._times:
-            compute = self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)
+            parts = self.held_parts(layout)
+            compute = self.devices.operator_seconds(layout, self._sized(layout, parts), parts.index, parts.repeated)
             self._times[key] = (*compute, *self._collectives(layout, compute))
         return self._times[key]
 
-    def _compute(self, layout: Layout) -> tuple[Array, Array]:
-        parts = self.held_parts(layout)
-        rates = Rates.of(self.speed(layout), layout.precision)
-        found = []
-        for local, by in self._sized(layout, parts):
-            k = kernels.scaled(local.kernel, by)
-            is_own = layout.precision == "float32" and k.own.takes(by, rates.speed.threads)
-            filling, columns = (FULL, k.own.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
-            work = Work(
-                k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
-                backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
-                channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
-            )  # fmt: skip
-            found.append(rates.seconds(work))
-        return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
-
-    def _on_gpu(self, layout: Layout) -> tuple[Array, Array]:
-        """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
-        parts, device, stack = self.parts(layout), self.cluster.device, self.efficiency
-        found = [kernels.scaled(local.kernel, by).seconds(device, stack, layout.precision) for local, by in self._sized(layout, parts)]
-        both = []
-        for way in ("forward", "backward"):
-            host, busy = (np.array([getattr(pair[i], way) for pair in found])[parts.index] for i in (0, 1))
-            total = np.empty(len(host))
-            for stream in (parts.repeated, ~parts.repeated):
-                total[stream] = kernels.together(host[stream], busy[stream])
-            both.append(total)
-        return both[0], both[1]
-
-    def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Local, Fraction]]:
+    def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Kernel, Fraction]]:
         """Unique operators, and how many times the graph's rows one rank has of each."""
         mine = Fraction(self.samples(layout), self.graph.batch_size)
         by = {(True, True): mine, (True, False): mine * layout.data, (False, True): Fraction(1, layout.data), (False, False): Fraction(1)}
-        return [(local, by[local.batched, local.shared]) for local in parts.compute]
+        return [(local.kernel, by[local.batched, local.shared]) for local in parts.compute]
 
     def _collectives(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
-        meeting = MEET_S if self._by_gloo(layout) else 0.0
+        talk = self.devices.talk(layout)
         found = []
         for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
             seconds = self.collective(one.name, size_bytes, self.moving(layout, one.axis)) if size_bytes else 0.0
-            found.append(slower * seconds + meeting * (seconds > 0))
+            found.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
         unique = np.array([*found, 0.0])
-        shown = 1.0 if self.cluster.is_cpu else 1.0 - self.efficiency.tensor_overlap
-        # What goes round does so while all blocks but the last are computed; on processors it takes the cores that compute.
+        # What goes round does so while all blocks but the last are computed.
         rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
-        behind = [0.0 if self.cluster.is_cpu else 1 - 1 / self.moving(layout, one.axis).size for one in parts.collectives]
+        behind = [(1 - 1 / self.moving(layout, one.axis).size) * talk.rounds_hide for one in parts.collectives]
         hides = np.array([*behind, 0.0]) * rounds
         both = []
-        for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, shown, compute[1])):
+        for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, talk.shown, compute[1])):
             total, going, hidden = (np.zeros(len(parts.index)) for _ in range(3))
             np.add.at(total, where, np.where(rounds[what], 0.0, part * unique[what]))
             np.add.at(going, where, np.where(rounds[what], unique[what], 0.0))
@@ -258,7 +200,7 @@ class OperatorPricer:
         """Width of what moves against float32."""
         if layout.precision == "float64":
             return 2.0
-        if wide or layout.precision == "float32" or (self.cluster.is_cpu and not narrow):
+        if wide or layout.precision == "float32" or (self.devices.casts and not narrow):
             return 1.0
         return 0.5
 
@@ -272,8 +214,3 @@ class OperatorPricer:
     def group(self, layout: Layout, *axes: str) -> Group:
         """Ranks along `axes`, as `group_of` has them."""
         return group_of(layout, *axes)
-
-    def _by_gloo(self, layout: Layout) -> bool:
-        """Whether ranks of processors lie on several hosts."""
-        apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks or self.cluster.levels[0].link.protocol == "gloo"
-        return self.cluster.is_cpu and apart

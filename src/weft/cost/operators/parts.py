@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.devices.convolutions import FULL, NEVER, filling, own
+from weft.cost.devices.convolutions import FULL, NEVER
 from weft.cost.devices.kernels import NOTHING, Kernel, Moved
 from weft.cost.devices.recurrent import single_steps
 from weft.cost.memory.memory import Inventory
@@ -327,12 +327,12 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     products = done.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
+    filling, own = inventory.kernels.convolution(op, tensors, sharding) if done.kind == "convolution" else (FULL, NEVER)
     kind = "linear" if is_product(op, tensors, sharding) else done.kind
     more = merged(inventory, sharding, op) if done.kind == "attention" else (0.0, 0.0)
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
-        m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
-        own(op, tensors, sharding) if done.kind == "convolution" and inventory.is_cpu else NEVER,
+        m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, own,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors), visible, head,
         _fixed(inventory, op, divide),
     )  # fmt: skip

@@ -33,7 +33,7 @@ def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tup
     for axis, values in rounds(inventory, sharding, op).items():
         assert sharding is not None
         blocks = sharding.sizes[axis] * (0.75 if is_causal(op) else 1.0)
-        there, back = MERGING_WIDE if inventory.is_cpu else MERGING
+        there, back = MERGING if inventory.kernels.is_half else MERGING_WIDE
         forward += there * blocks * tensors[op.outputs[0]].size_bytes
         backward += back * blocks * sum(tensors[v].size_bytes for v in (op.inputs[0], *values))
     return forward, backward
@@ -42,5 +42,5 @@ def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tup
 def on_the_way(inventory: Inventory, sharding: Sharding | None, op: Operator) -> float:
     """Bytes of one block of keys and values that is here and one on its way, and of their gradients, which are float32."""
     tensors, found = inventory.graph.tensors, rounds(inventory, sharding, op)
-    each = 2.0 + 2.0 * (1.0 if inventory.is_cpu else WIDE)
+    each = 2.0 + 2.0 * (WIDE if inventory.kernels.is_half else 1.0)
     return sum(each * tensors[v].size_bytes / pieces(sharding, v) for v in {v for values in found.values() for v in values})

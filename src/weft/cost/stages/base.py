@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -90,33 +88,20 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     def block(which: Residency) -> Seconds:
         return repeating(which.of_stage(stage.index))
 
-    scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.keeps_scores else 0.0
+    scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.devices.keeps_scores else 0.0
     held, scale = section.held, pricer.microbatch(layout)
-    widths = pricer.widths(layout)
     elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
     incoming = sum(pricer.crossing(layout, values) for _, values in stage.receives) / layout.data
     learn = pricer.inventory.grads
     leaving = sum(pricer.crossing(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
-    if pricer.cluster.is_cpu:
-        if layout.num_ranks * layout.microbatches > 1:
-            busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
-        # The first microbatch copies its gradients to where they are collected; every other reads, adds to and writes those there.
-        passes = 3 - 1 / layout.microbatches
-        adding = passes * widths.gradient * (held.trainable - elsewhere) / pricer.speed(layout).memory_bandwidth_bytes_per_s
-        busy += Seconds(0.0, adding)
-    else:
-        stack, device = pricer.efficiency, pricer.cluster.device
-        # Wider gradients are read and written wider.
-        moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
-        adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
-        adding *= layout.microbatches > 1
-        busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding)
+    busy, adding = pricer.devices.microbatch(layout, busy, held.trainable - elsewhere)
+    if layout.microbatches > 1 and (exposed := pricer.devices.exposed_sends):
         outgoing = sum(handed_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
         back = sum(handed_s(pricer, layout, source, stage.index, values) for source, values in stage.receives)
-        if layout.microbatches > 1:
-            network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
+        network += Seconds(exposed * outgoing, exposed * back)
+    layers_moved = pricer.devices.layers_moved
     scores = 0.0
-    if pricer.keeps_scores:
+    if pricer.devices.keeps_scores:
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].products else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
@@ -138,12 +123,12 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
 
     @cache
     def staying(which: Residency) -> StageState:
-        mine = section.staying(which, stage.index, layout.num_stages == 1, pricer.layers_moved == 1)
+        mine = section.staying(which, stage.index, layout.num_stages == 1, layers_moved == 1)
         each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
         columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
         stays, there, back, forward, at_once = (wide * one.at(scale, layout.data) for one in columns)
-        if pricer.layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
-            back = runs.over(at_once + (at_once > 0) * (pricer.layers_moved - 1) * at_once.max(), len(back))
+        if layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
+            back = runs.over(at_once + (at_once > 0) * (layers_moved - 1) * at_once.max(), len(back))
         # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
         moments = np.maximum(works + there + back, forward) + runs.over(each * mine.present, len(back)) - behind(stays)
         at = [int((moments + one).argmax()) for one in whole]
@@ -161,13 +146,13 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     def loads() -> tuple[Load, ...]:
         groups = section.groups
         each = scores / len(groups.names)
-        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, pricer.layers_moved == 1)
+        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, layers_moved == 1)
         back, forward = (wide * one.at(scale, layout.data) for one in (moved.back, moved.forward))
         found = []
         for name in groups.names:
             at = groups.where[name]
             saved, working = groups.adds[name].at(scale, layout.data) * wide + each, float(works[at].max())
-            come = saved if pricer.layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
+            come = saved if layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
             found.append(Load(
                 name, float(times[0][at].sum()), saved, groups.enters[name].at(scale, layout.data) * wide, float(times[2][at].sum()),
                 working, come,
@@ -212,11 +197,12 @@ def like(base: Base, index: int, names: Callable[[], Sequence[str]], own: Callab
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
     """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: nothing
     where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
-    parts, ops, runs, widths = pricer.held_parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
-    scale = pricer.microbatch(layout)
-    narrow = 2.0 if layout.precision == "float64" else 0.5 if PRECISIONS[layout.precision].products and not pricer.cluster.is_cpu else 1.0
+    parts, ops, runs = pricer.held_parts(layout), section.operators, section.runs(layout.expert)
+    devices, scale = pricer.devices, pricer.microbatch(layout)
+    widths = devices.widths(layout.precision)
+    narrow = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout.precision) else 1.0
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
-    threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
+    threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads)
     samples, alone, thin = (which[ops] for which in parts.own)
     each, whole = pricer.samples(layout), pricer.graph.batch_size
     exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole

@@ -17,7 +17,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from weft.cost.devices.compute import Seconds
-from weft.cost.memory.memory import Widths
+from weft.cost.devices.devices import Widths
 from weft.cost.network.collectives import served_s, ways
 from weft.cost.network.network import Group
 from weft.plan.axis import DATA, EXPERT
@@ -74,7 +74,7 @@ class _Queue:
 
 
 def summing_s(
-    pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float, each_s: float, step_s: float = 0.0
+    pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, window_s: float, each_s: float, step_s: float = 0.0
 ) -> tuple[float, Seconds]:
     """(seconds of a step that show, collectives of every microbatch that show).
 
@@ -85,9 +85,8 @@ def summing_s(
     after, packing, pulled = 0.0, 0.0, 0.0
     queues: list[_Queue] = []
     inside = Seconds()
-    is_cpu = pricer.cluster.is_cpu
-    bucketed = is_cpu or overlap > 0
-    contention = 0.0 if is_cpu else pricer.efficiency.contention
+    devices = pricer.devices
+    overlap, contention = devices.overlap(layout), devices.contention
     for axes, count in sums.over:
         group = pricer.group(layout, *axes)
         if group.size == 1 or not count:
@@ -95,11 +94,11 @@ def summing_s(
         if DATA in axes and EXPERT not in axes:  # of experts, of which a rank has some
             count /= layout.expert
         size = widths.gradient * count
-        bucket = min(size, pricer.bucket_bytes) if bucketed else size
+        bucket = min(size, pricer.bucket_bytes) if devices.buckets else size
         full, rest = divmod(size, bucket)
         parts = [bucket_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]
         (each, touched), (tail, more) = parts
-        packing += (full * touched + more) / pricer.speed(layout).memory_bandwidth_bytes_per_s if touched + more else 0.0
+        packing += (full * touched + more) / devices.speed(layout).memory_bandwidth_bytes_per_s if touched + more else 0.0
         if layout.servers:
             pulled += served_s(widths.weight * count, ways(pricer.cluster, group), layout.servers)[1]
         queue = _Queue(size, full, bucket, each, tail)
@@ -117,7 +116,7 @@ def summing_s(
     if sums.tied and layout.pipeline > 1:
         ends = Group(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
         tied = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
-    if not is_cpu:
+    if devices.ties_hide:
         after += tied
     if layout.staleness:
         after, pulled = max(0.0, after + pulled - overlap * step_s), 0.0
@@ -127,11 +126,10 @@ def summing_s(
         shown = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
         after = shown + contention * (after - shown)
     # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
-    after += packing + pulled + (tied if is_cpu else 0.0)
+    after += packing + pulled + (0.0 if devices.ties_hide else tied)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
-        hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
-        shown = max(0.0, 1 - each_s * hides / inside.total)
+        shown = max(0.0, 1 - each_s * devices.zero_hides / inside.total)
         shown += contention * (1 - shown)
         inside = Seconds(inside.forward * shown, inside.backward * shown)
     return after, inside
@@ -178,7 +176,7 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
         each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
         return max(sum(each[s] for s in mine) for mine in schedule_of(layout).stages_of) if len(costs) > 1 else each[0]
 
-    if layout.stage_ranks == 1 or not pricer.overlap(layout):
+    if layout.stage_ranks == 1 or not pricer.devices.overlap(layout):
         return 0
     shown = {size: seconds(size) for size in BUCKETS}
     best = min(BUCKETS, key=lambda size: shown[size])
@@ -193,6 +191,3 @@ def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: W
     away = (max(holders) - min(holders)) // (len(holders) - 1)
     replicas = Group(len(holders), away * layout.stage_stride, layout.num_ranks)
     return pricer.collective("all_reduce", widths.gradient * sums.number, replicas)
-
-
-ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed

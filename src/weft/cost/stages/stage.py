@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,17 +34,6 @@ class StageCost:
     @property
     def backward_s(self) -> float:
         return self.compute.backward + self.tensor.backward
-
-
-def straggling(num_ranks: int, spread: float) -> float:
-    """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
-
-    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958): `spread` of them each.
-
-    >>> round(straggling(3072, 0.01), 3)
-    0.04
-    """
-    return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
 def together(held: Sequence[StageMemory], schedule: Schedule, rank: int) -> Memory:

@@ -1,0 +1,35 @@
+"""What follows from the kind of a cluster's devices, asked by name. In: a kind, as files of clusters have it. Out: its `Kind`.
+
+Seconds and bytes of an operator on each kind are `weft.cost.devices`'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`noun`: what a cluster has many of. `torch`: the device's type in torch. `library`: of collectives, whatever the links say.
+
+    `shares_hosts`: ranks are spread evenly over hosts and divide their cores (as threads) and memory; there may be more of them than
+    cores. Others have a device each, and fill hosts in order. `runs_plans`: plans are made to be run here, measured or not.
+    `times_programs`: what messages of weft's own programs cost is known, so that they are weighed against the library's collectives.
+    `float16_as_float32`: it computes as fast in either, where float16 was not measured. `splits_backward`: what a backward in two
+    parts costs is less than the idle time that it fills.
+    """
+
+    noun: str
+    torch: str
+    library: str = ""
+    shares_hosts: bool = False
+    runs_plans: bool = False
+    times_programs: bool = False
+    float16_as_float32: bool = False
+    splits_backward: bool = False
+
+
+_PROCESSORS = Kind("cores", "cpu", "gloo", shares_hosts=True, runs_plans=True, times_programs=True, float16_as_float32=True)
+_ACCELERATORS = Kind("devices", "cuda", splits_backward=True)
+
+KINDS = {"cpu": _PROCESSORS, "gpu": _ACCELERATORS, "tpu": _ACCELERATORS}

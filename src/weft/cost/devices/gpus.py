@@ -1,0 +1,119 @@
+"""GPUs and TPUs, a rank each: what the `Stack` of the cluster says, in mixed precision as Megatron-LM has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.calibration.efficiency import Stack
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.copies import HOST_BYTES_PER_S, Copies
+from weft.cost.devices.devices import Array, Devices, Talk, Widths
+from weft.cost.devices.kept import KernelMemory
+from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
+from weft.plan.layout import Layout
+
+ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed
+HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
+
+
+@dataclass(frozen=True)
+class Gpus(Devices):
+    """`stack`: the efficiency set that they are priced with."""
+
+    stack: Stack
+
+    kernel_memory = KernelMemory
+    casts = False
+    even_stages = True
+    scatters_sends = True
+    ties_hide = True
+    tells_cores = False
+    layers_moved = 2  # copies run beside the compute, and one comes meanwhile
+
+    def widths(self, precision: str) -> Widths:
+        """Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
+        if precision == "float64":
+            return Widths(8.0, 8.0, 0.0, 8.0)
+        if precision == "float32":
+            return Widths(4.0, 4.0, 0.0)
+        return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
+
+    def operator_seconds(
+        self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
+    ) -> tuple[Array, Array]:
+        """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
+        found = [scaled(kernel, by).seconds(self.cluster.device, self.stack, layout.precision) for kernel, by in kernels]
+        both = []
+        for way in ("forward", "backward"):
+            host, busy = (np.array([getattr(pair[i], way) for pair in found])[index] for i in (0, 1))
+            total = np.empty(len(host))
+            for stream in (repeated, ~repeated):
+                total[stream] = together(host[stream], busy[stream])
+            both.append(total)
+        return both[0], both[1]
+
+    def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
+        stack, device = self.stack, self.cluster.device
+        # Wider gradients are read and written wider.
+        moved = stack.accumulate_bytes + 2 * max(0.0, self.widths(layout.precision).gradient - stack.gradient_bytes)
+        adding = moved * num_trained / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        adding *= layout.microbatches > 1
+        return busy + Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding), adding
+
+    def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
+        if not layout.moves_optimizer:
+            return optimizer_s(self.cluster.device, self.stack, num_updated, states)
+        widths = self.widths(layout.precision)
+        return num_updated * (widths.gradient + widths.weight) / HOST_BYTES_PER_S + num_updated * HOST_ADAM_S
+
+    def copies(self, layout: Layout) -> Copies:
+        return Copies(1 / HOST_BYTES_PER_S, beside=True)
+
+    def talk(self, layout: Layout) -> Talk:
+        return Talk(self.stack.tensor, 1.0 - self.stack.tensor_overlap, rounds_hide=1.0)
+
+    def overlap(self, layout: Layout) -> float:
+        return self.stack.overlap
+
+    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
+        return self.stack.step_s + straggling(layout.num_ranks, self.stack.spread) * pipeline_s
+
+    @property
+    def buckets(self) -> bool:
+        return self.stack.overlap > 0
+
+    @property
+    def contention(self) -> float:
+        return self.stack.contention
+
+    @property
+    def zero_hides(self) -> float:
+        return max(self.stack.overlap, ZERO_HIDES)
+
+    @property
+    def exposed_sends(self) -> float:
+        return self.stack.exposed_sends
+
+    @property
+    def keeps_scores(self) -> bool:
+        return self.stack.attention == "scores"
+
+    def words(self, precision: str) -> str:
+        return self.stack.words(self.cluster.device, precision)
+
+
+def straggling(num_ranks: int, spread: float) -> float:
+    """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
+
+    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958): `spread` of them each.
+
+    >>> round(straggling(3072, 0.01), 3)
+    0.04
+    """
+    return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0

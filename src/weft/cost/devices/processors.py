@@ -1,0 +1,90 @@
+"""Ranks of a processor's cores: operators cost what `Speed` measured, nothing hides within a host, autocast is over float32 parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.devices.compute import Rates, Seconds, optimizer_s
+from weft.cost.devices.convolutions import FULL
+from weft.cost.devices.copies import COPY_MOVES, Copies
+from weft.cost.devices.devices import Array, Devices, Talk, Widths
+from weft.cost.devices.kept import ProcessorMemory
+from weft.cost.devices.kernels import Kernel, scaled
+from weft.model.work import Work
+from weft.plan.layout import Layout
+
+# What a collective inside layers costs between processors' hosts beside itself, since ranks that compute never come at once and find their
+# caches used: measured over 124 plans of 15 models at 10 Gbit/s, 0.1 to 0.4 ms (`scripts/bench planned`).
+MEET_S = 2e-4
+MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline
+GLOO_HIDES = 0.9  # part of a backward behind which gloo sums gradients over a network; assumed, since copying takes some of the cores
+STEP_S = 1e-3  # what a step costs besides: the loop, clipping, logging
+
+
+@dataclass(frozen=True)
+class Processors(Devices):
+    kernel_memory = ProcessorMemory
+    casts = True
+    even_stages = False
+    scatters_sends = False
+    ties_hide = False
+    tells_cores = True
+    layers_moved = 1
+
+    def widths(self, precision: str) -> Widths:
+        return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
+
+    def operator_seconds(
+        self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
+    ) -> tuple[Array, Array]:
+        rates = Rates.of(self.speed(layout), layout.precision)
+        found = []
+        for kernel, by in kernels:
+            k = scaled(kernel, by)
+            is_own = layout.precision == "float32" and k.own.takes(by, rates.speed.threads)
+            filling, columns = (FULL, k.own.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
+            work = Work(
+                k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
+                backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
+                channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
+            )  # fmt: skip
+            found.append(rates.seconds(work))
+        return np.array([s.forward for s in found])[index], np.array([s.backward for s in found])[index]
+
+    def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
+        if layout.num_ranks * layout.microbatches > 1:
+            busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
+        # The first microbatch copies its gradients to where they are collected; every other reads, adds to and writes those there.
+        passes = 3 - 1 / layout.microbatches
+        adding = passes * self.widths(layout.precision).gradient * num_trained / self.speed(layout).memory_bandwidth_bytes_per_s
+        return busy + Seconds(0.0, adding), adding
+
+    def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
+        speed, widths = self.speed(layout), self.widths(layout.precision)
+        update = optimizer_s(speed, num_updated, states)
+        # Gradients there and weights back, read and written, before and after the same update.
+        moved = num_updated * (widths.gradient + widths.weight) if layout.moves_optimizer else 0.0
+        return update + 2 * moved / speed.memory_bandwidth_bytes_per_s
+
+    def copies(self, layout: Layout) -> Copies:
+        return Copies(COPY_MOVES / self.speed(layout).memory_bandwidth_bytes_per_s, beside=False)
+
+    def talk(self, layout: Layout) -> Talk:
+        return Talk(meeting_s=MEET_S if self._by_gloo(layout) else 0.0, waits=self.speed(layout).waits)
+
+    def overlap(self, layout: Layout) -> float:
+        """Ranks of one host sum through memory, and compute meanwhile less; gloo's own threads move what the network takes."""
+        return GLOO_HIDES * self._by_gloo(layout)
+
+    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
+        return STEP_S
+
+    def _by_gloo(self, layout: Layout) -> bool:
+        """Whether ranks lie on several hosts."""
+        apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks
+        return apart or self.cluster.levels[0].link.protocol == "gloo"
