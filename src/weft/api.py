@@ -32,7 +32,7 @@ from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan
-from weft.run.rank_agreement import check_same_model, draw_alike
+from weft.run.rank_agreement import check_model_agrees, synchronize_generators
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.uncaptured.trial import refuse_division
 from weft.solve.late import late_steps
@@ -248,9 +248,9 @@ def parallelize(  # noqa: PLR0913
     subject = subject_of(model, batch, loss)
     _, make, given, loss = subject
     if isinstance(make, nn.Module):
-        check_same_model(make, world)
+        check_model_agrees(make, world)
     if seed is None:
-        draw_alike(world)
+        synchronize_generators(world)
     limit = parse_bytes(device_memory)
     chosen = _plan_for(subject, plan, cluster, world, limit)
     if compile:

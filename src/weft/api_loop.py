@@ -22,7 +22,7 @@ from weft.plan.plan import Plan
 from weft.plan.plan_file import format_plan, parse_plan
 from weft.run.build import Source, Traced
 from weft.run.loop.divide import divide
-from weft.run.rank_agreement import check_same_model, draw_alike
+from weft.run.rank_agreement import check_model_agrees, synchronize_generators
 from weft.solve.search import search
 from weft.solve.uncaptured import without_graph
 from weft.world.current import Place, current_world, set_place
@@ -83,29 +83,29 @@ def auto_parallelize(
 
     def finish(model: nn.Module, deferred: Deferred | None) -> None:
         refuse_scripts(model)
-        check_same_model(model, world)
+        check_model_agrees(model, world)
         source = Traced(model, deferred)
         given = _arguments(model, batch)
-        chosen = _plain_plan(model, source, given, plan, cluster, world)
+        chosen = _plan_without_pipeline(model, source, given, plan, cluster, world)
         divide(model, source, chosen, given, world)
         mesh = chosen.layout.mesh
         set_place(Place(mesh.group(world.rank, *sample_axes(mesh.inside)).index(world.rank), chosen.layout.data, world))
 
     if model is None:
         return _dividing(finish, world)
-    draw_alike(world)
+    synchronize_generators(world)
     finish(model, None)
     return model
 
 
 @contextmanager
 def _dividing(finish: Callable[[nn.Module, Deferred], None], world: World) -> Iterator[None]:
-    draw_alike(world)
+    synchronize_generators(world)
     with building(finish):
         yield
 
 
-def _plain_plan(
+def _plan_without_pipeline(
     model: nn.Module, source: Source, batch: Any, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
 ) -> Plan:
     if isinstance(wanted, Plan):
@@ -122,10 +122,10 @@ def _plain_plan(
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, any_cluster(), size, name, layout=layout)
-    return parse_plan(world.told(lambda: format_plan(_best_plain_plan(graph, size, name, cluster, world.num_ranks))))
+    return parse_plan(world.told(lambda: format_plan(_best_without_pipeline(graph, size, name, cluster, world.num_ranks))))
 
 
-def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
+def _best_without_pipeline(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
     """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO that fits. Raises Infeasible where none does."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     found: list[Plan] = []

@@ -15,7 +15,7 @@ from weft.model.sharding.propagate import propagate
 from weft.model.sharding.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.report.placements import placements
-from weft.solve.mixed_traffic import has_unlike_products
+from weft.solve.mixed_traffic import has_mixed_traffic
 from weft.solve.search import search
 from weft.solve.space import Space
 
@@ -96,8 +96,8 @@ def test_explain_says_where_each_layer_is() -> None:
 
 def test_it_is_searched_where_products_are_unlike() -> None:
     """In a transformer they are alike, and a search of twice as many frames would find nothing."""
-    assert has_unlike_products(alexnet(BATCH), BATCH)
-    assert not has_unlike_products(gpt(4, hidden=512, sequence=512, vocabulary=4096, batch=64), 64)
+    assert has_mixed_traffic(alexnet(BATCH), BATCH)
+    assert not has_mixed_traffic(gpt(4, hidden=512, sequence=512, vocabulary=4096, batch=64), 64)
     for unlike in (False, True):
         frames = list(Space(node(1e10), 64, unlike=unlike).frames())
         assert any(f.sample_parallel == "on" for f in frames) is unlike

@@ -29,7 +29,7 @@ from weft.solve import branch_and_bound
 from weft.solve.balance import balance
 from weft.solve.bounds import least_s, least_saving_s
 from weft.solve.checks import num_blocks, num_experts
-from weft.solve.mixed_traffic import has_unlike_products
+from weft.solve.mixed_traffic import has_mixed_traffic
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import calmest
 from weft.solve.search import check_layout, clocked, price, search
@@ -188,7 +188,7 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     cluster, graph, batch, constraints = problem
     pricer = Pricer(graph, cluster, batch)
     limits = parse_constraints(constraints)
-    layers, unlike = len(useful(pricer.cuts, 1)) + 1, has_unlike_products(graph, batch)
+    layers, unlike = len(useful(pricer.cuts, 1)) + 1, has_mixed_traffic(graph, batch)
     more = {"experts": num_experts(graph), "unlike": unlike, "num_blocks": num_blocks(graph)}
     every = every_plan(pricer, Space(cluster, batch, limits, len(pricer.cuts) + 1, layers, **more))
     if not every:

@@ -124,8 +124,8 @@ def test_it_is_priced_without_collectives_inside_of_layers_and_never_chosen_unas
 
 
 def test_one_replica_has_nothing_of_its_own() -> None:
-    assert Layout.parse("data=1 pipeline=2 batch_norm=local").own_statistics == ()
-    assert Layout.parse("data=4 expert=2 batch_norm=local").own_statistics == ("data", "expert")
+    assert Layout.parse("data=1 pipeline=2 batch_norm=local").local_statistics == ()
+    assert Layout.parse("data=4 expert=2 batch_norm=local").local_statistics == ("data", "expert")
     with pytest.raises(LayoutError, match="batch_norm=lokal is unknown"):
         Layout.parse("data=2 batch_norm=lokal")
     with pytest.raises(LayoutError, match="batch_norm=local with staleness=1 is not built; use batch_norm=exact"):

@@ -14,7 +14,7 @@ from plain_models import Mixed, batches, loss_of, matches, plan_of, said
 from torch import Tensor, nn
 
 import weft
-from weft.api_loop import _best_plain_plan
+from weft.api_loop import _best_without_pipeline
 from weft.cluster.cluster import Cluster
 from weft.errors import UsageError
 from weft.run.build import Traced
@@ -161,5 +161,5 @@ def test_zero_is_chosen_where_replicas_do_not_fit() -> None:
     net = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), *layers)
     graph = Traced(net, None).capture((torch.zeros(256, 3, 8, 8),), None, 256, outputs=True).graph
     machine = Cluster.parse("1xcpu-2")
-    chosen = [_best_plain_plan(graph, 256, "net", machine.limited(limit), 2).layout for limit in (4e8, 1.5e8)]
+    chosen = [_best_without_pipeline(graph, 256, "net", machine.limited(limit), 2).layout for limit in (4e8, 1.5e8)]
     assert [(one.data, one.zero) for one in chosen] == [(2, 0), (2, 1)]

@@ -177,7 +177,7 @@ def test_a_checkpoint_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     assert equal(wanted, pieces)
     seen = checkpoint.inspect(path)
     assert (seen["step"], seen["kinds"]["parameter"]) == (12, {"tensors": 2, "bytes": (24 + 4) * 4})
-    assert dict(checkpoint.read_whole(path)).keys() == {"layer.weight", "layer.bias", "norm.count"}
+    assert dict(checkpoint.read_full(path)).keys() == {"layer.weight", "layer.bias", "norm.count"}
 
 
 def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:

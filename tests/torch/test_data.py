@@ -184,11 +184,11 @@ def test_one_file_is_used_where_it_lies(tmp_path: Path) -> None:
 def test_a_text_that_changed_is_noticed(tmp_path: Path) -> None:
     file, description = tmp_path / "t.txt", tmp_path / "corpus.json"
     file.write_text("hello world")
-    assert corpus.same_text(open_corpus((str(file),), tmp_path), description)
+    assert corpus.describes_corpus(open_corpus((str(file),), tmp_path), description)
     corpus.save_description(open_corpus((str(file),), tmp_path), description)
-    assert corpus.same_text(open_corpus((str(file),), tmp_path), description)
+    assert corpus.describes_corpus(open_corpus((str(file),), tmp_path), description)
     file.write_text("hello_world")
-    assert not corpus.same_text(open_corpus((str(file),), tmp_path), description)
+    assert not corpus.describes_corpus(open_corpus((str(file),), tmp_path), description)
 
 
 @pytest.mark.parametrize(("make", "says"), [(None, "does not exist"), (b"", "is empty"), ("folder", "no text in")])

@@ -15,7 +15,7 @@ from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config
-from weft.train.flow import Planned, known_plan, locked, prepare
+from weft.train.flow import Planned, existing_plan, locked, prepare
 from weft.world.launch import engine_modules
 
 TEXT = b"to be or not to be, that is the question. " * 100
@@ -102,7 +102,7 @@ def test_a_plan_from_a_file(config: Config, tmp_path: Path) -> None:
     plan = Plan(Layout(data=2), "mine", "here", 4)
     write_plan(plan, tmp_path / "mine.toml")
     config = changed(config, "plan", file=str(tmp_path / "mine.toml"))
-    assert known_plan(config, folder_of(config)) == plan
+    assert existing_plan(config, folder_of(config)) == plan
     assert set_up(config).plan == plan
     with pytest.raises(ConfigError, match=r"none\.toml"):
         set_up(changed(config, "plan", file="none.toml"))

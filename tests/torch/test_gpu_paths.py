@@ -30,7 +30,7 @@ from weft.run.proof.serial import Noise
 from weft.run.step.transfers import Crossing, Transfers, pairs_of, posted_before
 from weft.schedules import build
 from weft.world import matmul_backend
-from weft.world.connection import Lane
+from weft.world.connection import Connection
 from weft.world.group import Group
 from weft.world.memory.accounts import CudaAccounts
 from weft.world.recorder import Recorder
@@ -109,7 +109,7 @@ class Nccl:
 
 
 def member(wire: Wire, ranks: tuple[int, ...], rank: int) -> Group:
-    def opened(ranks: tuple[int, ...], lane: Lane) -> tuple[Any, str]:
+    def opened(ranks: tuple[int, ...], lane: Connection) -> tuple[Any, str]:
         size = len(ranks) if lane.direction is None else 2
         return Nccl(wire, f"{ranks}{lane}", size), "nccl"
 
@@ -143,7 +143,7 @@ def messages_of(program: Program, connects: bool) -> list[Exception]:
         group = member(wire, tuple(range(program.num_ranks)), rank)
         group.connect()
         if connects:
-            group.connect_lanes(pairs_of(program))
+            group.connect_pairs(pairs_of(program))
         transfers = Transfers(program, crossings, group, torch.device("cpu"))
         arriving: dict[Any, Callable[[], list[Tensor]]] = {}
         actions = program.actions[rank]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 import weft
-from weft.run.residency.recompute import Recomputed, attention_cores
+from weft.run.residency.recompute import Recomputed, find_core_attention
 
 ROWS, HEADS, LENGTH = 4, 2, 24
 
@@ -82,7 +82,7 @@ def test_recomputation_changes_no_bit(batch: tuple[Tensor], dropout: float, reco
 
 def test_selective_repeats_from_scores_to_what_reads_them(batch: tuple[Tensor]) -> None:
     plain = _engine("data=1", lambda: Attention(0.3), batch, lambda out, _: out)
-    cores = attention_cores(_module(plain).graph)
+    cores = find_core_attention(_module(plain).graph)
     assert len(cores) == 2
     for core in cores:
         names = [str(node.target) for node in core]

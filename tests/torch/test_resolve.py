@@ -218,8 +218,8 @@ def test_siblings_are_imported_and_nothing_stays_on_the_path(tmp_path: Path) -> 
     path = list(sys.path)
     for folder, width in (("one", 3), ("two", 5)):
         written(tmp_path / folder, f"WIDTH = {width}\n", "weft_test_sibling.py")
-        written(tmp_path / folder, f"HEIGHT = {width}\n", "weft_test_late.py")
-        text = "from weft_test_sibling import WIDTH\ndef make():\n    from weft_test_late import HEIGHT\n"
+        written(tmp_path / folder, f"HEIGHT = {width}\n", "weft_test_split_backward.py")
+        text = "from weft_test_sibling import WIDTH\ndef make():\n    from weft_test_split_backward import HEIGHT\n"
         text += "    return nn.Linear(WIDTH, HEIGHT)\n"
         file = written(tmp_path / folder, text)
         assert resolve(f"{file}:make").make().weight.shape == (width, width)

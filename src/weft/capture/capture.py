@@ -151,7 +151,7 @@ def capture(
                 def run(answers: Answers, batched: frozenset[str] = batched) -> Captured:
                     return _settled(_Step(model, batch, loss, outputs, answers), batch, batched, size, fake_mode)
 
-                return with_checks_passed(run, _is_same)
+                return with_checks_passed(run, _same_computation)
         except ModelError as error:
             first = first or error
     assert first is not None
@@ -189,7 +189,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
             set_state(step.model, after)
             step.trace().answers.again()
             again = _traced(step, batch, batched, size, fake_mode)
-            if not (_is_same(again, captured) and step.trace().answers.are_used_up):
+            if not (_same_computation(again, captured) and step.trace().answers.are_used_up):
                 raise ModelError(
                     f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -199,7 +199,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         set_state(step.model, before)
 
 
-def _is_same(one: Captured, other: Captured) -> bool:
+def _same_computation(one: Captured, other: Captured) -> bool:
     """Whether two captures compute the same, whatever their operators are called."""
     pairs = [tuple(it.constants[v.value] for v in it.graph.constants) for it in (one, other)]
     return _form(one.graph) == _form(other.graph) and all(a is b or _is_equal(a, b) for a, b in zip(*pairs, strict=True))
@@ -244,7 +244,7 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
         rewrite(program.graph_module)
-        _refuse_unknown_shapes(program)
+        _refuse_data_dependent_shapes(program)
         reading = Reading(step.model, step.trace().record, batch, batched, size, step.gives_outputs)
         try:
             graph, constants = reading.of(program)
@@ -256,7 +256,7 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         return Captured(graph, constants, step.structure())
 
 
-def _refuse_unknown_shapes(program: Any) -> None:
+def _refuse_data_dependent_shapes(program: Any) -> None:
     """Raise ModelError where a tensor has a shape that depends on values: as many rows as a mask picks."""
     inside = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # blocks without gradients, too
     for node in (node for module in inside for node in module.graph.nodes):

@@ -91,11 +91,11 @@ def with_samples(batch: Any, samples: int) -> Any:
     return batch
 
 
-def known_samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Of how many samples a batch has rows, where its tensors know; 0 where one does not.
 
     >>> x = torch.ones(2)
-    >>> known_samples((x,)), known_samples((with_samples(x, 5),)), known_samples((x[:1],))
+    >>> count_samples((x,)), count_samples((with_samples(x, 5),)), count_samples((x[:1],))
     (0, 5, 0)
     """
     return min((getattr(x, "weft_samples", 0) for x in tensors_of(batch).values()), default=0)

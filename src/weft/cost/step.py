@@ -261,10 +261,10 @@ class Pricer(OperatorPricer):
 
     def _statistics_s(self, layout: Layout) -> float:
         """To put together, after a step, what each replica has of a stage's running statistics (`run/reduce/buffers`)."""
-        if not layout.own_statistics:
+        if not layout.local_statistics:
             return 0.0
         size = 4.0 * layout.microbatches * self._running / layout.num_stages
-        return self.collective("all_reduce", size, self.group(layout, *layout.own_statistics))
+        return self.collective("all_reduce", size, self.group(layout, *layout.local_statistics))
 
     @cached_property
     def _running(self) -> float:

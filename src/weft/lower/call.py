@@ -189,7 +189,7 @@ class Call:
 
     def statistics(self) -> Parts:
         """The groups over which statistics of what is cut are taken, with each member's share."""
-        axes = [axis for axis in self._cut_for("statistics") if axis not in self.low.own_statistics]
+        axes = [axis for axis in self._cut_for("statistics") if axis not in self.low.local_statistics]
         return tuple((self.low.groups[axis], self._shares(axis)) for axis in axes)
 
     def averages(self) -> list[str]:

@@ -42,7 +42,7 @@ class Lowering:
     """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
     their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
-    that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `own_statistics`:
+    that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `local_statistics`:
     axes along which each rank's statistics of batch norm are of its own samples. `products`: dtype that autocast makes of products'
     operands; empty where nothing is cast. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
     over which this graph leaves summands."""
@@ -58,7 +58,7 @@ class Lowering:
     folds: Sequence[Fold | None] = ()
     late: frozenset[str] = frozenset()
     arrival: Arrival = field(default_factory=Arrival)
-    own_statistics: tuple[str, ...] = ()
+    local_statistics: tuple[str, ...] = ()
     products: str = ""
     entering: Mapping[str, Entering] = field(default_factory=dict)
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on

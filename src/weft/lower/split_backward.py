@@ -2,7 +2,7 @@
 
 In: a lowered stage and its trainable parameters. Out: the same stage, in which every operator that is linear in a weight (a product, a
 convolution, a look-up) treats that weight as a constant and notes what its gradient needs: the operator's input and the gradient
-of its output. `Late.deliver` makes the weight gradients from such notes.
+of its output. `DelayedWeightGradients.deliver` makes the weight gradients from such notes.
 
 Nothing is cut out of autograd's graph, so views, shared parameters, several outputs and recomputation need no care: a weight that is read
 through a view gets its gradient through that view, one that is read twice gets the sum, and whatever is not noted (biases, norms, weights
@@ -163,7 +163,7 @@ class _Site:
 
 
 @dataclass
-class Late:
+class DelayedWeightGradients:
     """The late weight gradients of one stage. `notes`: where operators that run now will leave their notes in backward."""
 
     sites: list[_Site] = field(default_factory=list)
@@ -206,7 +206,7 @@ class _Noted(torch.autograd.Function):
     """Nothing forward; backward leaves a note of the input `x` and of the gradient that passes."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, late: Late, site: int) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, late: DelayedWeightGradients, site: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.notes, ctx.site = late.notes, site
         ctx.set_materialize_grads(False)
@@ -219,13 +219,15 @@ class _Noted(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]], plain: bool = False) -> tuple[LocalStage, Late]:
+def delay_weight_gradients(
+    local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]], by_hooks: bool = False
+) -> tuple[LocalStage, DelayedWeightGradients]:
     """The stage with late weight gradients, and what delivers them.
 
-    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads. `plain`: what is kept for
+    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads. `by_hooks`: what is kept for
     backward is neither computed again nor moved meanwhile; then notes are taken by hooks, at a third of the cost.
     """
-    late = Late()
+    late = DelayedWeightGradients()
     if not isinstance(local.module, fx.GraphModule):
         return local, late  # a module that runs whole: all gradients come at once
     graph = fx.Graph()
@@ -239,7 +241,7 @@ def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Ten
         if site is not None:
             how = _record(node).weight
             assert how is not None
-            made.target = _noting(node.target, how.weight, how.x, late, len(late.sites), plain)
+            made.target = _noting(node.target, how.weight, how.x, late, len(late.sites), by_hooks)
             late.sites.append(site)
     graph.lint()
     return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), late
@@ -281,14 +283,16 @@ def _view(node: fx.Node) -> Callable[[Tensor], Tensor]:
     return lambda x: target(x, *args)
 
 
-def _noting(target: Callable[..., Tensor], weight: int, x: int, late: Late, site: int, plain: bool) -> Callable[..., Tensor]:
+def _noting(
+    target: Callable[..., Tensor], weight: int, x: int, late: DelayedWeightGradients, site: int, by_hooks: bool
+) -> Callable[..., Tensor]:
     def noted(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return target(*args)
         given = [*args]
         given[weight] = args[weight].detach()
         y = target(*given)
-        if plain and y.requires_grad:
+        if by_hooks and y.requires_grad:
             kept, notes = args[x].detach(), late.notes
             y.register_hook(lambda grad: notes.append(Note(site, kept, grad)))  # type: ignore[no-untyped-call]
             return y

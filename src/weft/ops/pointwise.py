@@ -26,17 +26,17 @@ def of_elements(ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule(tuple(rows), tuple(out for _ in outs))
 
 
-def _cast_alike(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+def _cast_like(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     """Of the second tensor, whatever its shape, only the dtype is read."""
     first = of_elements(ins[:1], outs)
     return Rule((*first.inputs, *(None for _ in ins[1:])), first.outputs)
 
 
 def _cast(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    return _cast_alike(op, ins, outs) if op.target == "aten.to.other" else of_elements(ins, outs)
+    return _cast_like(op, ins, outs) if op.target == "aten.to.other" else of_elements(ins, outs)
 
 
-BY_ELEMENTS = (elements, _cast, _cast_alike)  # these rules
+BY_ELEMENTS = (elements, _cast, _cast_like)  # these rules
 
 
 def _chosen(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
@@ -86,7 +86,7 @@ OPS = (
     Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast="first"),
     Op("to", _cast, moves="cast", linear="together", learns=1, keeps=others),
     Op("_to_copy", elements, moves="cast", linear="together", keeps=others),
-    Op("type_as", _cast_alike, learns=1, keeps=others),
+    Op("type_as", _cast_like, learns=1, keeps=others),
     Op("contiguous", elements, moves="rows", linear="together", keeps=others, gradient="same"),
     Op("clone", elements, moves="copy", linear="together", keeps=others),
     Op("lift_fresh_copy", elements, kind="make", moves="copy", keeps=others),

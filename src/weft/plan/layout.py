@@ -363,7 +363,7 @@ class Layout:
         return (*spread, pipeline, *self.inner_axes) if self.neighbours == PIPELINE else (pipeline, *spread, *self.inner_axes)
 
     @property
-    def own_statistics(self) -> tuple[str, ...]:
+    def local_statistics(self) -> tuple[str, ...]:
         """The mesh axes along which ranks take statistics of batch norm over samples of their own."""
         return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" and self.data > 1 else ()
 

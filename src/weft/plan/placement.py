@@ -211,7 +211,7 @@ def is_halo(placement: Placement | None) -> TypeGuard[Halo]:
     return type(placement) is Halo
 
 
-def is_whole(placement: Placement) -> bool:
+def is_full(placement: Placement) -> bool:
     """Whether every rank holds the whole value."""
     return placement is R or placement is D
 

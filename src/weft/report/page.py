@@ -72,16 +72,16 @@ def page(subject: Subject) -> str:
         parts.append(_section("Go on", f"<pre>{escape(chr(10).join(subject.again))}</pre>"))
     if subject.config:
         parts.append(_section("Configuration", f"<pre>{escape(subject.config)}</pre>"))
-    return _framed(subject.title, subject.lead, parts)
+    return _titled(subject.title, subject.lead, parts)
 
 
 def sheet(picture: Picture, table: Table) -> str:
     """A page of one picture and its table, with the picture's title."""
     shown = f'<section><div class="scroll picture">{picture.svg()}</div></section>'
-    return _framed(picture.title, "", [shown, _table_section(table)])
+    return _titled(picture.title, "", [shown, _table_section(table)])
 
 
-def _framed(title: str, lead: str, parts: Sequence[str]) -> str:
+def _titled(title: str, lead: str, parts: Sequence[str]) -> str:
     css = resources.files("weft.report").joinpath("page.css").read_text()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

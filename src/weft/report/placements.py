@@ -13,7 +13,7 @@ from weft.model.graph import Graph, Operator
 from weft.model.sharding.sharding import Sharding
 from weft.model.work import MATMUL_KINDS, differentiable, work
 from weft.plan.patterns import pattern_of
-from weft.plan.placement import P, Placement, R, is_owned, is_shard, is_whole
+from weft.plan.placement import P, Placement, R, is_full, is_owned, is_shard
 from weft.report.tables import Table
 
 
@@ -73,7 +73,7 @@ def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
     whole = [
         axis
         for axis, size in sharding.sizes.items()
-        if size > 1 and sharding.ops[op.name].get(axis) and is_whole(sharding.forms[op.outputs[0]].get(axis, R))
+        if size > 1 and sharding.ops[op.name].get(axis) and is_full(sharding.forms[op.outputs[0]].get(axis, R))
     ]
     return ", ".join(f"all-reduce over {axis}, of its result" for axis in whole)
 

@@ -89,7 +89,7 @@ class Capture:
             alone = late and not together and len(rows.table[0]) > 1
             totals = count(counting, together, parts.arrival, alone)
             if alone:
-                found.counted, totals = self._divided_later(totals, counting[0][0].sized.normal.divisor)
+                found.counted, totals = self._divided_after_sum(totals, counting[0][0].sized.normal.divisor)
             if self.executors.compile:
                 parts.arrival.wait()  # compiled code does not
             for made in out:
@@ -145,7 +145,7 @@ class Capture:
         dtype = getattr(torch, v.tensor.dtype)
         return x.to(device=self.executors.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
 
-    def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _divided_after_sum(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
         if not divisor:
             raise Infeasible(

@@ -36,7 +36,7 @@ from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, folds, outputs_of, rows_of_outputs
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.recent import MOST_SIZES
-from weft.run.resized import Sized, check_alike, check_divides, constants_of, shares_of_samples, sized
+from weft.run.resized import Sized, check_divides, check_operators, constants_of, shares_of_samples, sized
 from weft.run.state.precision import DTYPES
 from weft.run.training_parts import Parts, program_of
 from weft.world.world import World
@@ -84,7 +84,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
     shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
-    own, narrow = plan.layout.own_statistics, PRECISIONS[plan.layout.precision].products
+    own, narrow = plan.layout.local_statistics, PRECISIONS[plan.layout.precision].products
     lowering = Lowering(
         graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, late, parts.arrival, own, narrow, entering
     )
@@ -116,7 +116,7 @@ def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: S
         plan = replace(plan, layout=replace(plan.layout, data=1))
     elif parts.lowering is not None:
         try:
-            check_alike(parts.lowering, graph)
+            check_operators(parts.lowering, graph)
             again = {id(one): with_samples_of(one, graph, shares_of_samples(plan.layout)) for one in parts.shardings}
             for one in again.values():
                 check_divides(one, graph)

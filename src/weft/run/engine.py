@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.capture.capture import Loss
 from weft.capture.modes import Modes, evaluation_modes, in_modes, training_modes
-from weft.capture.nesting import BatchForm, batch_size_of, known_samples, tensors_of
+from weft.capture.nesting import BatchForm, batch_size_of, count_samples, tensors_of
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.randomness import Draw
 from weft.model.work import model_flops
@@ -31,10 +31,10 @@ from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced, build
 from weft.run.captured import Capture
 from weft.run.captures import Asked, captured_in
-from weft.run.rank_agreement import check_same
+from weft.run.rank_agreement import check_batch_agrees
 from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
-from weft.run.reduce.error_feedback import Rests
+from weft.run.reduce.error_feedback import Residuals
 from weft.run.reduce.overlapped import Gradients
 from weft.run.reduce.servers import Served, Servers
 from weft.run.reduce.stale import Stale
@@ -51,7 +51,7 @@ from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.result import StepResult, mean_of
 from weft.run.training_parts import Parts
-from weft.run.uncaptured.replicated import build_whole
+from weft.run.uncaptured.replicated import build_replicated
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Group, Work, World
@@ -94,7 +94,7 @@ class Engine:
         source = model if isinstance(model, Source) else Traced.of(model)
         seed = torch.initial_seed() if seed is None else seed
         if plan.uncaptured:
-            self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
+            self.parts = build_replicated(plan, source, batch, loss, world, self.spec, seed)
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
@@ -112,7 +112,7 @@ class Engine:
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
         self.gradients = self._sums_of_gradients(sums)
-        self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
+        self._rests = Residuals(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
         how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
@@ -157,7 +157,7 @@ class Engine:
         """What is there from the first step to the last."""
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
-        self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.own_tensors())
+        self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.state_tensors())
         rooms, weights = (self._stale.rooms, self._stale.weights) if self._stale is not None else ([], [])
         self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._rests.tensors, *rooms])
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups), *weights])
@@ -390,7 +390,7 @@ class Engine:
         """Whose samples are whose in a batch, of which every rank has all or its rows."""
         plan, each, have = self.plan, self._own.each, batch_size_of(batch)
         is_global = have > max(each) if whole is None else whole
-        told, one_form, samples = [have], True, samples or known_samples(batch)
+        told, one_form, samples = [have], True, samples or count_samples(batch)
         by_rows = whole is False or samples > 0  # of stages that are arranged differently only some have all rows then
         shared = is_global or self.data_size == 1
         if shared:
@@ -404,7 +404,7 @@ class Engine:
                 f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {said} of data={self.data_size}"
             )
         if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
-            check_same(batch, self.world)
+            check_batch_agrees(batch, self.world)
         planned = self._own.rows(self.sizes_of(samples), is_global)
         if len(told) == 1 or (one_form and [sum(column) for column in zip(*planned.table, strict=True)] == told):
             return planned
@@ -433,7 +433,7 @@ class Engine:
         """(what steps change of this rank's state, what they leave as it is): the memory itself, in one order for a plan."""
         flat = {name for group in self.parts.groups for name in (member.name for member in group.members)}
         fixed = [p.detach() for name, p in sorted(self.parts.parameters.items()) if name not in flat]
-        changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.own_tensors()]
+        changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.state_tensors()]
         return [*changed, *self._rests.tensors, *self.scale.tensors, *self._counters.values()], fixed
 
     def full_state_dict(self) -> dict[str, Tensor] | None:

@@ -35,7 +35,7 @@ def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Par
 
     Where samples are coupled, microbatches are what they are, and their losses count by their samples.
     """
-    first = _unlike(part.graph, whole.graph) or _unlike(part.graph, step.graph)
+    first = _first_difference(part.graph, whole.graph) or _first_difference(part.graph, step.graph)
     if first is not None:
         coupled = (Coupling(first, "computes something else on the whole batch than on a microbatch"),)
         return Part(Normalised(part.graph), part.constants, part.graph, coupled, part.structure)
@@ -49,7 +49,7 @@ def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Par
 
 def takes_no_numbers(part: Captured, whole: Captured) -> bool:
     """Whether nothing in a graph but sizes follows the number of samples, so that the graph of any other number has the same numbers."""
-    if part.graph.batch_size == whole.graph.batch_size or _unlike(part.graph, whole.graph) is not None:
+    if part.graph.batch_size == whole.graph.batch_size or _first_difference(part.graph, whole.graph) is not None:
         return False
     constants = [(x, whole.constants[v]) for v, x in part.constants.items()]
     pairs = zip(part.graph.operators, whole.graph.operators, strict=True)
@@ -61,7 +61,7 @@ def _of_batch(mine: Tensor, its: Tensor) -> Tensor:
     return its if mine.shape == its.shape else mine
 
 
-def _unlike(one: Graph, other: Graph) -> str | None:
+def _first_difference(one: Graph, other: Graph) -> str | None:
     """The site of the first operator that the other graph has not; None where they are alike but for sizes."""
     for mine, its in zip_longest(one.operators, other.operators):
         if mine is None or its is None or _essence(mine) != _essence(its):

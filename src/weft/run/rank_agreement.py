@@ -20,7 +20,7 @@ from weft.world.world import World
 MOST_BYTES = 1 << 20  # of a tensor that tells batches apart
 
 
-def check_same(batch: Any, world: World) -> None:
+def check_batch_agrees(batch: Any, world: World) -> None:
     """Hold this rank's batch against rank 0's. A loader that shuffles by itself, or has a part for each rank, is found so.
 
     Raises:
@@ -34,7 +34,7 @@ def check_same(batch: Any, world: World) -> None:
         )
 
 
-def check_same_model(model: nn.Module, world: World) -> None:
+def check_model_agrees(model: nn.Module, world: World) -> None:
     """Hold the real tensors of all ranks' models against one another: each rank keeps its own part of its own.
 
     Raises:
@@ -56,7 +56,7 @@ def check_same_model(model: nn.Module, world: World) -> None:
         )
 
 
-def draw_alike(world: World) -> None:
+def synchronize_generators(world: World) -> None:
     """Let torch's random numbers go on from where rank 0's are, on every rank: scripts that seed nothing start with different ones."""
     if world.num_ranks > 1:
         state = world.told(lambda: torch.random.get_rng_state().numpy().tobytes().hex())

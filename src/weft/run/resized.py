@@ -55,7 +55,7 @@ def sized(known: Sized, lowering: Lowering, normal: Normalised, plan: Plan, cons
     Raises:
         Infeasible: the model computes something else there, or a tensor does not divide as it must.
     """
-    check_alike(lowering, normal.graph)
+    check_operators(lowering, normal.graph)
     shares = shares_of_samples(plan.layout)
     again = {id(one): with_samples_of(one, normal.graph, shares) for one in known.shardings}
     sharding = again[id(known.sharding)]
@@ -66,14 +66,14 @@ def sized(known: Sized, lowering: Lowering, normal: Normalised, plan: Plan, cons
     return Sized(normal, lowered, constants, tuple(again[id(one)] for one in known.shardings), sharding)
 
 
-def check_alike(lowering: Lowering, graph: Graph) -> None:
+def check_operators(lowering: Lowering, graph: Graph) -> None:
     """Raise Infeasible where `graph` has other operators than the one that was lowered."""
     ours = lowering.graph
     for mine, other in zip_longest(ours.operators, graph.operators):
         if mine is None or other is None or _essence(ours, mine) != _essence(graph, other):
-            raise Infeasible(_unlike(graph, ours, (mine or other).site))
+            raise Infeasible(_describe_difference(graph, ours, (mine or other).site))
     if [(v.value, v.name, v.batched) for v in ours.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
-        raise Infeasible(_unlike(graph, ours, "what it reads of the batch"))
+        raise Infeasible(_describe_difference(graph, ours, "what it reads of the batch"))
 
 
 def check_divides(sharding: Sharding, graph: Graph) -> None:
@@ -96,7 +96,7 @@ def _essence(graph: Graph, op: Operator) -> tuple[object, ...]:
     return op.site, op.name, op.target, op.inputs, op.outputs, tuple(len(graph.tensors[v].shape) for v in op.outputs)
 
 
-def _unlike(graph: Graph, ours: Graph, where: str) -> str:
+def _describe_difference(graph: Graph, ours: Graph, where: str) -> str:
     return (
         f"with microbatches of {graph.batch_size} samples the model computes something else than with {ours.batch_size}, first at {where}; "
         "use batches that divide into equal microbatches"

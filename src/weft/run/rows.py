@@ -84,7 +84,7 @@ class Rows:
         return tuple(accumulate(map(sum, self.table), initial=0))
 
     @cached_property
-    def _own_begins(self) -> tuple[int, ...]:
+    def _replica_begins(self) -> tuple[int, ...]:
         """This replica's among them."""
         return tuple(accumulate((row[self.index] for row in self.table), initial=0))
 
@@ -94,7 +94,7 @@ class Rows:
 
     def own(self, x: Tensor, m: int) -> Tensor:
         """This rank's rows of what microbatch `m` has of a batch's tensor; of none a row that stands in."""
-        first = self._begins[m] + sum(self.table[m][: self.index]) if self.is_global else self._own_begins[m]
+        first = self._begins[m] + sum(self.table[m][: self.index]) if self.is_global else self._replica_begins[m]
         if count := self.table[m][self.index]:
             return x.narrow(0, first, count)
         return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)

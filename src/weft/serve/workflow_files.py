@@ -23,7 +23,7 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     data = toml.parse(toml.read(path, "workflow"), where)
     toml.only(where, data, {"name", "rate", "source", "operator", "accuracy", "worker", "link"})
     sources = tuple(
-        Source(name, _number(at, row, "output_bytes"), _number(at, row, "share", 1.0), _whole(at, row, "tier"))
+        Source(name, _number(at, row, "output_bytes"), _number(at, row, "share", 1.0), _integer(at, row, "tier"))
         for name, at, row in _tables(where, data, "source", {"output_bytes", "share", "tier"})
     )
     operators = tuple(_operator(name, at, row) for name, at, row in _tables(where, data, "operator", {"inputs", "variant"}))
@@ -55,7 +55,7 @@ def _check_workers(where: str, workflow: Workflow, machines: Machines) -> None:
 
 def _machines(where: str, data: Table) -> Machines:
     workers = tuple(
-        Worker(name, _whole(at, row, "tier"), _number(at, row, "price_per_hour"), _whole(at, row, "count", 1), _flag(at, row, "spot"))
+        Worker(name, _integer(at, row, "tier"), _number(at, row, "price_per_hour"), _integer(at, row, "count", 1), _flag(at, row, "spot"))
         for name, at, row in _tables(where, data, "worker", {"tier", "price_per_hour", "count", "spot"})
     )
     given, at = data.get("link", []), f"{where} [[link]]"
@@ -138,7 +138,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _whole(where: str, row: Table, key: str, default: int = 0) -> int:
+def _integer(where: str, row: Table, key: str, default: int = 0) -> int:
     value = row.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{where}: {key} = {value!r}; it is a whole number, zero or more")

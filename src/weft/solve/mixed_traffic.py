@@ -13,7 +13,7 @@ from weft.model.work import operator_flops
 WORTH = 0.5  # of what one way for all would move, at most, to be worth a search
 
 
-def has_unlike_products(graph: Graph, batch_size: int) -> bool:
+def has_mixed_traffic(graph: Graph, batch_size: int) -> bool:
     """Whether each product cut its own way would move much less of a batch than all of them cut one way."""
     trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) > 1}
     scale = batch_size / graph.batch_size

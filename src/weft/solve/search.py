@@ -38,7 +38,7 @@ from weft.solve.forks import counts
 from weft.solve.housing import told
 from weft.solve.images import contexts, ways
 from weft.solve.mixed import MixedPricer, pricer_of
-from weft.solve.mixed_traffic import has_unlike_products
+from weft.solve.mixed_traffic import has_mixed_traffic
 from weft.solve.reasons import differences, reasons, spread
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import OBJECTIVES, calmest, score
@@ -191,7 +191,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         layers,
         num_experts(pricer.graph),
         fewer,
-        has_unlike_products(pricer.graph, pricer.batch_size),
+        has_mixed_traffic(pricer.graph, pricer.batch_size),
         num_blocks(pricer.graph),
         ways(graph, pricer.cluster),
         contexts(graph, pricer.cluster),

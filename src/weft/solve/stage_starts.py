@@ -31,14 +31,14 @@ def useful(cuts: Sequence[Cut], least: int, work: Sequence[float] = ()) -> list[
         if len(found) >= max(2 * least, 8):
             break
     if sum(work) > 0:
-        found = _divided(cuts, found, work, sum(work) / (least + 1))
+        found = _refined(cuts, found, work, sum(work) / (least + 1))
     if len(found) > MOST_CUTS:
         step = len(found) / MOST_CUTS
         found = [found[int(i * step)] for i in range(MOST_CUTS)]
     return found
 
 
-def _divided(cuts: Sequence[Cut], chosen: Sequence[Cut], work: Sequence[float], share: float) -> list[Cut]:
+def _refined(cuts: Sequence[Cut], chosen: Sequence[Cut], work: Sequence[float], share: float) -> list[Cut]:
     """`chosen`, and more where more than a stage's even `share` lies between two of them."""
     done = [0.0, *accumulate(work)]
     ends = [0, *(cut.index for cut in chosen), len(work)]

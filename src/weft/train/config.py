@@ -47,7 +47,7 @@ class DataSection(_Section):
         return (self.text,) if isinstance(self.text, str) else self.text
 
 
-def _whole_or_auto(key: str, value: object) -> object:
+def _integer_or_auto(key: str, value: object) -> object:
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f'{key} = {json.dumps(value)}: expected a whole number of at least 0, or "auto"')
     return value
@@ -83,7 +83,7 @@ class TrainSection(_Section):
     @field_validator("checkpoint_every", mode="before")
     @classmethod
     def _steps_or_auto(cls, value: object) -> object:
-        return _whole_or_auto("checkpoint_every", value)
+        return _integer_or_auto("checkpoint_every", value)
 
     @model_validator(mode="after")
     def _meaningful(self) -> TrainSection:
@@ -141,7 +141,7 @@ class PlanSection(_Section):
     @field_validator("trials", mode="before")
     @classmethod
     def _a_number(cls, value: object) -> object:
-        return _whole_or_auto("trials", value)
+        return _integer_or_auto("trials", value)
 
     @model_validator(mode="after")
     def _one(self) -> PlanSection:
@@ -241,7 +241,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 
 
-def _known() -> list[str]:
+def _all_keys() -> list[str]:
     return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
 
 
@@ -261,9 +261,9 @@ def _change(word: str) -> tuple[tuple[str, str], Any]:
     name, equals, text = word.partition("=")
     if not equals:
         raise ConfigError(f"{word!r} is not key=value; for example train.steps=100")
-    found = [known for known in _known() if name in (known, known.partition(".")[2])]
+    found = [known for known in _all_keys() if name in (known, known.partition(".")[2])]
     if not found:
-        raise ConfigError(f"{word}: unknown key {name}{_near(name, [*_known(), *(k.partition('.')[2] for k in _known())])}")
+        raise ConfigError(f"{word}: unknown key {name}{_near(name, [*_all_keys(), *(k.partition('.')[2] for k in _all_keys())])}")
     if len(found) > 1:
         raise ConfigError(f"{word}: {name} could be {' or '.join(found)}; write which")
     section, _, key = found[0].partition(".")

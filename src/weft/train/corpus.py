@@ -106,7 +106,7 @@ def save_description(corpus: Corpus, path: Path) -> None:
     path.write_text(json.dumps(asdict(corpus), indent=1) + "\n", encoding="utf-8")
 
 
-def same_text(corpus: Corpus, path: Path) -> bool:
+def describes_corpus(corpus: Corpus, path: Path) -> bool:
     """Whether `path`, written by `save_description`, describes the same tokens; also where it does not exist."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state.checkpoint import committed, from_first
 from weft.train import loop, trials
 from weft.train.config import Config
-from weft.train.corpus import Corpus, open_corpus, same_text, save_description
+from weft.train.corpus import Corpus, describes_corpus, open_corpus, save_description
 from weft.train.subject import Subject
 from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
@@ -134,7 +134,7 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
     return rank_main(world, str(folder), peak_flops)
 
 
-def known_plan(config: Config, folder: Path) -> Plan | None:
+def existing_plan(config: Config, folder: Path) -> Plan | None:
     """The plan that needs no planning: `plan.file`'s, or the run folder's own where a run goes on under the same `[plan]`."""
     if config.plan.file:
         return read_plan(config.plan.file)
@@ -175,7 +175,7 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
     _check_folder(config, folder)
     try:
         _gather_text(config, folder)
-        planned = planner(config, known_plan(config, folder))
+        planned = planner(config, existing_plan(config, folder))
         if planned.plan.batch_size != config.train.batch:
             raise Infeasible(
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "
@@ -252,7 +252,7 @@ def _gather_text(config: Config, folder: Path) -> None:
     known = _read_corpus(folder)
     if known is not None and committed(folder / loop.CHECKPOINTS):
         corpus = open_corpus((known.path,), folder) if Path(known.path).is_file() else open_corpus(config.data.paths, folder)
-        if not same_text(corpus, description):
+        if not describes_corpus(corpus, description):
             raise ConfigError(
                 f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({known.size} bytes then, {corpus.size} now); "
                 "restore it, or choose another run.folder"

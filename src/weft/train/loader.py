@@ -11,7 +11,7 @@ from weft.capture.nesting import with_samples
 from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, microbatch_sizes
 from weft.plan.placement import piece
-from weft.run.rank_agreement import check_same
+from weft.run.rank_agreement import check_batch_agrees
 from weft.train.data import Batch, batch_size, map_tensors, take
 from weft.world.world import World
 
@@ -72,7 +72,7 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
     world: World | None = getattr(where, "world", None)
     for number, batch in enumerate(batches):
         if number == 0 and world is not None and world.num_ranks > 1:
-            check_same(batch, world)
+            check_batch_agrees(batch, world)
         samples = batch_size(batch)
         few = samples < where.data_size and not hasattr(where, "sizes_of")
         rows = batch if few else take(batch, rows_of_part(samples, where))

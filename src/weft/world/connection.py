@@ -1,4 +1,4 @@
-"""Which connection among several between the same ranks. In: what it is for. Out: `Lane`, and the name by which its ranks meet."""
+"""Which connection among several between the same ranks. In: what it is for. Out: `Connection`, and the name by which its ranks meet."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Connection:
     """A group's own connection, one `apart` from it (and from that one, the outermost first), or one of messages in one `direction`:
     (sender, receiver), members by their indices.
 
-    >>> str(Lane()), str(Lane(direction=(0, 1)).within(Apart("box", 1, (2, 3))))
+    >>> str(Connection()), str(Connection(direction=(0, 1)).within(Apart("box", 1, (2, 3))))
     ('', '/box1 of 2,3/0to1')
     """
 
@@ -48,7 +48,7 @@ class Lane:
         """Whether its ranks are one host's."""
         return bool(self.apart) and self.apart[0].name == BOX
 
-    def within(self, outer: Apart) -> Lane:
+    def within(self, outer: Apart) -> Connection:
         """The same of what was made apart by `outer`."""
         return replace(self, apart=(outer, *self.apart))
 

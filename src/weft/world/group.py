@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.errors import RunError, UsageError
 from weft.world import private, recorder
-from weft.world.connection import Apart, Lane
+from weft.world.connection import Apart, Connection
 from weft.world.pending import (
     DONE,
     DTYPES,
@@ -65,7 +65,7 @@ class Group:
         rank: int,
         recorder: Recorder,
         device: torch.device,
-        open_transport: Callable[[tuple[int, ...], Lane], tuple[Any, str]],
+        open_transport: Callable[[tuple[int, ...], Connection], tuple[Any, str]],
         boxes_of: Callable[[tuple[int, ...]], Boxes] = lambda ranks: (ranks,),
     ) -> None:
         self.ranks = ranks
@@ -100,7 +100,7 @@ class Group:
             raise RunError(f"{self} was closed, and takes part in nothing more")
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
-            self._transport, kind = self._open(self.ranks, Lane())
+            self._transport, kind = self._open(self.ranks, Connection())
             self._nccl = kind == "nccl"
             self.shares_memory = kind == SHARED
             if not self.shares_memory:
@@ -114,7 +114,7 @@ class Group:
             self._sums.connect()
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
-    def connect_lanes(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connects now what messages go over, for all `pairs` of (sender, receiver) by index. All members must come, with the same pairs.
 
         Only NCCL has a connection for each direction, where both ends wait for one another at the first message: a rank that posted a
@@ -129,9 +129,9 @@ class Group:
                 continue
             x = torch.zeros(1, device=self.device)
             if self.index == source:
-                self._call_lane(private.send, x, source, target, 1, 0).wait()
+                self._call_pair(private.send, x, source, target, 1, 0).wait()
             elif self.index == target:
-                self._call_lane(private.receive, x, source, target, 0, 0).wait()
+                self._call_pair(private.receive, x, source, target, 0, 0).wait()
 
     def close(self) -> None:
         """Ends the connections for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
@@ -458,7 +458,7 @@ class Group:
         at = self._begin(recorder.SEND, x, self._peer(to_index), tag)
         sent = self._host(x)
         if self._nccl:
-            return self._end(self._call_lane(private.send, sent, self.index, to_index, 1, tag), at, None, sent, False)
+            return self._end(self._call_pair(private.send, sent, self.index, to_index, 1, tag), at, None, sent, False)
         return self._end(self._call("send", sent, to_index, tag), at, None, sent, False)
 
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
@@ -468,14 +468,14 @@ class Group:
         room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
         finish = None if direct else lambda: x.detach().copy_(room)
         if self._nccl:
-            return self._end(self._call_lane(private.receive, room, from_index, self.index, 0, tag), at, finish, room, False)
+            return self._end(self._call_pair(private.receive, room, from_index, self.index, 0, tag), at, finish, room, False)
         return self._end(self._call("receive", room, from_index, tag), at, finish, room, False)
 
-    def _call_lane(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
+    def _call_pair(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
         lane = self._lanes.get((source, target))
         if lane is None:
-            lane, _ = self._open(self.ranks, Lane(direction=(source, target)))
+            lane, _ = self._open(self.ranks, Connection(direction=(source, target)))
             self._lanes[(source, target)] = lane
         try:
             return call(lane, x, peer, tag)

@@ -61,7 +61,7 @@ def join(environment: Mapping[str, str], device: str) -> World:
     if agent := agent_of(os.getpid()):
         _end_with(agent)
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
-    host = _own_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
+    host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     return World(
         rank,
         num_ranks,
@@ -165,7 +165,7 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _own_address(interface: str, address: str, port: int) -> str:
+def _host_address(interface: str, address: str, port: int) -> str:
     """The address of this host that others reach it by: of `interface` where one is named, else of the way to `address`."""
     if interface:
         return _address_of(interface)

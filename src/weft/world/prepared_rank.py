@@ -248,7 +248,7 @@ def found(module: str, qualname: str, file: str) -> Callable[..., Any]:
         if module == "__main__":
             raise ModuleNotFoundError(module)
         value: Any = importlib.import_module(module)
-        if not _same_file(getattr(value, "__file__", None), file):
+        if not _is_file(getattr(value, "__file__", None), file):
             raise ModuleNotFoundError(f"{module} is another file here: {value.__file__}")
     except ModuleNotFoundError as error:
         if error.name not in (None, module, module.partition(".")[0]):
@@ -265,7 +265,7 @@ def found(module: str, qualname: str, file: str) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _same_file(a: str | None, b: str) -> bool:
+def _is_file(a: str | None, b: str) -> bool:
     return a is not None and os.path.realpath(a) == os.path.realpath(b)
 
 

@@ -186,7 +186,7 @@ def _ends(rows: Sequence[Sequence[_Message]], waits: Sequence[Sequence[tuple[int
                 message = row[at[rank]]
                 free = all(posted[row[send].peer] > row[send].partner for send in waits[rank][at[rank]])
                 if posted[rank] == at[rank] and (message.sends or message.add or free):
-                    posted[rank] += max(1, sum(1 for _ in _alike(row[at[rank] :])))
+                    posted[rank] += max(1, sum(1 for _ in _merged_sums(row[at[rank] :])))
                     moved = True
                 if not message.sends and not (free and posted[message.peer] > message.partner):
                     break
@@ -208,7 +208,7 @@ def _steps(row: Sequence[_Message], waits: Sequence[tuple[int, ...]], rank: int,
         elif not message.add:
             made.append(Take(i, message.peer, message.first, message.last, message.number, after))
         else:
-            same = list(_alike(row[i:]))
+            same = list(_merged_sums(row[i:]))
             same.sort(key=lambda one: (one.peer, one.number))
             peers = tuple(one.peer for one in same)
             own = sum(peer < rank for peer in peers)
@@ -218,7 +218,7 @@ def _steps(row: Sequence[_Message], waits: Sequence[tuple[int, ...]], rank: int,
     return tuple(made)
 
 
-def _alike(row: Iterable[_Message]) -> Iterable[_Message]:
+def _merged_sums(row: Iterable[_Message]) -> Iterable[_Message]:
     """The sums at the beginning of `row` that go to the same place."""
     head: _Message | None = None
     for message in row:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from weft import errors
 from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
-from weft.world.connection import Lane
+from weft.world.connection import Connection
 from weft.world.group import SHARED, Boxes, Group
 from weft.world.kept import Kept
 from weft.world.pace import Pace
@@ -257,7 +257,7 @@ class World:
             return False
         return True
 
-    def _open(self, ranks: tuple[int, ...], lane: Lane) -> tuple[Any, str]:
+    def _open(self, ranks: tuple[int, ...], lane: Connection) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
         index = ranks.index(self.rank)
@@ -291,7 +291,7 @@ class World:
             return str(self._ask(f"place/{rank}").decode()).rpartition("/")[0]
         return str(rank) if self._transport == "gloo" else str(self._ask(f"host/{rank}").decode())
 
-    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Lane) -> Channel | str:
+    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Connection) -> Channel | str:
         if lane.of_box:
             return self._engine().open(store, index, ranks)
         if self._one_host is None:

@@ -207,7 +207,7 @@ def _step(
     record = record_of(op)
     if (op.target, op.outputs, op.inputs) != (other.target, other.outputs, other.inputs) or any(v not in forms for v in op.inputs):
         return None
-    scale = _same_but_scaled(op, other, n)
+    scale = _scale_power(op, other, n)
     if scale is None:
         return None
     rule = rule_of(op, dict(tensors))
@@ -284,7 +284,7 @@ def _power(op: Operator, forms: Mapping[str, Form], zeros: set[str]) -> int | No
     return None
 
 
-def _same_but_scaled(op: Operator, other: Operator, n: int) -> int | None:
+def _scale_power(op: Operator, other: Operator, n: int) -> int | None:
     """The power of n by which a constant factor differs between the piece and the whole, 0 where all constants are equal, else None."""
     record = record_of(op)
     if record.shape_at is not None:  # which differs between the whole and a piece

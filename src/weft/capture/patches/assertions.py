@@ -31,7 +31,7 @@ _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 def without_assertions(module: torch.fx.GraphModule) -> None:
     """Erase them in place."""
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users and (str(node.target) in _CHECKS or _is_number(node) or _is_picked(node)):
+        if node.op == "call_function" and not node.users and (str(node.target) in _CHECKS or _is_number(node) or _is_data_dependent(node)):
             module.graph.erase_node(node)
     for child in module.children():
         if isinstance(child, torch.fx.GraphModule):
@@ -43,7 +43,7 @@ def _is_number(node: Any) -> bool:
     return isinstance(node.meta.get("val"), _NUMBERS)
 
 
-def _is_picked(node: Any) -> bool:
+def _is_data_dependent(node: Any) -> bool:
     """Whether it makes a tensor that has as many elements as the values of another say; what is written into has its own."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and any(not isinstance(n, int) for n in value.shape)

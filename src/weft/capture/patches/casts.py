@@ -24,11 +24,11 @@ _APPLY: Any = getattr(nn.Module, MODULE_APPLY)
 def _kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
     # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
-    is_same = all(_is_alike(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
+    is_same = all(_is_copy_of(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
     return module if is_same else _APPLY(module, change, recurse)
 
 
-def _is_alike(before: Tensor, after: Tensor) -> bool:
+def _is_copy_of(before: Tensor, after: Tensor) -> bool:
     return before.dtype == after.dtype and before.device == after.device
 
 

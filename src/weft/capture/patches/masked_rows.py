@@ -107,7 +107,7 @@ class _Rewriting:
             rows = [self._rows[x] for x in node.all_input_nodes if x in self._rows]
             if not rows:
                 self._divide(node, name)
-            elif all(self._alike(one.mask, rows[0].mask) for one in rows):
+            elif all(self._equivalent(one.mask, rows[0].mask) for one in rows):
                 self._follow(node, name, rows[0].mask)
         for node in reversed(list(self._graph.nodes)):
             if not node.users and (node in self._replaced or node in self._rows or node in self._tuples or node in self._positions):
@@ -117,14 +117,14 @@ class _Rewriting:
         """Whether its memory is written, before or after: then what it holds depends on when it is read."""
         return not _storages(node).isdisjoint(self._written)
 
-    def _alike(self, a: Any, b: Any) -> bool:
+    def _equivalent(self, a: Any, b: Any) -> bool:
         """Whether two nodes are the same computation of the same values."""
         if a is b or not isinstance(a, Node) or not isinstance(b, Node):
             return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and type(a) is type(b) and a == b)
         if self._is_written(a) or self._is_written(b) or not a.op == b.op == "call_function" or a.target is not b.target:
             return False
         pure = str(a.target).removeprefix("aten.") in _PURE and len(a.args) == len(b.args) and a.kwargs == b.kwargs
-        return pure and all(self._alike(x, y) for x, y in zip(a.args, b.args, strict=True))
+        return pure and all(self._equivalent(x, y) for x, y in zip(a.args, b.args, strict=True))
 
     def _make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call before the node at hand."""
@@ -192,8 +192,9 @@ class _Rewriting:
             return True
         count = _value(at).numel()
         full = self._make(aten.reshape.default, source, [count, *whole.shape[dims:]])
-        known = next((rows.mask for rows in self._rows.values() if _of(rows.mask) is not None and self._alike(_of(rows.mask), at)), None)
-        self._rows[node] = _Rows(full, known or self._make(aten.reshape.default, at, [count]))
+        masks = (rows.mask for rows in self._rows.values())
+        equal = next((mask for mask in masks if _of(mask) is not None and self._equivalent(_of(mask), at)), None)
+        self._rows[node] = _Rows(full, equal or self._make(aten.reshape.default, at, [count]))
         return True
 
     def _follow(self, node: Node, name: str, mask: Node) -> None:
@@ -270,7 +271,7 @@ class _Rewriting:
         out = self._make(aten.logical_not.default, mask)
         return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, out, shape) if len(shape) > 1 else out, instead)
 
-    def _instead(self, node: Node, made: Node) -> None:
+    def _replace_node(self, node: Node, made: Node) -> None:
         node.replace_all_uses_with(made)
         self._replaced.add(node)
 
@@ -288,7 +289,7 @@ class _Rewriting:
         first = "dim" in name
         if (first and (list(node.args[1]) != [0] or len(node.args) > 2)) or node.kwargs.get("dtype") is not None:  # type: ignore[arg-type]
             return
-        self._instead(node, self._total(self._rows[node.args[0]].full, mask, "mean" in name, first))  # type: ignore[index]
+        self._replace_node(node, self._total(self._rows[node.args[0]].full, mask, "mean" in name, first))  # type: ignore[index]
 
     def _loss_of_classes(self, node: Node, mask: Node) -> None:
         given = _named(node)
@@ -298,7 +299,7 @@ class _Rewriting:
         left = self._left(self._rows[classes].full, mask, given["ignore_index"])
         made = self._make(node.target, self._rows[scores].full, left, *list(given.values())[2:])
         if given["reduction"]:
-            self._instead(node, made)
+            self._replace_node(node, made)
         else:
             self._rows[node] = _Rows(made, mask)
 
@@ -310,7 +311,7 @@ class _Rewriting:
             return
         made = self._make(node.target, *given.values())
         if reduction:
-            self._instead(node, self._total(made, mask, reduction == _MEAN))
+            self._replace_node(node, self._total(made, mask, reduction == _MEAN))
         else:
             self._rows[node] = _Rows(made, mask)
 
@@ -318,7 +319,7 @@ class _Rewriting:
         """A quotient by the number of rows."""
         by = node.args[1] if name in ("div.Tensor", "div.Scalar") else None
         if isinstance(by, Node) and by in self._counts:
-            self._instead(node, self._make(aten.div.Tensor, node.args[0], self._make(aten.sum.default, self._counts[by])))
+            self._replace_node(node, self._make(aten.div.Tensor, node.args[0], self._make(aten.sum.default, self._counts[by])))
 
 
 def _named(node: Node) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from weft.ops import record_of
 _KEEPS = ("same", "rows", "cast", "copy", "reshape", "expand")  # the same numbers, maybe in another shape
 
 
-def _own_rows(graph: Graph) -> Graph:
+def _gather_rows(graph: Graph) -> Graph:
     """`graph` with a gather for every index that gives each row its own."""
     found = _Rows(graph)
     for op in graph.operators:
@@ -119,4 +119,4 @@ def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(pair) for pair in pairs)
 
 
-PATCH = Patch(graph=_own_rows)
+PATCH = Patch(graph=_gather_rows)

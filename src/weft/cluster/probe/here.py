@@ -23,7 +23,7 @@ NOISE = 0.1  # part of a figure, below which what is left of it after another wa
 
 def measure_here(mark: str, quick: bool) -> Cluster:
     """This machine with the fingerprint `mark`: its GPUs, or its cores where it has none."""
-    return _of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)
+    return _of_gpus(mark) if torch.cuda.is_available() else _of_processor(mark, quick)
 
 
 def _of_gpus(mark: str) -> Cluster:
@@ -44,7 +44,7 @@ def _of_gpus(mark: str) -> Cluster:
     )
 
 
-def _of_cores(mark: str, quick: bool) -> Cluster:
+def _of_processor(mark: str, quick: bool) -> Cluster:
     from weft.world.launch import Launcher
 
     cores = num_cores()

@@ -192,7 +192,7 @@ class OperatorPricer:
             if axis_of(one.axis).cuts_experts:
                 size *= layout.expert  # the tokens of all of its ranks
             # Over samples only statistics are always float32.
-            moves = self.moving(layout, one.axis).size > 1 and not (one.wide and one.axis in layout.own_statistics)
+            moves = self.moving(layout, one.axis).size > 1 and not (one.wide and one.axis in layout.local_statistics)
             found.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
         return found
 

@@ -27,13 +27,13 @@ from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.sharding.pointwise import is_product
 from weft.model.sharding.sharding import Move, Sharding
-from weft.model.stages.attention_cores import cores
+from weft.model.stages.core_attention import core_numbers
 from weft.model.stages.stages import Cut
 from weft.model.work import num_steps
 from weft.ops import record_of
 from weft.ops.attention import is_causal
 from weft.plan.axis import DATA, EXPERT, SAMPLES, axis_of
-from weft.plan.placement import Placement, R, Shard, dual, is_halo, is_shard, is_whole
+from weft.plan.placement import Placement, R, Shard, dual, is_full, is_halo, is_shard
 from weft.plan.transition import LOCAL, sent_part, transition
 
 T = TypeVar("T", bound=Hashable)
@@ -238,7 +238,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         blocks,
-        cores(graph, blocks),
+        core_numbers(graph, blocks),
     )
 
 
@@ -367,7 +367,7 @@ def _inside(
     assert sharding is not None
     record, out = record_of(op), op.outputs[0]
     lies = sharding.forms[out].get(axis, R)
-    whole = is_whole(lies)
+    whole = is_full(lies)
     tensors = inventory.graph.tensors
     for value in rounds(inventory, sharding, op).get(axis, ()):  # both ways, and its gradient, which is float32
         forward.append((i, moved(ROUND, value, axis)))

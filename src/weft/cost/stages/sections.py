@@ -125,7 +125,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     repeated = frozenset(which.repeated(stage, groups.names))
     selective = which.recompute.kind == "selective"
     cut = _cut(groups, which, stage, last_stays, repeated)
-    kept, seen = _keeping(groups, cut, repeated, selective)
+    kept, seen = _kept_amounts(groups, cut, repeated, selective)
     there: list[Amount] = []
     back: list[Amount] = []
     forward: list[Amount] = []
@@ -154,8 +154,8 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
             if piecewise:
                 asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
         elif selective:
-            again = _cores_again(groups, mine, seen)
-            passing = _cores_running(groups, mine, seen)
+            again = _core_recomputed(groups, mine, seen)
+            passing = _core_rerun(groups, mine, seen)
         there += again
         back += asked
         forward += passing
@@ -185,7 +185,7 @@ def _cut(groups: Groups, which: Residency, stage: int, last_stays: bool, repeate
     return found
 
 
-def _keeping(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
+def _kept_amounts(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
     """By operator: what it keeps and none before it, of what neither moves nor is made again; and those storages."""
     kept: list[Amount] = []
     seen = Seen()
@@ -196,13 +196,13 @@ def _keeping(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], sel
         elif part.name in repeated:
             kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
         elif selective:
-            kept += _around_cores(groups, mine, seen)
+            kept += _around_core(groups, mine, seen)
         else:
             kept += keeps(groups.parts, mine, groups.half, seen)
     return kept, seen
 
 
-def _cores_of(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
+def _core_operators(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
     """By number: the operators of each core of attention in a run."""
     found: dict[int, list[int]] = {}
     for i in run:
@@ -211,10 +211,10 @@ def _cores_of(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
     return found
 
 
-def _around_cores(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+def _around_core(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what it keeps and none before it, where cores of attention keep what enters them alone."""
     parts, half, found = groups.parts, groups.half, []
-    firsts = {mine[0]: mine for mine in _cores_of(parts, run).values()}
+    firsts = {mine[0]: mine for mine in _core_operators(parts, run).values()}
     for i in run:
         inside = parts.cores[i] >= 0
         entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
@@ -222,18 +222,18 @@ def _around_cores(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount
     return found
 
 
-def _cores_again(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+def _core_recomputed(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what its core has made again while its backward is at it."""
     parts, found = groups.parts, dict.fromkeys(run, Amount())
-    for mine in _cores_of(parts, run).values():
+    for mine in _core_operators(parts, run).values():
         found.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
     return [found[i] for i in run]
 
 
-def _cores_running(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+def _core_rerun(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what is there when its core has run again up to it."""
     parts, found = groups.parts, dict.fromkeys(run, Amount())
-    for mine in _cores_of(parts, run).values():
+    for mine in _core_operators(parts, run).values():
         found.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
     return [found[i] for i in run]
 

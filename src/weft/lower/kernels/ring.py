@@ -156,7 +156,7 @@ class _Round:
         self.flat: Tensor | None = None  # what is here, as one message
         self.works: list[Work] = []
         group = ring.group
-        group.connect_lanes([(i, (i + 1) % group.size) for i in range(group.size)])
+        group.connect_pairs([(i, (i + 1) % group.size) for i in range(group.size)])
 
     @property
     def owner(self) -> int:
@@ -209,7 +209,7 @@ class _Gradients:
         self.before: tuple[Work, Tensor] | None = None
         group, n = ring.group, ring.group.size
         homes = [((owner + reach) % n, owner) for owner, reach in enumerate(trip.reach) if reach]
-        group.connect_lanes(homes)
+        group.connect_pairs(homes)
 
     def empty(self, owner: int) -> Tensor:
         length = self.ring.length(owner)

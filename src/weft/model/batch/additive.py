@@ -38,7 +38,7 @@ class Coupling:
     why: str
 
 
-def own_statistics(graph: Graph) -> tuple[Coupling, ...]:
+def local_statistics(graph: Graph) -> tuple[Coupling, ...]:
     """Where `batch_norm=local` trains something else than the whole batch."""
     why = "takes statistics over each replica's samples"
     return tuple(Coupling(op.site, why) for op in graph.operators if record_of(op).over_samples and takes_statistics(op))

@@ -81,7 +81,7 @@ class AxisProblem(AxisValues):
         if (op.name, label) in self.fused.labels:
             return bool(self._runs(*places_of(op, rule, label)[0])) and not draws(op)
         everywhere = places_of(op, rule, label)
-        places = [place for place in everywhere if not self._stays_whole(op, *place)]
+        places = [place for place in everywhere if not self._stays_replicated(op, *place)]
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
         if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
             return False  # pieces of another axis' pieces of one operand beside all of another
@@ -90,20 +90,20 @@ class AxisProblem(AxisValues):
             return not draws(op) and op.function is None and places == everywhere
         if rule.kernels.get(label) in ORDERED and any(isinstance(piece, Strided) for piece in pieces):
             return False
-        if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):
+        if any(not self._keeps_groups(*place, rule.units[label]) for place in places if label in rule.units):
             return False
         if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
             return True
         units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
         return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
 
-    def _stays_whole(self, op: Operator, value: str, dim: int) -> bool:
+    def _stays_replicated(self, op: Operator, value: str, dim: int) -> bool:
         """Whether an operand has too few entries for all ranks, each of which picks those that its part of the first operand reads."""
         length = self.graph.tensors[value].shape[dim]
         repeats = record_of(op).repeats and value in op.inputs[1:3]
         return repeats and length < self.n and length < self.graph.tensors[op.inputs[0]].shape[dim]
 
-    def _of_whole_groups(self, value: str, dim: int, groups: int) -> bool:
+    def _keeps_groups(self, value: str, dim: int, groups: int) -> bool:
         """Whether every rank has whole ones of `groups` equal parts of a dimension."""
         length, form = self.graph.tensors[value].shape[dim], self.shard(value, dim)
         return isinstance(form, Shard) and all(form.part(length, self.n, i)[1] % (length // groups) == 0 for i in range(self.n))
@@ -315,7 +315,7 @@ class AxisProblem(AxisValues):
                 needs.append(None)
             elif label in row:
                 dim = row.index(label)
-                if self._stays_whole(op, value, dim):
+                if self._stays_replicated(op, value, dim):
                     needs.append(D if value in self.grads else R)
                     continue
                 read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else self.shard(value, dim)

@@ -15,7 +15,7 @@ from weft.model.graph import Graph, Variable
 from weft.ops.attention import heads_of
 from weft.plan.axis import Axis, axis_of
 from weft.plan.grid import NESTED
-from weft.plan.placement import Placement, Shard, is_shard, is_whole
+from weft.plan.placement import Placement, Shard, is_full, is_shard
 
 
 class Decided(Protocol):
@@ -58,7 +58,7 @@ def nested(
     sliced = set()
     for value, by in lies.items():
         for axis, those in by.items():
-            if row.cuts_samples and len(those) > 1 and is_whole(decided.forms[value][axis]):
+            if row.cuts_samples and len(those) > 1 and is_full(decided.forms[value][axis]):
                 those = those - {decided.forms[value][axis]}
                 sliced.add(value)
             (form, *others) = those

@@ -49,7 +49,7 @@ def own(problem: AxisProblem, chosen: Mapping[str, Choice], given: Mapping[str, 
             + "; leave it out, or use data for these ranks"
         )
     ranks = [c.given(given) if given is not None else balanced(c.work, n) for c in sound]
-    picked = _picked(sound, ranks, n, given is not None)
+    picked = _choose_regions(sound, ranks, n, given is not None)
     choices, placed = dict(chosen), dict[str, Placement]()
     regions: list[tuple[Owners, int]] = []
     for c, of in picked:
@@ -118,7 +118,7 @@ class _Candidate:
         return tuple(found)
 
 
-def _picked(
+def _choose_regions(
     candidates: list[_Candidate], ranks: list[tuple[int, ...]], n: int, given: bool
 ) -> list[tuple[_Candidate, tuple[int, ...]]]:
     """Of regions that lie in one another those that take most work off the busiest ranks; the outer ones come first."""

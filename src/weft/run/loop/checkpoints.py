@@ -28,7 +28,7 @@ from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.checkpoint.manifest import Manifest
 from weft.run.state.checkpoint.piece import DTYPES
 from weft.run.state.spans import pieces_at, whole_spans
-from weft.run.uncaptured.replicated import whole_pieces
+from weft.run.uncaptured.replicated import replicated_pieces
 from weft.world import private
 from weft.world.current import current_world
 from weft.world.world import World
@@ -140,7 +140,7 @@ class _State:
                 raise UsageError(f"{names[id(p)]} is in two optimizers, of which one checkpoint cannot tell the state apart")
             seen.add(id(p))
         with private.as_plain():
-            weights = whole_pieces(model, world) if divided is None else divided.way.pieces()
+            weights = replicated_pieces(model, world) if divided is None else divided.way.pieces()
         mesh = Mesh(((DATA, world.num_ranks),)) if divided is None else divided.plan.layout.mesh
         return cls(world, mesh, divided, names, weights, optimizers)
 

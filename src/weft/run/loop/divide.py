@@ -39,7 +39,7 @@ from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place
 from weft.run.state.spans import block_of, shape_of
 from weft.run.training_parts import Parts
-from weft.run.uncaptured.replicated import keep_whole
+from weft.run.uncaptured.replicated import keep_replicated
 from weft.world.world import World
 
 
@@ -66,7 +66,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     if plan.uncaptured and layout.zero:
         raise Infeasible(f"{layout}: {plan.model} could not be captured, so a plain loop keeps all of it on every rank; leave zero out")
     if plan.uncaptured:
-        Divided(model, plan, world, keep_whole(model, source, plan, batch, world)).bind()
+        Divided(model, plan, world, keep_replicated(model, source, plan, batch, world)).bind()
         return
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     pairs = [v.name for v in parts.graph.parameters if v.pairs]

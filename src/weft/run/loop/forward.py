@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from weft.capture.modes import Modes, modes_of
-from weft.capture.nesting import BatchForm, batch_size_of, is_plain, known_samples, leaves, rebuild, tensors_of
+from weft.capture.nesting import BatchForm, batch_size_of, count_samples, is_plain, leaves, rebuild, tensors_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
@@ -309,7 +309,7 @@ class ByGraphs:
         Raises:
             Infeasible: ranks are called with other parts than `weft.shard` gives, or with other forms; on all of them.
         """
-        have, known, places = batch_size_of(called), known_samples(called), self._places
+        have, known, places = batch_size_of(called), count_samples(called), self._places
         n = max(places) + 1
         if self.captures.world.num_ranks > 1 and not known:
             # Where nothing is learnt and nothing exchanged, a rank may call it alone.

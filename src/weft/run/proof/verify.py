@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss
 from weft.errors import ModelError, WeftError
 from weft.lower.kernels.draws import SUPPORTED
-from weft.model.batch.additive import coupling_words, own_statistics
+from weft.model.batch.additive import coupling_words, local_statistics
 from weft.model.derivatives import without_gradient
 from weft.model.sharding.sharding import FREE_LINKS
 from weft.ops import draws
@@ -214,7 +214,7 @@ class _Run:
             return ""
         if self.plan.uncaptured:
             return "the model is no graph, in which it could be seen whether they do"
-        return coupling_words(self.engine.parts.coupled or own_statistics(self.engine.parts.graph))
+        return coupling_words(self.engine.parts.coupled or local_statistics(self.engine.parts.graph))
 
     def _seen_by_capture(self) -> Traits:
         """Raises ModelError where the model draws what a serial run cannot draw alike."""
@@ -232,7 +232,7 @@ class _Run:
             draws=len(random),
             folds=parts.folds,
             sizes=plan.microbatch_sizes if self.coupled else (),
-            replicas=plan.layout.data if plan.layout.own_statistics else 1,
+            replicas=plan.layout.data if plan.layout.local_statistics else 1,
         )
 
     def new_serial(self, at_once: bool = False) -> Serial:
@@ -286,7 +286,7 @@ class _Run:
             raise
         except Exception:
             # Whether it is the model's own mistake: a look-up of a row that there is not, types that do not go together.
-            with _in_plain_pytorch(self.plan):
+            with _in_one_process(self.plan):
                 self.new_serial().step()
             raise
 
@@ -303,7 +303,7 @@ class _Run:
         if self.serial is None:
             return {}
         before = _random_state(self.world.device)
-        with _explained(self.plan), _in_plain_pytorch(self.plan):
+        with _explained(self.plan), _in_one_process(self.plan):
             wanted = self.serial.step(instead)
         if self.serial.drew_otherwise or not torch.equal(before, _random_state(self.world.device)):
             raise _drawing(self.plan)
@@ -319,7 +319,7 @@ class _Run:
         for kind, of_kind in far.items():
             self.seen.everywhere(step, kind, of_kind or {}, wanted)
         if self.coupled and not step:
-            with _explained(self.plan), _in_plain_pytorch(self.plan):
+            with _explained(self.plan), _in_one_process(self.plan):
                 self.whole_batch = _apart(got, self.new_serial(at_once=True).step())
 
     def verification(self, source: Source | None) -> Verification | None:
@@ -427,7 +427,7 @@ def _drawing(plan: Plan, where: str = "") -> ModelError:
 
 
 @contextmanager
-def _in_plain_pytorch(plan: Plan) -> Iterator[None]:
+def _in_one_process(plan: Plan) -> Iterator[None]:
     """Raise ModelError where the model cannot be trained in one process either."""
     try:
         yield

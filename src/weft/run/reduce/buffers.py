@@ -44,7 +44,7 @@ class Replicas:
 
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
-        own = parts.lowering.own_statistics if parts.lowering is not None else ()
+        own = parts.lowering.local_statistics if parts.lowering is not None else ()
         replicas = mesh.group(world.rank, *own)
         self._replica, self._num_replicas = replicas.index(world.rank), len(replicas)
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)

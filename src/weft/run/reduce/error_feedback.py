@@ -16,7 +16,7 @@ from weft.run.reduce.compressed import Compressed
 from weft.run.state.checkpoint.piece import Piece, whole
 
 
-class Rests:
+class Residuals:
     """The rests of one rank's buckets."""
 
     def __init__(self, compressed: Iterable[Compressed], layout: Layout, rank: int) -> None:

@@ -21,7 +21,7 @@ from weft.world.world import Work
 
 
 @dataclass(frozen=True)
-class _Late:
+class _PendingUpdate:
     """An update that waits: which buffers its gradients lie in, their sums, its learning rate, what its gradients are to be divided by."""
 
     turn: int
@@ -35,7 +35,7 @@ class Stale:
 
     def __init__(self, staleness: int, gradients: Gradients, optimizer: Optimizer) -> None:
         self._staleness, self._gradients, self._optimizer = staleness, gradients, optimizer
-        self._late: deque[_Late] = deque()
+        self._late: deque[_PendingUpdate] = deque()
         self._works: list[Work] = []  # of the step that is not pushed yet
         self._divisor: Tensor | None = None  # and what its gradients are still to be divided by
         self._turn = 0
@@ -71,7 +71,7 @@ class Stale:
 
     def push(self, lr: float | None) -> float | None:
         """End a step; apply the update that is due. Returns the gradient norm of that one where it is clipped."""
-        self._late.append(_Late(self._turn, self._works, lr, self._divisor))
+        self._late.append(_PendingUpdate(self._turn, self._works, lr, self._divisor))
         self._works, self._divisor = [], None
         self._turn = (self._turn + 1) % (self._staleness + 1)
         self.waited_s = 0.0
@@ -97,7 +97,7 @@ class Stale:
         self._optimizer.read([group.turns[late.turn] for group in self._gradients.groups])
         return self._optimizer.step(late.lr)
 
-    def _wait(self, late: _Late) -> None:
+    def _wait(self, late: _PendingUpdate) -> None:
         began = time.perf_counter()
         for work in late.works:
             work.wait()

@@ -124,7 +124,7 @@ class Gathered:
             weights.users.add(user)
 
     @property
-    def whole_bytes(self) -> int:
+    def gathered_bytes(self) -> int:
         """Bytes of the weights that are whole now."""
         return sum(w.whole.untyped_storage().nbytes() for w in {id(w): w for those in self.units.values() for w in those}.values())
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
-from weft.model.stages.attention_cores import Cores
+from weft.model.stages.core_attention import CoreAttention
 from weft.plan.residency import joined
 from weft.run.residency.layer_modules import Layered, by_layer
 from weft.world.memory import Accounts
@@ -55,7 +55,7 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
     module = fx.GraphModule(local.module, fx.Graph())
     copied: dict[fx.Node, fx.Node] = {}
     module.graph.output(module.graph.graph_copy(local.module.graph, copied))
-    cores = [[copied[node] for node in core] for core in attention_cores(local.module.graph)]
+    cores = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
     if not cores:
         return local
     where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in cores]
@@ -68,11 +68,11 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
     return replace(local, module=module)
 
 
-def attention_cores(graph: fx.Graph) -> list[list[fx.Node]]:
+def find_core_attention(graph: fx.Graph) -> list[list[fx.Node]]:
     """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     known = set(calls)
-    return Cores(
+    return CoreAttention(
         calls,
         _name,
         lambda node: [n for n in node.all_input_nodes if n in known],

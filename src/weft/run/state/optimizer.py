@@ -120,7 +120,7 @@ class Optimizer:
         params = [group.data.narrow(0, at if group.gathered else start, length) for start, at, length in places]
         return params, [group.grad.narrow(0, at if group.scattered else start, length) for start, at, length in places]
 
-    def own_tensors(self) -> list[Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         """Everything that the optimizer holds beside the groups' own parameters and gradients."""
         copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
         return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.errors import UsageError
-from weft.lower.split_backward import with_late_weights
+from weft.lower.split_backward import delay_weight_gradients
 from weft.model.derivatives import without_gradient
 from weft.model.gradients import needs_gradient
 from weft.plan.placement import crossing
@@ -80,8 +80,8 @@ class Executors:
             crossings = by_microbatch[program.microbatches[0]].crossings
             for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
                 group.connect()  # all of a rank's in one order, as the others
-            world.everyone.connect_lanes(between.pairs(crossings))
-        pipeline.connect_lanes(pairs_of(program))
+            world.everyone.connect_pairs(between.pairs(crossings))
+        pipeline.connect_pairs(pairs_of(program))
         lent = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
         held = Held(self.gradients, names, self.gathered, self.host)
         return Executor(program, by_microbatch, pipeline, world.device, parts.draw, held, between, lent)
@@ -121,7 +121,7 @@ class Executors:
         for number, local in sized.lowered.items():
             late = None
             if splits:
-                local, late = with_late_weights(local, learned[number], self._keeps_plainly())
+                local, late = delay_weight_gradients(local, learned[number], self._keeps_plainly())
             local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
             runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, late)
         return runners, self._crossings(sized, grads, dtypes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
-from weft.lower.split_backward import Late, Note
+from weft.lower.split_backward import DelayedWeightGradients, Note
 from weft.run.residency.host import Moved
 from weft.run.state.precision import LossScale
 from weft.run.step.compiling import compiled
@@ -114,7 +114,7 @@ class StageRunner:
         draw: Draw,
         computing: Computing,
         closed: frozenset[str],
-        late: Late | None,
+        late: DelayedWeightGradients | None,
     ) -> None:
         self.closed, self.memory = closed, computing.memory
         self.local, self.draw, self.late = local, draw, late

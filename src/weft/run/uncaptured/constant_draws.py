@@ -16,7 +16,7 @@ from weft.world import private
 _Z = 0.5  # standard deviations; not 0, which would hide what noise is multiplied with
 
 
-class Steady(private.DispatchMode):  # type: ignore[no-untyped-call]
+class ConstantDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
     """Dropout drops nothing, uniform numbers are in the middle, normal ones half a standard deviation above the mean."""
 
     supports_higher_order_operators = True

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss, call
 from weft.capture.init import realize
 from weft.capture.modes import in_modes, set_modes, training_modes
-from weft.capture.nesting import batch_size_of, known_samples, leaves, rebuild
+from weft.capture.nesting import batch_size_of, count_samples, leaves, rebuild
 from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.double import doubled, is_double, widened
@@ -56,7 +56,7 @@ from weft.world import private
 from weft.world.world import World
 
 
-def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
+def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
     """The parts of a model that runs whole on every rank.
 
     Raises:
@@ -87,7 +87,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, groups, buffers, blocks, {}, draw, saved=saved)
 
 
-def keep_whole(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> ByItself:
+def keep_replicated(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> ByItself:
     """Make `model` real in place and let its gradients be averaged; `batch` is what it is called with, with the whole batch's samples.
 
     Raises:
@@ -257,7 +257,7 @@ class ByItself:
     def _samples(self, given: Any) -> tuple[int, float]:
         """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""
         have = next((x.shape[0] for _, x in leaves(given) if isinstance(x, Tensor) and x.dim()), 1)
-        known = known_samples(given)
+        known = count_samples(given)
         return have, have * self.plan.layout.data / known if known not in (0, have) else 1.0
 
     def _moved(self, given: Any) -> Any:
@@ -316,7 +316,7 @@ class ByItself:
 
     def pieces(self) -> list[Piece]:
         """All of what a state dict has, of which rank 0's counts."""
-        return whole_pieces(self.model, self.world)
+        return replicated_pieces(self.model, self.world)
 
     def full_state(self) -> dict[str, Tensor] | None:
         """The state dict on rank 0, None elsewhere."""
@@ -324,7 +324,7 @@ class ByItself:
         return state if self.world.rank == 0 else None
 
 
-def whole_pieces(model: nn.Module, world: World) -> list[Piece]:
+def replicated_pieces(model: nn.Module, world: World) -> list[Piece]:
     """Parameters and buffers that a state dict has of a model that is whole on every rank."""
     first, state = world.rank == 0, model.state_dict(keep_vars=True)
     weights = [whole(name, "parameter", p.detach(), owner=first) for name, p in model.named_parameters()]

@@ -28,7 +28,7 @@ from weft.capture.state import changes, set_state, state_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.double import doubled, widened
 from weft.plan.plan import Plan
-from weft.run.uncaptured.constant_draws import Steady
+from weft.run.uncaptured.constant_draws import ConstantDraws
 from weft.world import private
 
 _TRIED = 4  # samples of each part on which the model is tried
@@ -161,7 +161,7 @@ class _Trial:
 
     def _compare_writes(self) -> _Ran:
         """What is left in parameters and buffers; returns the whole's run."""
-        whole, *parts = self._whole_and_parts(self.batches[0])
+        whole, *parts = self._full_and_parts(self.batches[0])
         for name, x in whole.left.items():
             left = [part.left[name] for part in parts]
             if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in left):
@@ -172,7 +172,7 @@ class _Trial:
 
     def _compare_losses(self, rows: list[int], calls: int) -> None:
         """The loss and its gradients."""
-        whole, *parts = self._whole_and_parts(rows, True, calls)
+        whole, *parts = self._full_and_parts(rows, True, calls)
         mean = sum(part.loss for part in parts) / self.data
         if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
             raise self._refused(
@@ -191,7 +191,7 @@ class _Trial:
 
     def _compare_outputs(self, rows: list[int], calls: int) -> None:
         """How outputs are divided, by which gradients of their sum are then told apart."""
-        whole, *parts = self._whole_and_parts(rows, calls=calls)
+        whole, *parts = self._full_and_parts(rows, calls=calls)
         if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
             raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
         dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
@@ -204,7 +204,7 @@ class _Trial:
         for dim in range(whole.dim()):
             if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, whole.shape)}) > 1:
                 continue
-            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._alike(torch.cat(parts, dim), whole):
+            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._agree(torch.cat(parts, dim), whole):
                 if len({s[dim] for s in shapes}) > 1:
                     raise self._refused(
                         f"{name} has {', '.join(str(s[dim]) for s in shapes)} rows for equal parts of the samples, so the mean over "
@@ -212,20 +212,20 @@ class _Trial:
                     )  # fmt: skip
                 return dim
         if all(s == tuple(whole.shape) for s in shapes):
-            same = all(self._alike(x, whole) for x in parts)
-            if same or (whole.is_floating_point() and self._alike(sum(parts[1:], parts[0]) / self.data, whole)):
+            same = all(self._agree(x, whole) for x in parts)
+            if same or (whole.is_floating_point() and self._agree(sum(parts[1:], parts[0]) / self.data, whole)):
                 return None
         raise self._refused(
             f"{name} over {self.size} samples is neither made of those of data={self.data} parts of them, one after the other, nor their "
             f"mean, {self._other}", "leave it out of what forward returns", calls,
         )  # fmt: skip
 
-    def _alike(self, a: Tensor, b: Tensor) -> bool:
+    def _agree(self, a: Tensor, b: Tensor) -> bool:
         if not b.is_floating_point():
             return torch.equal(a, b)
         return bool(torch.allclose(a, b, rtol=0.0, atol=self.close * max(_largest(b), 1e-300), equal_nan=True))
 
-    def _whole_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
+    def _full_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
         """The model called on some samples, and on every rank's part of them."""
         each = self.size // self.data
         return [self._ran(of, learns, calls) for of in (rows, *(rows[i * each : (i + 1) * each] for i in range(self.data)))]
@@ -235,7 +235,7 @@ class _Trial:
         given = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
         before, drawn = {name: x.grad for name, x in self.named.items()}, python_randomness()
         try:
-            with doubled(self.double), Steady():  # type: ignore[no-untyped-call]
+            with doubled(self.double), ConstantDraws():  # type: ignore[no-untyped-call]
                 for _ in range(calls - 1):
                     self._called(rebuild(self.batch, given))
                 loss, outputs = self._called(rebuild(self.batch, given))
@@ -285,7 +285,7 @@ class _Trial:
         found = self._derived(loss)
         for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two, by which rounding is the same
             for name, gradient in self._derived(loss * scale).items():
-                if not self._alike(gradient / scale, found[name]):
+                if not self._agree(gradient / scale, found[name]):
                     raise self._refused(
                         f"its gradient of {name} is not in proportion to that of its outputs (a hook or a function that cuts off gradients "
                         f"in backward), {self._other}"

@@ -1,7 +1,7 @@
 """Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
 
 from weft.run.state.checkpoint.folder import Replaced, Saved, claim, committed
-from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_whole, verify
+from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_full, verify
 from weft.run.state.checkpoint.piece import Piece, whole
 from weft.run.state.checkpoint.region import Box, Region
 from weft.run.state.checkpoint.save import save
@@ -10,5 +10,5 @@ from weft.run.state.checkpoint.together import Alone, Together, from_first
 
 __all__ = [
     "Alone", "Box", "Piece", "Region", "Replaced", "Saved", "Together", "claim", "committed", "fill", "from_first", "inspect",
-    "latest_good", "load", "match", "opened", "read_whole", "save", "verify", "whole", "write_tensors",
+    "latest_good", "load", "match", "opened", "read_full", "save", "verify", "whole", "write_tensors",
 ]  # fmt: skip

@@ -56,7 +56,7 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
-def open_plain(path: Path) -> int:
+def open_regular(path: Path) -> int:
     """A descriptor of a regular file; a link or anything else raises `CheckpointError`."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -70,14 +70,14 @@ def open_plain(path: Path) -> int:
     return handle
 
 
-def read_plain(path: Path) -> bytes:
+def read_regular(path: Path) -> bytes:
     """All of a regular file."""
-    with os.fdopen(open_plain(path), "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 
 def sha256_of(path: Path) -> str:
-    with os.fdopen(open_plain(path), "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

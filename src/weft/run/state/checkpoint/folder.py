@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: missing or damaged.
     """
-    return Manifest.parse(disk.read_plain(path / MANIFEST), str(path / MANIFEST))
+    return Manifest.parse(disk.read_regular(path / MANIFEST), str(path / MANIFEST))
 
 
 def token_of(folder: Path) -> int:
@@ -76,7 +76,7 @@ def token_of(folder: Path) -> int:
     if not path.exists():
         return 0
     try:
-        token = json.loads(disk.read_plain(path))["token"]
+        token = json.loads(disk.read_regular(path))["token"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged; if no other run writes here, remove it") from error
     if not isinstance(token, int) or isinstance(token, bool):

@@ -222,7 +222,7 @@ def inspect(path: Path | str) -> dict[str, Any]:
     }
 
 
-def read_whole(path: Path | str, kinds: Sequence[str] = ("parameter", "buffer")) -> Iterator[tuple[str, Tensor]]:
+def read_full(path: Path | str, kinds: Sequence[str] = ("parameter", "buffer")) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors of one checkpoint, one at a time, after checking it: (name, tensor); optimizer state as `name:slot`.
 
     Raises:

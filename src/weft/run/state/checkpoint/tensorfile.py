@@ -133,7 +133,7 @@ class Reader:
     def _read(self, file: int, begin: int, size: int) -> bytearray:
         path = self.folder / self.files[file].name
         if file not in self._open:
-            self._open[file] = disk.open_plain(path)
+            self._open[file] = disk.open_regular(path)
         data = bytearray(size)
         view, at = memoryview(data), 0
         while at < size:

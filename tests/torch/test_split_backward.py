@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft.lower.split_backward import FORMULAS, Into, Late
+from weft.lower.split_backward import FORMULAS, DelayedWeightGradients, Into
 from weft.ops import RECORDS
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
@@ -158,9 +158,9 @@ def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[st
 @pytest.mark.parametrize(("make", "batch", "late"), CASES)
 def test_values_of_weights_are_not_read(make: Any, batch: Any, late: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 gives a weight's memory back after the input part; its late gradient is the same."""
-    deliver = Late.deliver
+    deliver = DelayedWeightGradients.deliver
 
-    def without_memory(self: Late, notes: list[Any], into: Into) -> None:
+    def without_memory(self: DelayedWeightGradients, notes: list[Any], into: Into) -> None:
         weights = {site.name: site.parameter.data for site in self.sites}
         assert late <= weights.keys()
         storages = [x.untyped_storage() for x in weights.values()]
@@ -172,7 +172,7 @@ def test_values_of_weights_are_not_read(make: Any, batch: Any, late: set[str], m
             storage.resize_(size)
             storage.copy_(values)
 
-    monkeypatch.setattr(Late, "deliver", without_memory)
+    monkeypatch.setattr(DelayedWeightGradients, "deliver", without_memory)
     torch.manual_seed(1)
     given_batch = batch()
     engine = _engine(make, given_batch)
@@ -232,9 +232,9 @@ def test_autocast_is_as_exact_as_one_backward() -> None:
 @pytest.mark.parametrize("twin", ["lost", "twice", "first only"])
 def test_a_wrong_twin_is_found(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight gradient that is lost, delivered twice, or of one of a shared weight's two places is seen in the gradients."""
-    deliver = Late.deliver
+    deliver = DelayedWeightGradients.deliver
 
-    def wrong(self: Late, notes: list[Any], into: Into) -> None:
+    def wrong(self: DelayedWeightGradients, notes: list[Any], into: Into) -> None:
         if twin == "lost":
             notes = notes[:-1]
         elif twin == "twice":
@@ -243,7 +243,7 @@ def test_a_wrong_twin_is_found(twin: str, monkeypatch: pytest.MonkeyPatch) -> No
             notes = list({self.sites[note.site].name: note for note in notes}.values())
         deliver(self, notes, into)
 
-    monkeypatch.setattr(Late, "deliver", wrong)
+    monkeypatch.setattr(DelayedWeightGradients, "deliver", wrong)
     engine = _engine(Tied, _ids())
     engine.forward_backward(_ids())
     with pytest.raises(AssertionError):

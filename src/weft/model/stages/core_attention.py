@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Cores(Generic[T]):
+class CoreAttention(Generic[T]):
     """`operators` in order. `makers` and `readers`: those right before and after one. `part`: of which layer's run one is; a core
     lies within one. `outside`: those that no core may have."""
 
@@ -90,7 +90,7 @@ class Cores(Generic[T]):
         return seen
 
 
-def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
+def core_numbers(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
     """By operator of a graph: the number of the core that it is of, -1 for none. `blocks`: the block that each stands in."""
     runs, made = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     for i in range(1, len(blocks)):
@@ -102,7 +102,7 @@ def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
             readers[maker].append(i)
     operators = range(len(makers))
     names = [KEEPS_SCORES if drops_scores(op) else op.target.split(".")[1] for op in graph.operators]
-    there = Cores(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
+    there = CoreAttention(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
     found = [-1] * len(operators)
     for number, core in enumerate(there.find()):
         for i in core:
