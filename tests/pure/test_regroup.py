@@ -33,7 +33,7 @@ def test_a_rank_that_hangs_is_killed_once_and_replaced_when_it_is_gone() -> None
     assert told[2:] == [[Kill(1)], []]
     assert state.stage is Stage.LOST
     state, todo = advance(state, Ended(1, "killed", 7))
-    assert todo[1:] == [Publish(1), Fork(1, 1)]
+    assert todo == [Publish(1), Fork(1, 1)]
     assert state.stage is Stage.REGROUP
 
 
@@ -47,8 +47,22 @@ def test_ranks_that_do_not_come_are_replaced_too() -> None:
     state, told = after(*joined(0, 3), Ended(1, "killed", 7), Joined(1, 1), Overdue(), Overdue(), num_ranks=3)
     assert told[-2:] == [[Kill(0), Kill(2)], []]
     assert state.stage is Stage.LOST
+    state, told = after(Ended(1, "killed", 7), Joined(1, 1), Overdue(), Ended(2, "", 7), Ended(0, "", 7), num_ranks=3)
+    assert told[-2:] == [[], [Publish(2), Fork(0, 2), Fork(2, 2)]]
+    assert state.losses == 1
     state, _ = after(*joined(0), Overdue())
     assert state.stage is Stage.RUNNING
+
+
+def test_ranks_that_cannot_leave_a_collective_are_replaced_together() -> None:
+    state = State(3, most=1, together=True)
+    state, todo = advance(state, Ended(1, "killed", 7))
+    assert todo[1:] == [Kill(0), Kill(2)]
+    state, todo = advance(state, Ended(2, "killed", 7))
+    assert todo == []
+    state, todo = advance(state, Ended(0, "killed", 7))
+    assert todo == [Publish(1), *(Fork(rank, 1) for rank in range(3))]
+    assert (state.stage, state.losses) == (Stage.REGROUP, 1)
 
 
 def test_a_crash_loop_ends_with_its_cause_and_progress_forgives() -> None:

@@ -44,6 +44,7 @@ from weft.run.rows import Replica, Rows
 from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
+from weft.run.state.fingerprints import Diverged, Fingerprints
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
 from weft.run.state.precision import FIRST, LossScale
@@ -123,6 +124,7 @@ class Engine:
         self._stale: Stale | Servers | None = None
         self._optimizer = self._updates(sums)
         self._optimizer.load_parameters()
+        self._fingerprints = Fingerprints(self.parts.groups, self._everyone, world.rank)
         self._count_state()
         world.pace.steady = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -214,6 +216,7 @@ class Engine:
 
         Raises:
             Infeasible: more samples than the plan's, or unequal shares of a batch whose samples meet in the model.
+            Diverged: replicas have other weights than one another, on every rank alike and before any weight is updated.
         """
         with self.world.pace.step():
             return self._step(batch, lr, record, whole, samples)
@@ -222,6 +225,8 @@ class Engine:
         began = time.perf_counter()
         result = self.forward_backward(batch, record=record, whole=whole, samples=samples)
         summed = time.perf_counter()
+        if self._stale is None and (differing := self._fingerprints.differing()):
+            raise Diverged(differing)
         norm = self.update(lr)
         waited = self._stale.waited_s if self._stale else 0.0
         self.seconds["optimizer"] = time.perf_counter() - summed - waited
@@ -255,6 +260,7 @@ class Engine:
             capture.replicas.finish(executor.program.microbatches)
             result.mean = self._mean_of(result, capture.parts)  # on its way beside the gradients
             if self._stale is None:
+                self._fingerprints.start()
                 self.gradients.wait()
                 self._optimizer.unscale()
             else:

@@ -26,6 +26,7 @@ from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
+from weft.run.state.fingerprints import Diverged, parameter_at
 from weft.run.state.snapshots import Snapshots, room_bytes
 from weft.run.step.result import StepResult
 from weft.train import artifacts
@@ -48,6 +49,7 @@ from weft.world.world import World
 CHECKPOINTS = "checkpoints"
 _AGREE_S = 0.5
 _TYPICAL = 50
+_DOUBTED = 10  # last losses that a jump is told by, and how many times their spread it is
 _RECORDED = 10  # last steps whose components are measured
 
 
@@ -188,9 +190,12 @@ class _Run:
                 self.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
                 path = self.job.folder / FILE
                 told = self.world.rank == 0 and path.exists() and any(one.get("step") == step for one in read_metrics(path))
-                return step, None if checkpoint.from_first(self.world, int(told)) else row
+                return step, None if checkpoint.from_first(self.world, int(told or not row)) else row
             self.snapshots.forget()
-        return self._resume(), None
+        start = self._resume()
+        if self.snapshots is not None:
+            self.snapshots.take(start, {})
+        return start, None
 
     def _protected(self) -> Snapshots | None:
         """Where this rank's state outlives it; None where it is not to, or has no room."""
@@ -245,7 +250,7 @@ class _Run:
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too
-                row, result = self._step(step, next(loader), began, record=step + _RECORDED >= self.section.steps)
+                row, result = self._trusted(step, next(loader), began)
                 self.done = step + 1
                 if self.snapshots is not None:
                     self.snapshots.take(self.done, {**row, "loss": result.loss})
@@ -253,6 +258,50 @@ class _Run:
                     return self.done < self.section.steps
         self._tell(write)
         return False
+
+    def _trusted(self, step: int, batch: Batch, began: float) -> tuple[Row, StepResult]:
+        """A step; made once more from the state before it where replicas differ, or its numbers are doubted.
+
+        Raises Diverged where they differ again, or there is no state to go back to.
+        """
+        record, kept = step + _RECORDED >= self.section.steps, self.snapshots
+        try:
+            row, result = self._step(step, batch, began, record)
+            doubt = self._doubt(row, result) if kept is not None else ""
+        except Diverged as error:
+            if kept is None or not kept.has(step):
+                raise
+            doubt = self._blame(error, kept, step)
+        if kept is not None and doubt and kept.has(step):
+            self.show.say(f"step {step + 1}: {doubt}; it is made again from the state before it")
+            kept.restore(step)
+            row, result = self._step(step, batch, began, record)
+            if again := self._doubt(row, result):
+                self.show.say(f"step {step + 1}: {again} again, so it was no fault of the machine")
+        return row, result
+
+    def _doubt(self, row: Row, result: StepResult) -> str:
+        """Why a step's numbers may not be what the machine should have computed; every rank comes to the same."""
+        loss, norm, recent = result.loss, row["grad_norm"], self.losses[-_DOUBTED:]
+        if not isfinite(loss):
+            return f"the loss is {loss}"
+        if norm is not None and not isfinite(norm) and row["loss_scale"] is None:
+            return f"the norm of the gradients is {norm}"
+        if len(recent) == _DOUBTED and loss > max(recent) + _DOUBTED * (max(recent) - min(recent)):
+            return f"the loss went up to {loss:.4g}, from {recent[-1]:.4g}"
+        return ""
+
+    def _blame(self, error: Diverged, kept: Snapshots, step: int) -> str:
+        """Whose weights are no longer what they were after the last step, and which; every rank calls it."""
+        found, parts = kept.changed(step), self.engine.parts
+        names = [v.name for v in parts.graph.parameters]  # in one order on all ranks
+        name = parameter_at(parts.groups, *found) if found is not None else ""
+        mine = 0 if found is None else 2 + names.index(name) if name in names else 1
+        all_found = self.world.maximum([mine if rank == self.world.rank else 0 for rank in range(self.world.num_ranks)])
+        words = [f"{'the state' if n == 1 else names[n - 2]} on rank {rank}" for rank, n in enumerate(all_found) if n]
+        if not words:  # the update went wrong, not what memory holds of it
+            raise error
+        return f"a bit was flipped in {' and '.join(words)}"
 
     def _after(self, row: Row, result: _Told, token: int, write: Callable[[Row], None]) -> bool:
         """What follows a step: evaluation, its row, a checkpoint. Returns whether the run was told to stop."""

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -34,11 +35,12 @@ import torch
 from weft.errors import RunError, UsageError
 from weft.world import encoding, matmul_backend, recorder
 from weft.world.children import ForkedRanks, LostKeeper, PreparedRanks
+from weft.world.group import SHARED
 from weft.world.hangs import Limits
 from weft.world.prepared import LARGEST_MESSAGE
 from weft.world.prepared_rank import FRESH, IMPORTING, Made, Task, run_rank
 from weft.world.watch import Recovery, Stops, caught_signals, stopped, supervise
-from weft.world.world import World
+from weft.world.world import TRANSPORT, World
 
 START_S = 120.0
 LONGEST_S = 900.0  # one collective, or a silence, of which nobody announced how long it lasts
@@ -264,6 +266,8 @@ class Launcher:
                 with theirs:
                     self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
                 children = self._started(ours, num_ranks, stops)
+                if recovery is not None and not _can_leave(task):
+                    recovery = replace(recovery, together=True)
                 return supervise(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show, recovery)
 
     def _started(self, events: socket.socket, num_ranks: int, stops: Stops) -> PreparedRanks:
@@ -405,6 +409,12 @@ def _prepare(task: Task, path: Path) -> Task:
     recorder.create(path / "record", task.num_ranks, task.generation)
     env = {**matmul_backend.environment({**os.environ, **task.env}, task.device), **task.env}
     return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path), "env": env}))
+
+
+def _can_leave(task: Task) -> bool:
+    """Whether ranks can leave a collective that another will not come to: those that share memory, and not those of gloo or NCCL."""
+    shares = task.env.get(TRANSPORT, os.environ.get(TRANSPORT, "")) in ("", SHARED, "portable")
+    return shares and (task.device == "cpu" or torch.version.cuda is None)
 
 
 def limits_of(timeout_s: float | None, hang_after_s: float) -> Limits | None:

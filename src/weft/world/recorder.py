@@ -319,6 +319,10 @@ class Reader:
         """Tells every rank to unwind, and to join `generation`."""
         _COUNT.pack_into(self._map, NOW, generation)
 
+    def clear(self, rank: int) -> None:
+        """The process of `rank` is gone, and its heartbeat with it, until the next one writes."""
+        self._map[HEADER_BYTES + rank * _rank_bytes(self._capacity) + PHASE] = ABSENT
+
     def joined(self) -> list[int]:
         """By rank, the generation that it is of."""
         starts = range(HEADER_BYTES, len(self._map), _rank_bytes(self._capacity))

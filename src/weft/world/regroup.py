@@ -21,14 +21,19 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`condemned`: ranks that were killed and are not gone yet. `losses` since `steps` steps were done, of which `most` are borne."""
+    """`condemned`: ranks that were killed and are not gone yet; `late`: of them those that did not join, which are no loss of their own;
+    `missing`: ranks to be forked once the condemned are gone. `together`: with one rank all are replaced, whose connections cannot be left
+    while a collective is under way (gloo, NCCL). `losses` since `steps` steps were done, of which `most` are borne."""
 
     num_ranks: int
     most: int
     generation: int = 0
+    together: bool = False
     stage: Stage = Stage.REGROUP
     joined: frozenset[int] = frozenset()
     condemned: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
     losses: int = 0
     steps: int = -1
 
@@ -115,7 +120,10 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
         case Hung(rank, why):
             if rank in state.condemned:
                 return state, []
-            return replace(state, stage=Stage.LOST, condemned=state.condemned | {rank}), [Say(f"{why}; it is replaced"), Kill(rank)]
+            return replace(state, stage=Stage.LOST, condemned=state.condemned | {rank}), [
+                Say(f"{why}; a new process takes its place"),
+                Kill(rank),
+            ]
         case Joined(rank, generation):
             if generation != state.generation or state.stage is not Stage.REGROUP:
                 return state, []
@@ -126,19 +134,24 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
             if not late:
                 return state, []
             words = f"rank {', '.join(map(str, late))} did not leave the lost step; replaced, too"
-            return replace(state, stage=Stage.LOST, condemned=state.condemned | set(late)), [Say(words), *map(Kill, late)]
+            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(late), late=state.late | set(late))
+            return after, [Say(words), *map(Kill, late)]
 
 
 def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[Instruction]]:
-    losses = state.losses + 1 if steps == state.steps else 1
+    losses = (state.losses if steps == state.steps else 0) + (rank not in state.late)
     if losses > state.most:
         at = f"after step {steps}" if steps >= 0 else "before the first step"
         return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
-    condemned, generation = state.condemned - {rank}, state.generation + 1
-    after = replace(
-        state, generation=generation, stage=Stage.LOST if condemned else Stage.REGROUP, joined=frozenset(), condemned=condemned,
-        losses=losses, steps=steps,
-    )  # fmt: skip
     kept = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
-    said = Say(f"{why}; {kept}, and a new process takes its place")
-    return after, [said, Publish(generation), Fork(rank, generation)]
+    todo: list[Instruction] = [Say(f"{why}; {kept}, and a new process takes its place")] if rank not in state.condemned else []
+    condemned, missing = state.condemned - {rank}, state.missing | {rank}
+    with_it = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
+    condemned, late = condemned | with_it, state.late - {rank} | with_it
+    todo += map(Kill, sorted(with_it))
+    after = replace(state, condemned=condemned, late=late, missing=missing, losses=losses, steps=steps, joined=frozenset())
+    if condemned:
+        return replace(after, stage=Stage.LOST), todo
+    generation = state.generation + 1
+    forks = [Fork(one, generation) for one in sorted(missing)]
+    return replace(after, stage=Stage.REGROUP, generation=generation, missing=frozenset()), [*todo, Publish(generation), *forks]

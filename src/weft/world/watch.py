@@ -97,10 +97,11 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it."""
+    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it. `together`: as of `regroup.State`."""
 
     most: int = 5
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    together: bool = False
 
 
 def supervise(
@@ -144,7 +145,7 @@ class _Supervisor:
         self.decide_s = self.stop_s = math.inf
         self.forked_s = self.published_s = time.monotonic()
         self.watch = HangWatch(limits or Limits(math.inf), children.keepers, self.forked_s)
-        self.state = State(record.num_ranks, recovery.most if recovery else 0, record.generation)
+        self.state = State(record.num_ranks, recovery.most if recovery else 0, record.generation, bool(recovery and recovery.together))
 
     def run(self, num_ranks: int) -> list[Any]:
         """Until all have returned."""
@@ -222,6 +223,7 @@ class _Supervisor:
                     self.record.publish(generation)
                 case Fork(rank, generation):
                     self.forked_s = time.monotonic()
+                    self.record.clear(rank)
                     self.children.fork(rank, generation)
                 case Kill(rank):
                     with suppress(ProcessLookupError):

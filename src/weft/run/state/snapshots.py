@@ -77,9 +77,24 @@ class Snapshots:
             self._world.recorder.snapshot(side, None)
 
     def vote(self) -> int | None:
-        """The step that all ranks restore; every rank calls it, and then makes a step before it takes a snapshot."""
+        """The step that all ranks restore; every rank calls it."""
         self._world.everyone.barrier()
-        return newest_common(self._world.recorder.snapshots())
+        step = newest_common(self._world.recorder.snapshots())
+        self._world.everyone.barrier()  # nobody writes before all have read
+        return step
+
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` steps is there."""
+        return step in self._steps
+
+    def changed(self, step: int) -> tuple[int, int] | None:
+        """(tensor, element) of the first that is not what it was after `step` steps, bit for bit; None: all are."""
+        for number, (room, x) in enumerate(zip(self._sides[self._steps.index(step)], self._tensors, strict=True)):
+            now = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            other = (room.reshape(-1).view(torch.uint8) != now).nonzero()
+            if other.numel():
+                return number, int(other[0]) // x.element_size()
+        return None
 
     @torch.no_grad()
     def take(self, step: int, note: Mapping[str, Any]) -> None:
