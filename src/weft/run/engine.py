@@ -124,7 +124,7 @@ class Engine:
         self._stale: Stale | Servers | None = None
         self._optimizer = self._updates(sums)
         self._optimizer.load_parameters()
-        self._fingerprints = Fingerprints(self.parts.groups, self._everyone, world.rank)
+        self._fingerprints = Fingerprints(self.parts.groups, world)
         self._count_state()
         world.pace.steady = plan.layout.compile != "on"
         self.timeline: Timeline | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.errors import RunError
 from weft.run.state.parameters import FlatGroup
-from weft.world.world import Group, Work
+from weft.world.world import Work, World
 
 SETS = 4  # of ranks that share weights, a rank
 MOST_RANKS = 512  # beyond, the message is no longer small
@@ -45,21 +45,26 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 class Fingerprints:
-    """Those of one rank; every rank makes one, and calls `start` and `differing` at the same places."""
+    """Those of one rank; every rank makes one, and calls `start` and `differing` at the same places. Nothing is sent where no two ranks
+    have the same weights."""
 
-    def __init__(self, groups: Sequence[FlatGroup], everyone: Group, rank: int) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], world: World) -> None:
+        everyone = world.everyone
         shared: dict[tuple[int, ...], list[FlatGroup]] = defaultdict(list)
         for group in groups:
             if len(group.sum_ranks) > 1 and not group.gathered:
                 shared[group.sum_ranks].append(group)
         self._shared = list(shared.items())[:SETS] if everyone.size <= MOST_RANKS else []
-        self._everyone, self._rank = everyone, rank
+        self._everyone, self._rank = everyone, world.rank
+        self._any = any(world.maximum([len(self._shared)]))
         self._told = torch.zeros(everyone.size, SETS, 2, dtype=torch.int64, device=everyone.device)
         self._work: Work | None = None
 
     @torch.no_grad()
     def start(self) -> None:
         """Tell this rank's."""
+        if not self._any:
+            return
         if self._work is not None:
             self._work.wait()
         self._told.zero_()
