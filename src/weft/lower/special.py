@@ -24,6 +24,7 @@ from weft.lower.kernels.functions import function
 from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import attention, drawn, dropout
+from weft.lower.kernels.recurrent import cell, layers
 from weft.lower.kernels.ring import Ring, ring_attention
 from weft.lower.kernels.running import running_sum
 from weft.lower.kernels.statistics import group_norm
@@ -34,6 +35,7 @@ from weft.model.graph import Function
 from weft.ops import draws
 from weft.ops.attention import drops_scores, is_causal
 from weft.ops.experts import EXPERT
+from weft.ops.recurrent import UNITS
 from weft.plan.placement import P, R, Shard, is_shard, piece
 from weft.world.attention_backend import scaled_dot_product_attention
 
@@ -175,6 +177,20 @@ def _part(call: Call) -> fx.Node | None:
     return call.add(torch.ops.aten.slice.Tensor, call.args[0], dim, *local[0])
 
 
+def _units(call: Call) -> fx.Node | None:
+    """A recurrence of which this rank has some of the hidden units."""
+    op, low = call.op, call.low
+    axis, recurrence = next((axis for axis, label in call.cut.items() if label == UNITS), ""), call.record.recurrence
+    if not axis or recurrence is None:
+        return None
+    kind, group = op.target.split(".")[1].removesuffix("_cell"), low.groups[axis]
+    form = low.sharding.forms[op.outputs[-1]][axis]
+    assert is_shard(form)
+    if recurrence.is_cell:
+        return call.emit(bind(cell, kind, *form.part(call.made.shape[-1], group.size, group.index)), call.args)
+    return call.emit(bind(layers, group, form, kind, not is_shard(low.sharding.forms[op.outputs[0]][axis])), call.args)
+
+
 def _scatter(call: Call) -> fx.Node | None:
     if call.made.dtype.startswith("complex"):
         return call.nodes.add(bind(_complex_scatter, call.operator), tuple(call.args), call.kwargs)
@@ -244,6 +260,7 @@ BY_WORD: dict[str, Way] = {
     "memory": _in_rows,
     "pairs": _in_pairs,
     "part": _part,
+    "units": _units,
     "scatter": _scatter,
     "classes": _classes,
     "targets": _targets,

@@ -8,8 +8,9 @@ from math import prod
 from weft.ops.keeps import Keeps, Kept
 from weft.ops.operator import Operator
 from weft.ops.record import Made, Op, Recurrence, Shape, Tensors
-from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.ops.rule import BLOCKED, Along, Labels, Rule
 
+UNITS = "h"
 RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its output's size (LSTM; fewer for the others)
 
 
@@ -39,6 +40,25 @@ def _layers(num_states: int) -> Made:
     return rule
 
 
+def _units(num_states: int, gates: int, is_cell: bool) -> Callable[[Operator, list[Shape], list[Shape]], tuple[Along, ...]]:
+    """Hidden units: weights and biases are as many runs of them as there are gates, the output as there are directions. With projections,
+    whose hidden states are narrower than cells, none are cut."""
+
+    def along(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
+        weights = ins[1 + num_states :]
+        units = outs[-1][-1]
+        if any(s[0] != gates * units for s in weights):
+            return ()
+        run = ((0, units),)
+        # A cell reads the whole hidden state; layers gather it themselves.
+        states = [(i, len(ins[i]) - 1, run) for i in range(2 if is_cell else 1, 1 + num_states)]
+        read = [(1 + num_states + i, 0, run * gates) for i in range(len(weights))]
+        made = [(len(ins) + i, len(s) - 1, run * (s[-1] // units)) for i, s in enumerate(outs)]
+        return (Along(UNITS, (*states, *read, *made)),)
+
+    return along
+
+
 def matrices(op: Operator, tensors: Tensors, states: int = 0) -> list[Shape]:
     """Shapes of the matrices of weights: of a layer two for each direction. The `states` of a cell are no such matrices."""
     return [tensors[v].shape for v in op.inputs[1 + states :] if len(tensors[v].shape) == 2]
@@ -48,6 +68,17 @@ def num_layers(op: Operator, tensors: Tensors) -> float:
     """Layers of a recurrent operator; both directions of one make its output together."""
     directions = 2 if len(op.args) > 1 and op.args[-2] is True else 1
     return len(matrices(op, tensors)) / 2 / directions
+
+
+def gathers_steps(op: Operator) -> bool:
+    """Whether it is layers over a sequence: ranks that share the hidden units gather these in each step."""
+    return op.target.split(".")[1] in LAYERED
+
+
+def gathered_steps(op: Operator, tensors: Tensors) -> tuple[int, float]:
+    """(how often a hidden state is gathered, its bytes): at the start, and in each step of each layer and direction."""
+    x, state = tensors[op.inputs[0]].shape, tensors[op.outputs[-1]]
+    return state.shape[0] * (x[1 if op.args[-1] is True else 0] + 1), state.size_bytes / state.shape[0]
 
 
 def _flops(states: int) -> Callable[[Operator, Tensors], float]:
@@ -82,26 +113,28 @@ def _drops(op: Operator) -> bool:
     return any(isinstance(arg, float) and arg > 0 for arg in op.args)
 
 
-def _layered(names: str, states: int, single: float = 0.0) -> Op:
+def _layered(names: str, states: int, gates: int, single: float = 0.0) -> Op:
     return Op(
-        names, _layers(states), draws=_drops, kind="recurrent", flops=_flops(0), recurrence=Recurrence(states, single=single),
-        keeps=_keeps_steps, autocast="lower",
+        names, _layers(states), along=_units(states, gates, False), lowering="units", draws=_drops, kind="recurrent", flops=_flops(0),
+        recurrence=Recurrence(states, single=single), keeps=_keeps_steps, autocast="lower",
     )  # fmt: skip
 
 
-def _celled(names: str, states: int, gates: int = 0) -> Op:
+def _celled(names: str, states: int, gates: int = 0, runs: int = 1) -> Op:
     # Products inside of a cell are narrow under autocast, so that the state decides which this operand is.
     return Op(
-        names, _cell(states), kind="recurrent", flops=_flops(states), recurrence=Recurrence(states, is_cell=True),
-        keeps=_keeps_gates(states, gates), decides=states if gates else None, autocast="" if gates else "narrow",
+        names, _cell(states), along=_units(states, runs, True), lowering="units", kind="recurrent", flops=_flops(states),
+        recurrence=Recurrence(states, is_cell=True), keeps=_keeps_gates(states, gates), decides=states if gates else None,
+        autocast="" if gates else "narrow",
     )  # fmt: skip
 
 
 OPS = (
-    _layered("lstm", 2),
-    _layered("gru", 1, single=1.0),
-    _layered("rnn_tanh rnn_relu", 1, single=1 / 3),
-    _celled("lstm_cell", 2, gates=5),
-    _celled("gru_cell", 1, gates=6),
+    _layered("lstm", 2, 4),
+    _layered("gru", 1, 3, single=1.0),
+    _layered("rnn_tanh rnn_relu", 1, 1, single=1 / 3),
+    _celled("lstm_cell", 2, gates=5, runs=4),
+    _celled("gru_cell", 1, gates=6, runs=3),
     _celled("rnn_tanh_cell rnn_relu_cell", 1),
 )
+LAYERED = frozenset(name for op in OPS if op.recurrence is not None and not op.recurrence.is_cell for name in op.names.split())

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.work import num_steps
 from weft.ops import record_of
-from weft.ops.recurrent import matrices
+from weft.ops.recurrent import matrices, num_layers
 
 _LINE = 64  # bytes of a cache's line
+# What a step of an LSTM keeps (two states behind the output) and of a GRU (one), in sizes of a state.
+IN_STEP = {2: 6.0, 1: 7.0}
 _TOGETHER = 256  # columns a multiple of which fall together
 
 
@@ -61,9 +63,17 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     return size + both * out.size_bytes
 
 
-def single_steps(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole."""
+def units_bytes(op: Operator, tensors: Mapping[str, Tensor], ways: float) -> float:
+    """What a rank keeps, beside input and output, of layers whose hidden units are cut in so many ways (`weft.lower.kernels.recurrent`):
+    of every step what its units' gates are made of, and the hidden state whole; between layers outputs whole."""
+    out, layers = tensors[op.outputs[0]].size_bytes, num_layers(op, tensors)
+    return out * (layers * (IN_STEP[len(op.outputs) - 1] / ways + 1) + layers - 1)
+
+
+def single_steps(op: Operator, tensors: Mapping[str, Tensor], in_units: bool = False) -> float:
+    """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole.
+    `in_units`: where hidden units are cut, every step is by itself."""
     recurrence = record_of(op).recurrence
-    if recurrence is None or not recurrence.single:
+    if recurrence is None or not (recurrence.single or in_units):
         return 0.0
-    return recurrence.single * num_steps(op, tensors) * len(matrices(op, tensors)) / 2
+    return (recurrence.single or 1.0) * num_steps(op, tensors) * len(matrices(op, tensors)) / 2

@@ -59,6 +59,11 @@ class _Label:
         places = tuple(((values[i], dim), graph.tensors[values[i]].shape[dim], runs) for i, dim, runs in along.places)
         return cls(op, along.label, max(stop for *_, runs in places for _, stop in runs), places, along.ends)
 
+    @property
+    def carries(self) -> bool:
+        """Whether it goes on to what is made."""
+        return any(value in self.op.outputs for (value, _), *_ in self.places)
+
     @cached_property
     def borders(self) -> set[int]:
         """Where it is taken apart by itself."""
@@ -229,13 +234,15 @@ class _Followed:
     def result(self) -> Fused:
         """What was found."""
         fused = {self.joined.root(place) for place, ends in self.ends.items() if ends}
+        fused |= {self.joined.root(one.places[0][0]) for one in self.labels if (one.op.name, one.name) in self.alongs and one.carries}
         mine = [one for one in self.labels if one not in self.broken and self.joined.root(one.places[0][0]) in fused]
         lengths = {place: self._lengths(place, length) for one in mine for place, length, _ in one.places}
         least: dict[Dim, int] = {}
-        for place, sizes in lengths.items():
-            if len(sizes) > 1:
+        for several in (True, False):  # what is one run may be shorter, and is then not cut by itself
+            for place, sizes in lengths.items():
                 root = self.joined.root(place)
-                least[root] = min(least.get(root, sizes[0]), *sizes)
+                if several == (len(sizes) > 1) and (several or root not in least):
+                    least[root] = min(least.get(root, sizes[0]), *sizes)
         units = self._units(mine)
         of = {place: tuple((size, units[place, k]) for k, size in enumerate(sizes)) for place, sizes in lengths.items()}
         return Fused(self._rules(mine), of, {place: least[self.joined.root(place)] for place in of}, self._with_runs(mine))
@@ -246,7 +253,7 @@ class _Followed:
 
     def _with_runs(self, labels: Sequence[_Label]) -> frozenset[tuple[str, str]]:
         """(operator, label) that are cut in runs: those that carry on to what is made."""
-        made = {(one.op.name, one.name) for one in labels if any(value in one.op.outputs for (value, _), *_ in one.places)}
+        made = {(one.op.name, one.name) for one in labels if one.carries}
         return frozenset(made & self.alongs.keys())
 
     def _rules(self, labels: Sequence[_Label]) -> dict[str, Rule | None]:

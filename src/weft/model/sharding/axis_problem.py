@@ -7,7 +7,7 @@ how an operator may be cut and what it costs without moves; and of values what `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import LayoutError
 from weft.model.dims.labels import expert_weights, meanings, places_of
@@ -20,6 +20,7 @@ from weft.ops import Rule, draws, record_of, windows_of
 from weft.ops.attention import heads_of
 from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
+from weft.ops.recurrent import UNITS, gathered_steps, gathers_steps
 from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
 from weft.plan.axis import GATHER, RING, ULYSSES
 from weft.plan.choice import AUTO
@@ -145,7 +146,7 @@ class AxisProblem(AxisValues):
             for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, rule, label, seconds, summed)
                 if choice is not None and choice not in found:
-                    found.append(choice)
+                    found += [choice, *self._handing_on(op, choice)]
         if self.row.cuts_sequences and record_of(op).moves == "reshape":
             found += self._reshaped(op, seconds)
         if self.row.cuts_sequences and QUERIES in rule.kernels.values():
@@ -156,6 +157,12 @@ class AxisProblem(AxisValues):
         if (self.row.cuts_samples or record_of(op).ragged) and all(self.graph.tensors[v].can_learn for v in op.outputs):
             found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
+
+    def _handing_on(self, op: Operator, choice: Choice) -> list[Choice]:
+        """Layers of a recurrence cut by hidden units gather these in every step, so that the whole output costs nothing more."""
+        if choice.label != UNITS or not gathers_steps(op):
+            return []
+        return [replace(choice, makes=(D if op.outputs[0] in self.grads else R, *choice.makes[1:]))]
 
     def _spread(self, op: Operator, rule: Rule, seconds: float) -> list[Choice]:
         """How an operator is cut by experts: a product of stacked matrices on the label of these, and operators of ragged rows."""
@@ -270,6 +277,8 @@ class AxisProblem(AxisValues):
         needs = self._needs(op, rule, label, added)
         if needs is None or (record.statistics and not self._lie(op, needs)):
             return None
+        if label == UNITS and gathers_steps(op):
+            seconds += self._gathered_s(op)
         if kernel == "extreme":
             seconds += self._summed_s(self._bytes(op.outputs[0]))
         if kernel == "statistics":
@@ -280,6 +289,13 @@ class AxisProblem(AxisValues):
         """An operator's work over that of the rank with most of it."""
         value, dim = places_of(op, rule, label)[-1]  # of what windows slide along, the result
         return self.shard(value, dim).ways(self.n)
+
+    def _gathered_s(self, op: Operator) -> float:
+        """Seconds in which a recurrence gathers its hidden state in every step, and scatters its gradient."""
+        steps, state = gathered_steps(op, self.graph.tensors)
+        size, lies = self.share(state, op.outputs[0]), Shard(0)
+        there = transfer_s(lies, R, size, self.n, self.prices)
+        return steps * (there + (transfer_s(P, lies, size, self.n, self.prices) if op.outputs[0] in self.grads else 0.0))
 
     def _summed_s(self, size_bytes: float) -> float:
         """Seconds of a sum over the axis that an operator's kernel makes."""

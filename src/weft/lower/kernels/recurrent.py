@@ -1,0 +1,114 @@
+"""Recurrent layers and cells whose hidden units are cut: a rank has its units' part of every gate.
+
+In: what torch's operator is called with, of which weights, biases and states are this rank's pieces. Out: what that makes, of this rank's
+units; the sequence of outputs whole where that is asked for. Each step gathers the hidden state, which the next step's products read,
+and its backward scatters the sum of that state's gradients: those of the next step and those of whoever reads the output. So a layer's
+output is whole for the next layer without a byte more. Not modelled: projections, dropout between layers, packed sequences.
+
+Shape letters: B samples, S steps, H hidden units, L layers times directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.lower.redistribute import redistribute
+from weft.plan.placement import D, Shard
+from weft.world.world import Group
+
+States = tuple[Tensor, ...]
+# (gates of the input, gates of the hidden state, this rank's states) -> its states behind the step, the hidden one first
+Step = Callable[[Tensor, Tensor, States], States]
+
+
+def _lstm(x: Tensor, h: Tensor, states: States) -> States:
+    i, f, g, o = (x + h).chunk(4, dim=-1)
+    cell = torch.sigmoid(f) * states[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru(x: Tensor, h: Tensor, states: States) -> States:
+    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, dim=-1), h.chunk(3, dim=-1)
+    z = torch.sigmoid(xz + hz)
+    n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
+    return ((states[0] - n) * z + n,)
+
+
+def _rnn(squash: Callable[[Tensor], Tensor]) -> Step:
+    return lambda x, h, states: (squash(x + h),)
+
+
+STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
+
+
+def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As autocast has the operands of such operators."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+
+
+def layers(group: Group, form: Shard, kind: str, whole: bool, *args: Any) -> tuple[Tensor, ...]:
+    """Layers over a sequence. `form`: how states lie along units, of (L, B, H); `whole`: whether all have the whole output."""
+    x, states, weights, has_biases, num_layers, _, _, both, samples_first = args
+    states = list(states) if isinstance(states, list | tuple) else [states]
+    count = len(states)
+    x, *rest = _cast([x, *states, *weights])
+    states, weights = rest[:count], rest[count:]
+    each, directions, time = 4 if has_biases else 2, 2 if both else 1, 1 if samples_first else 0
+    last: list[States] = []
+    mine: list[Tensor] = []
+    for number in range(num_layers * directions):
+        if number % directions == 0:
+            read, outs, mine = x, [], []
+        own = [*weights[number * each : (number + 1) * each], None, None][:4]
+        reverse = number % directions == 1
+        goes_on = whole or number < (num_layers - 1) * directions
+        begin = tuple(s[number] for s in states)
+        whole_steps, steps, end = _over_steps((group, form), STEPS[kind], read, begin, own, time, reverse, goes_on)
+        outs.append(whole_steps)
+        mine.append(steps)
+        last.append(end)
+        if len(outs) == directions and goes_on:
+            x = torch.cat(outs, dim=-1) if both else outs[0]
+    out = x if whole else torch.cat(mine, dim=-1) if both else mine[0]
+    return (out, *(torch.stack([end[i] for end in last]) for i in range(count)))
+
+
+def _over_steps(
+    ranks: tuple[Group, Shard], step: Step, x: Tensor, states: States, weights: Sequence[Any], time: int, reverse: bool, goes_on: bool
+) -> tuple[Tensor, Tensor, States]:
+    """One layer in one direction: (outputs of all units where they are read, outputs of this rank's, its states at the end)."""
+    group, form = ranks
+    w_input, w_hidden, b_input, b_hidden = weights
+    gates, lies = F.linear(x, w_input, b_input), Shard(1, form.lengths)
+    everything, own = [], []
+    hidden = redistribute(states[0], lies, D, group)
+    for t in range(x.shape[time]):
+        at = x.shape[time] - 1 - t if reverse else t
+        states = step(gates.select(time, at), F.linear(hidden, w_hidden, b_hidden), states)
+        if goes_on or t + 1 < x.shape[time]:
+            hidden = redistribute(states[0], lies, D, group)
+        everything.append(hidden)
+        own.append(states[0])
+    turn = -1 if reverse else 1
+    mine = torch.stack(own[::turn], dim=time)
+    return torch.stack(everything[::turn], dim=time) if goes_on else mine, mine, states
+
+
+def cell(kind: str, first: int, length: int, *args: Any) -> Tensor | tuple[Tensor, ...]:
+    """One step. `first`, `length`: this rank's units of the hidden state, which comes whole."""
+    x, states, w_input, w_hidden, *biases = args
+    b_input, b_hidden = (*biases, None, None)[:2]
+    several = isinstance(states, list | tuple)
+    hidden, *others = states if several else [states]
+    own = (hidden.narrow(1, first, length), *others)
+    found = STEPS[kind](F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden), own)
+    return found if several else found[0]
