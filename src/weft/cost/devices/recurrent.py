@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
+from weft.model.sharding.sharding import Sharding
 from weft.model.work import num_steps
 from weft.ops import record_of
-from weft.ops.recurrent import matrices, num_layers
+from weft.ops.recurrent import UNITS, gathers_steps, matrices, num_layers
 
 _LINE = 64  # bytes of a cache's line
 # What a step of an LSTM keeps (two states behind the output) and of a GRU (one), in sizes of a state.
@@ -63,17 +64,24 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     return size + both * out.size_bytes
 
 
-def units_bytes(op: Operator, tensors: Mapping[str, Tensor], ways: float) -> float:
-    """What a rank keeps, beside input and output, of layers whose hidden units are cut in so many ways (`weft.lower.kernels.recurrent`):
-    of every step what its units' gates are made of, and the hidden state whole; between layers outputs whole."""
+def in_units(sharding: Sharding | None, op: Operator) -> bool:
+    """Whether the hidden units of layers are cut, which then are gathered in every step."""
+    return sharding is not None and UNITS in sharding.ops[op.name].values() and gathers_steps(op)
+
+
+def extra_bytes(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, alone: float, ways: float) -> float:
+    """What a rank keeps of an operator beside its inputs and output: a part of what one `alone` does. Of layers whose hidden units are cut
+    (`weft.lower.kernels.recurrent`), of every step what its units' gates are made of, and hidden states whole; between layers outputs."""
+    if not alone or not in_units(sharding, op):
+        return alone / ways
     out, layers = tensors[op.outputs[0]].size_bytes, num_layers(op, tensors)
     return out * (layers * (IN_STEP[len(op.outputs) - 1] / ways + 1) + layers - 1)
 
 
-def single_steps(op: Operator, tensors: Mapping[str, Tensor], in_units: bool = False) -> float:
+def single_steps(op: Operator, tensors: Mapping[str, Tensor], each: bool = False) -> float:
     """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole.
-    `in_units`: where hidden units are cut, every step is by itself."""
+    `each`: every step is by itself, as where hidden units are cut."""
     recurrence = record_of(op).recurrence
-    if recurrence is None or not (recurrence.single or in_units):
+    if recurrence is None or not (recurrence.single or each):
         return 0.0
     return (recurrence.single or 1.0) * num_steps(op, tensors) * len(matrices(op, tensors)) / 2

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weft.cost.devices.convolutions import FULL, NEVER
 from weft.cost.devices.kernels import NOTHING, Kernel, Moved
-from weft.cost.devices.recurrent import single_steps, units_bytes
+from weft.cost.devices.recurrent import extra_bytes, in_units, single_steps
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places, Stored
 from weft.cost.memory.runs import Amount, Amounts
@@ -32,7 +32,7 @@ from weft.model.stages.stages import Cut
 from weft.model.work import num_steps
 from weft.ops import record_of
 from weft.ops.attention import is_causal
-from weft.ops.recurrent import UNITS, gathered_steps, gathers_steps
+from weft.ops.recurrent import gathered_steps
 from weft.plan.axis import DATA, EXPERT, SAMPLES, axis_of
 from weft.plan.placement import Placement, R, Shard, dual, is_full, is_halo, is_shard
 from weft.plan.transition import LOCAL, sent_part, transition
@@ -211,8 +211,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op)))
         makes.append(tuple(places.made[v] for v in op.outputs))
         reads.append(tuple((made[v], places.made[v]) for v in dict.fromkeys(op.inputs) if v in made))
-        in_units = _gathers(sharding, op) and bool(inventory.works[op.name].extra_bytes)
-        extra.append(units_bytes(op, inventory.graph.tensors, divide) if in_units else inventory.works[op.name].extra_bytes / divide)
+        extra.append(extra_bytes(op, graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide))
         is_cut = any(cut(sharding, op.name, axis) for axis in axes)
         beside = mine.spread_bytes if is_cut else mine.alone_bytes
         more = _beside_pieces(inventory, places, op, divide) if sharding is not None else 0.0
@@ -294,11 +293,6 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArra
     return table[:, 0], table[:, 1]
 
 
-def _gathers(sharding: Sharding | None, op: Operator) -> bool:
-    """Whether it is a recurrence whose hidden units are cut, which gathers them in every step."""
-    return sharding is not None and UNITS in sharding.ops[op.name].values() and gathers_steps(op)
-
-
 def _siblings(inventory: Inventory) -> dict[str, float]:
     """Rows of all products of one input with weights, by operator: q, k and v run as one product."""
     groups: dict[str, list[tuple[str, float]]] = {}
@@ -340,7 +334,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
         m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, own,
-        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors, _gathers(sharding, op)), visible, head,
+        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors, in_units(sharding, op)), visible, head,
         _fixed(inventory, op, divide),
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
@@ -381,11 +375,10 @@ def _inside(
         if out in inventory.grads:
             of_value = moved(ROUND, value, axis, tensors[value].size_bytes / pieces(sharding, value, axis), by_row=True)
             backward += [(i, moved(ROUND, value, axis)), (i, of_value)]
-    if cut(sharding, op.name, axis) and _gathers(sharding, op):
+    if cut(sharding, op.name, axis) and in_units(sharding, op):
         steps, state = gathered_steps(op, tensors)
-        of_step = {name: moved(name, out, axis, state, by_row=True) for name in ("all_gather", "reduce_scatter")}
-        forward += [(i, of_step["all_gather"])] * steps
-        backward += [(i, of_step["reduce_scatter"])] * (steps if out in inventory.grads else 0)
+        forward += [(i, moved("all_gather", out, axis, state, by_row=True))] * steps
+        backward += [(i, moved("reduce_scatter", out, axis, state, by_row=True))] * (steps if out in inventory.grads else 0)
     elif record.fuses_softmax and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
