@@ -283,12 +283,12 @@ def tried(row: Row) -> float:
     """What the choice of `weft plan --trials` by the times that were measured here comes to, over the best."""
     from weft.plan.layout import Layout
     from weft.plan.plan import Candidate, Memory, Prediction
-    from weft.train.trials import first_fastest, unlike
+    from weft.train.trials import distinct, first_fastest
 
     measured = {Layout.parse(r.layout): r.measured_s for r in row.runs}
     runs = sorted(row.runs, key=lambda r: (r.layout != row.chosen, r.predicted_s))
     every = [Candidate(Layout.parse(r.layout), Prediction(r.predicted_s, 0.0, 0.0, Memory())) for r in runs]
-    seconds = [measured[one.layout] for one in unlike(every, TRIALS)]
+    seconds = [measured[one.layout] for one in distinct(every, TRIALS)]
     return seconds[first_fastest(seconds)] / row.best_s
 
 

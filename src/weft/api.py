@@ -35,13 +35,13 @@ from weft.run.proof.verify import verify_plan
 from weft.run.rank_agreement import check_model_agrees, synchronize_generators
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.uncaptured.trial import refuse_division
-from weft.solve.late import late_steps
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
+from weft.solve.stragglers import straggler_steps
 from weft.solve.uncaptured import without_graph
 from weft.train.loader import Sharded
-from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
+from weft.train.trials import Trial, distinct, fastest, trial_words, try_all, try_in
 from weft.units import parse_bytes
 from weft.world.current import current_place, current_world
 from weft.world.world import World
@@ -152,7 +152,7 @@ def tried(  # noqa: PLR0913
     candidates: Sequence[Candidate] = chosen.candidates
     if world is not None:
         candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
-    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(candidates, trials)]
+    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in distinct(candidates, trials)]
     if world is None:
         return _fastest(chosen, try_all(plans, sequence, device=cluster.kind.torch, device_memory=device_memory, say=say), cluster)
     return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
@@ -407,14 +407,14 @@ def simulated(
     late: float = 0.0,
 ) -> tuple[Prediction, Timeline]:
     """The step that is predicted, and its timeline; arguments as of `simulate`. `steps`: the timeline of so many, of replicas that are late
-    by `late` of a step in the mean (`solve/late`)."""
+    by `late` of a step in the mean (`solve/stragglers`)."""
     _, make, given, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
     graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     priced = clocked(pricer, price(pricer, plan.layout, plan.stages))
-    return priced.prediction, step_timeline(pricer, priced) if steps == 1 else late_steps(pricer, priced, steps, late)
+    return priced.prediction, step_timeline(pricer, priced) if steps == 1 else straggler_steps(pricer, priced, steps, late)
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:

@@ -27,9 +27,9 @@ def test_what_is_apart_keeps_its_own_name_behind_the_outer_one(lane: Connection,
 
 
 def test_only_the_group_s_own_connection_has_no_name() -> None:
-    assert Connection().own
+    assert Connection().is_primary
     assert str(Connection()) == ""
-    assert not Connection(direction=(0, 1)).own
+    assert not Connection(direction=(0, 1)).is_primary
     assert not Connection(direction=(0, 1)).of_box
 
 

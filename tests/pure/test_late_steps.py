@@ -17,10 +17,10 @@ from weft.cost.step import Pricer
 from weft.errors import LayoutError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.timeline import Timeline
-from weft.simulate.late import Exchange, simulate_steps
 from weft.simulate.messages import Wire, deliver
-from weft.solve.late import late_steps
+from weft.simulate.stragglers import Exchange, simulate_steps
 from weft.solve.search import search
+from weft.solve.stragglers import straggler_steps
 from weft.solve.timing import price
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
@@ -160,9 +160,9 @@ def test_a_constraint_asks_for_servers_and_no_search_takes_them() -> None:
 
 def test_many_steps_of_a_plan_say_what_lateness_costs() -> None:
     pricer = Pricer(GRAPH, _hosts(4, 1e10), 8)
-    at_once, late = (late_steps(pricer, price(pricer, Layout.parse(f"data=4 servers=1 staleness={k}")), 40, 1.0) for k in (0, 2))
+    at_once, late = (straggler_steps(pricer, price(pricer, Layout.parse(f"data=4 servers=1 staleness={k}")), 40, 1.0) for k in (0, 2))
     assert at_once.total_s > 1.3 * late.total_s
-    even = late_steps(pricer, price(pricer, Layout.parse("data=4 servers=1")), 40, 0.0)
+    even = straggler_steps(pricer, price(pricer, Layout.parse("data=4 servers=1")), 40, 0.0)
     assert even.total_s < late.total_s
     with pytest.raises(UsageError, match="replicas alone"):
-        late_steps(pricer, price(pricer, Layout.parse("data=2 tensor=2")), 40, 1.0)
+        straggler_steps(pricer, price(pricer, Layout.parse("data=2 tensor=2")), 40, 1.0)

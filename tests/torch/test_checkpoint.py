@@ -21,7 +21,7 @@ from torch import Tensor
 import weft
 from weft.errors import CheckpointError
 from weft.run.state import checkpoint
-from weft.run.state.checkpoint import Alone, Piece, Region, whole
+from weft.run.state.checkpoint import Alone, Piece, Region, full_piece
 from weft.run.state.checkpoint.region import first_fault
 
 
@@ -148,11 +148,11 @@ def state(value: float, step: int = 0) -> list[Piece]:
     gen = torch.Generator().manual_seed(int(value * 1000))
     weight, bias = torch.randn(6, 4, generator=gen), torch.randn(4, generator=gen)
     return [
-        whole("layer.weight", "parameter", weight),
-        whole("layer.bias", "parameter", bias),
-        whole("norm.count", "buffer", torch.tensor(step)),
-        whole("layer.weight", "optimizer", weight * 2, "exp_avg"),
-        whole("layer.bias", "optimizer", bias.bfloat16(), "exp_avg"),
+        full_piece("layer.weight", "parameter", weight),
+        full_piece("layer.bias", "parameter", bias),
+        full_piece("norm.count", "buffer", torch.tensor(step)),
+        full_piece("layer.weight", "optimizer", weight * 2, "exp_avg"),
+        full_piece("layer.bias", "optimizer", bias.bfloat16(), "exp_avg"),
     ]
 
 
@@ -188,7 +188,7 @@ def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:
 
     def write(ranks: Ranks) -> Path:
         own = rows[ranks.rank]
-        replica = whole("bias", "parameter", torch.arange(3.0), owner=ranks.rank == 2)
+        replica = full_piece("bias", "parameter", torch.arange(3.0), owner=ranks.rank == 2)
         return checkpoint.save(
             tmp_path,
             5,
@@ -209,7 +209,7 @@ def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:
             wanted = [
                 piece_of("w", torch.zeros_like(block_of(weight, region)), region),
                 piece_of("w", torch.zeros_like(block_of(weight, region)), region, "optimizer", "exp_avg"),
-                whole("bias", "parameter", torch.zeros(3)),
+                full_piece("bias", "parameter", torch.zeros(3)),
             ]
             extra = checkpoint.load(tmp_path, wanted, ranks)
             return extra == {"rank": 0, "step": 5} and all(
@@ -242,7 +242,7 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     from weft.run.state.checkpoint.tensorfile import Reader
 
     weight = indices((1000, 8))
-    path = checkpoint.save(tmp_path, 1, [whole("w", "parameter", weight)])
+    path = checkpoint.save(tmp_path, 1, [full_piece("w", "parameter", weight)])
     manifest, region = read_manifest(path), Region((1000, 8), (500, 0), (10, 4))
     with Reader(path, manifest.files) as reader:
         out = torch.zeros(region.size)
@@ -258,9 +258,9 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda p: p[1:], "of its 5 tensors are not in this model (layer.weight)"),
-        (lambda p: [*p, whole("head", "parameter", torch.zeros(2))], "1 tensors of this model are not in it (head)"),
-        (lambda p: [whole("layer.weight", "parameter", torch.zeros(6, 5)), *p[1:]], "layer.weight is torch.float32 [6, 4] there and"),
-        (lambda p: [whole("layer.weight", "parameter", torch.zeros(6, 4, dtype=torch.int64)), *p[1:]], "torch.int64 [6, 4] here"),
+        (lambda p: [*p, full_piece("head", "parameter", torch.zeros(2))], "1 tensors of this model are not in it (head)"),
+        (lambda p: [full_piece("layer.weight", "parameter", torch.zeros(6, 5)), *p[1:]], "layer.weight is torch.float32 [6, 4] there and"),
+        (lambda p: [full_piece("layer.weight", "parameter", torch.zeros(6, 4, dtype=torch.int64)), *p[1:]], "torch.int64 [6, 4] here"),
         (lambda p: p[:4], "(layer.bias:exp_avg)"),
     ],
 )
@@ -277,7 +277,8 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> N
     checkpoint.save(tmp_path, 1, state(1))
 
     def read(ranks: Ranks) -> object:
-        return checkpoint.load(tmp_path, blank(state(1)) if ranks.rank else [*blank(state(1)), whole("x", "buffer", torch.ones(1))], ranks)
+        extra = [] if ranks.rank else [full_piece("x", "buffer", torch.ones(1))]
+        return checkpoint.load(tmp_path, [*blank(state(1)), *extra], ranks)
 
     errors = on_ranks(2, read)
     assert all(isinstance(e, CheckpointError) and "another model" in str(e) for e in errors), errors
@@ -285,7 +286,7 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> N
 
 def test_weights_alone_load_and_floats_are_converted_with_a_warning(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, state(1))
-    wanted = [whole(p.name, p.kind, p.tensor.double() if p.tensor.is_floating_point() else p.tensor) for p in blank(state(1))[:3]]
+    wanted = [full_piece(p.name, p.kind, p.tensor.double() if p.tensor.is_floating_point() else p.tensor) for p in blank(state(1))[:3]]
     said: list[str] = []
     checkpoint.load(tmp_path, wanted, warn=said.append)
     assert torch.equal(wanted[0].tensor, state(1)[0].tensor.double())
@@ -294,9 +295,9 @@ def test_weights_alone_load_and_floats_are_converted_with_a_warning(tmp_path: Pa
 
 
 def test_random_state_is_restored_where_it_exists(tmp_path: Path) -> None:
-    random = whole("cpu.0", "random", torch.arange(5, dtype=torch.uint8))
+    random = full_piece("cpu.0", "random", torch.arange(5, dtype=torch.uint8))
     checkpoint.save(tmp_path, 1, [*state(1), random])
-    other = whole("cpu.7", "random", torch.zeros(5, dtype=torch.uint8))
+    other = full_piece("cpu.7", "random", torch.zeros(5, dtype=torch.uint8))
     checkpoint.load(tmp_path, [*blank(state(1)), other])
     assert not other.tensor.any()
     same = blank([random])
@@ -371,7 +372,7 @@ def test_ranks_share_the_check_and_agree_on_what_is_good(tmp_path: Path) -> None
     broken.write_bytes(content)
 
     def read(ranks: Ranks) -> float:
-        wanted = whole("w", "parameter", torch.zeros(2, 3))
+        wanted = full_piece("w", "parameter", torch.zeros(2, 3))
         checkpoint.load(tmp_path, [wanted], ranks, warn=lambda _: None)
         return float(wanted.tensor.mean())
 

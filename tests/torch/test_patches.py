@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from test_capture import equal_to_eager
-from test_watched import Model, X, averages, hooked, moved_weights, new_parameter, numpy_random, reversed_gradient, through_data
+from test_untraceable import Model, X, averages, hooked, moved_weights, new_parameter, numpy_random, reversed_gradient, through_data
 from torch import Tensor, nn
 from torch.nn import functional as F
 

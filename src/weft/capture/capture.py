@@ -151,7 +151,7 @@ def capture(
                 def run(answers: Answers, batched: frozenset[str] = batched) -> Captured:
                     return _settled(_Step(model, batch, loss, outputs, answers), batch, batched, size, fake_mode)
 
-                return with_checks_passed(run, _same_computation)
+                return with_checks_passed(run, _equal_captures)
         except ModelError as error:
             first = first or error
     assert first is not None
@@ -189,7 +189,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
             set_state(step.model, after)
             step.trace().answers.again()
             again = _traced(step, batch, batched, size, fake_mode)
-            if not (_same_computation(again, captured) and step.trace().answers.are_used_up):
+            if not (_equal_captures(again, captured) and step.trace().answers.are_used_up):
                 raise ModelError(
                     f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -199,7 +199,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         set_state(step.model, before)
 
 
-def _same_computation(one: Captured, other: Captured) -> bool:
+def _equal_captures(one: Captured, other: Captured) -> bool:
     """Whether two captures compute the same, whatever their operators are called."""
     pairs = [tuple(it.constants[v.value] for v in it.graph.constants) for it in (one, other)]
     return _form(one.graph) == _form(other.graph) and all(a is b or _is_equal(a, b) for a, b in zip(*pairs, strict=True))

@@ -182,7 +182,7 @@ class _Rewriter:
         chain = self._carry(op, target)
         if root in self.held:
             made = self._fresh(root, "written", root)
-            self._emit(replace(self._plain(op, "copy_", made, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
+            self._emit(replace(self._elementwise(op, "copy_", made, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
             chain = {root}
         elif original in self.learned and (op.name in self.memory.silent or self._is_detached(target)):
             self._keep_gradient(op, root, original)
@@ -201,7 +201,7 @@ class _Rewriter:
         kwargs = tuple((k, a) for k, a in op.kwargs if k != "out")
         self._emit(replace(op, target=twin, name=new, kwargs=kwargs, outputs=(new,)))
         written = self._fresh(buffer, "written", buffer)
-        self._emit(replace(self._plain(op, "copy_", written, Ref(buffer), Ref(new)), site=f"{op.site}/copy_"))
+        self._emit(replace(self._elementwise(op, "copy_", written, Ref(buffer), Ref(new)), site=f"{op.site}/copy_"))
         self.same[op.outputs[0]] = buffer
         self._take_again(buffer, {buffer})
 
@@ -212,7 +212,7 @@ class _Rewriter:
             value = self.views[value].base
         return False
 
-    def _plain(self, op: Operator, name: str, made: str, *args: Arg) -> Operator:
+    def _elementwise(self, op: Operator, name: str, made: str, *args: Arg) -> Operator:
         overload = "Tensor" if name in ("sub", "add") else "default"
         return replace(op, target=f"aten.{name}.{overload}", name=made, args=args, kwargs=(), outputs=(made,), multiple=False)
 
@@ -221,11 +221,11 @@ class _Rewriter:
         written = self.now.pop(root)
         names = [self._fresh(root, suffix, root) for suffix in ("still", "zero", "zeros", "value", "kept")]
         still, zero, zeros, value, kept = names
-        self._emit(self._plain(op, "detach", still, Ref(original)))
-        self._emit(self._plain(op, "sub", zero, Ref(original), Ref(still)))
-        self._emit(self._plain(op, "nan_to_num", zeros, Ref(zero)))
-        self._emit(self._plain(op, "detach", value, Ref(written)))
-        self._emit(self._plain(op, "add", kept, Ref(zeros), Ref(value)))
+        self._emit(self._elementwise(op, "detach", still, Ref(original)))
+        self._emit(self._elementwise(op, "sub", zero, Ref(original), Ref(still)))
+        self._emit(self._elementwise(op, "nan_to_num", zeros, Ref(zero)))
+        self._emit(self._elementwise(op, "detach", value, Ref(written)))
+        self._emit(self._elementwise(op, "add", kept, Ref(zeros), Ref(value)))
         # In a block without gradients or not, this is how the gradient goes on.
         self.learned.update((zero, zeros, kept))
         self.now[root] = kept
@@ -247,8 +247,8 @@ class _Rewriter:
         mask = self._fresh(new, "diagonal", target)
         self.tensors[mask] = replace(self.tensors[mask], dtype="bool")
         kwargs = (("dtype", Word("dtype", "bool")), ("device", Word("device", "run")))
-        self._emit(replace(self._plain(op, "eye", mask, *shape), target="aten.eye.m", kwargs=kwargs))
-        self._emit(replace(self._plain(op, "masked_fill", new, op.args[0], Ref(mask), op.args[1]), target="aten.masked_fill.Scalar"))
+        self._emit(replace(self._elementwise(op, "eye", mask, *shape), target="aten.eye.m", kwargs=kwargs))
+        self._emit(replace(self._elementwise(op, "masked_fill", new, op.args[0], Ref(mask), op.args[1]), target="aten.masked_fill.Scalar"))
 
     def _copy(self, op: Operator, new: str) -> None:
         """`copy` has no derivative in torch: it is zeros, and the source (in their dtype) added."""

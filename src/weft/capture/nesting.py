@@ -151,7 +151,7 @@ class BatchForm:
 
     def other_objects(self, form: BatchForm) -> dict[str, Any]:
         """Objects that another form holds and this one does not, by path: what they hold could change from batch to batch."""
-        return {path: leaf for path, leaf in form.fixed.items() if not is_plain(leaf) and not _same(leaf, self.fixed.get(path))}
+        return {path: leaf for path, leaf in form.fixed.items() if not is_plain(leaf) and not _equal(leaf, self.fixed.get(path))}
 
     def check_objects(self, form: BatchForm) -> None:
         """Raise Infeasible where another form holds objects that this one does not."""
@@ -165,7 +165,7 @@ class BatchForm:
     def check_tensors(self, form: BatchForm) -> None:
         """Raise Infeasible where another form has other tensors or values, whatever their shapes."""
         missing, more = sorted(self.tensors.keys() - form.tensors.keys()), sorted(form.tensors.keys() - self.tensors.keys())
-        other = [p for p in {**self.fixed, **form.fixed} if not _same(self.fixed.get(p), form.fixed.get(p))]
+        other = [p for p in {**self.fixed, **form.fixed} if not _equal(self.fixed.get(p), form.fixed.get(p))]
         if missing or more or other:
             what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join([*more, *other])}"
             raise Infeasible(
@@ -179,7 +179,7 @@ def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)}
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     try:

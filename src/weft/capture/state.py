@@ -59,16 +59,16 @@ def changes(before: State, after: State) -> list[str]:
     """Attributes that differ, as `layers.0.count`."""
     missing = object()
     names = sorted({*before, *after})
-    return [".".join(n).removeprefix(".") for n in names if not _same(before.get(n, missing), after.get(n, missing))]
+    return [".".join(n).removeprefix(".") for n in names if not _equal(before.get(n, missing), after.get(n, missing))]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, _Table) and isinstance(b, _Table):  # what is written or replaced in it is looked at elsewhere
         return [key for key, _ in a.items] == [key for key, _ in b.items]
     if isinstance(a, _Contents) and isinstance(b, _Contents):
-        return a.container is b.container and _same(a.items, b.items)
+        return a.container is b.container and _equal(a.items, b.items)
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     plain = isinstance(a, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
     return a is b or (plain and type(a) is type(b) and a == b)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.output import Output, plain, show_table
+from weft.cli.output import Output, as_json, show_table
 from weft.report.notebook import html_table
 from weft.report.tables import Table
 
@@ -46,7 +46,7 @@ class Answer(Output):
         return nullcontext()
 
     def answer(self, record: Mapping[str, object]) -> None:
-        self.record = {key: plain(value) for key, value in record.items()}
+        self.record = {key: as_json(value) for key, value in record.items()}
 
     def __str__(self) -> str:
         from io import StringIO

@@ -61,7 +61,7 @@ class Output:
     def answer(self, record: Mapping[str, object]) -> None:
         """The JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
         if self._json_fd is not None:
-            data = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
+            data = (json.dumps(as_json(record), allow_nan=False) + "\n").encode()
             while data:
                 data = data[os.write(self._json_fd, data) :]
 
@@ -108,12 +108,12 @@ def _console(stderr: bool) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else UNKNOWN_WIDTH)
 
 
-def plain(value: object) -> object:
+def as_json(value: object) -> object:
     """A value as JSON has it; numbers that it does not have (infinity) become None."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     if isinstance(value, float):
         return value if isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -48,7 +48,7 @@ def simulate(
         from weft.report.tables import prediction_record
 
         chosen, machines, setting = _chosen(subject, layout, cluster, (batch, sequence), out)
-        steps, part = _of_late(late)
+        steps, part = _parse_stragglers(late)
         model, given, source = setting.resolved, setting.given, setting.source
         prediction, timeline = api.simulated(chosen, model, given, cluster=machines, source=source, steps=steps, late=part)
         if target is not None:
@@ -92,10 +92,10 @@ def _chosen(
     return chosen, machines, Setting(chosen.model, machines, chosen.batch_size, sequence)
 
 
-def _of_late(text: str | None) -> tuple[int, float]:
+def _parse_stragglers(text: str | None) -> tuple[int, float]:
     """Steps, and by what part of one ranks are late.
 
-    >>> _of_late("20x0.5"), _of_late(None)
+    >>> _parse_stragglers("20x0.5"), _parse_stragglers(None)
     ((20, 0.5), (1, 0.0))
     """
     if text is None:

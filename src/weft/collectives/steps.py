@@ -58,7 +58,7 @@ def chunks(indices: Iterable[int]) -> tuple[Value, ...]:
     return tuple(map(chunk, indices))
 
 
-def own(num_ranks: int, pieces: int) -> list[Held]:
+def initial_summands(num_ranks: int, pieces: int) -> list[Held]:
     """What an all-reduce or reduce-scatter starts from: every rank has its summand of every piece."""
     return [{chunk(c): {r: 1} for c in range(pieces)} for r in range(num_ranks)]
 
@@ -71,14 +71,14 @@ def summed(num_ranks: int, pieces: Iterable[int]) -> Held:
 def all_reduce(steps: Steps, name: str, pieces: int) -> Program:
     """The program whose steps sum `pieces` pieces on every rank."""
     n = steps.num_ranks
-    return steps.program(name, own(n, pieces), [summed(n, range(pieces)) for _ in range(n)])
+    return steps.program(name, initial_summands(n, pieces), [summed(n, range(pieces)) for _ in range(n)])
 
 
 def reduce_scatter(steps: Steps, name: str, pieces: Sequence[Iterable[int]]) -> Program:
     """The program whose steps leave the sums of `pieces[r]` on rank r."""
     n = steps.num_ranks
     kept = [tuple(p) for p in pieces]
-    return steps.program(name, own(n, 1 + max(c for p in kept for c in p)), [summed(n, p) for p in kept])
+    return steps.program(name, initial_summands(n, 1 + max(c for p in kept for c in p)), [summed(n, p) for p in kept])
 
 
 def all_gather(steps: Steps, name: str, pieces: Sequence[Iterable[int]]) -> Program:

@@ -50,7 +50,7 @@ def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:
     return ways
 
 
-def divided(sharding: Sharding | None, op: Operator) -> int | float:
+def work_ways(sharding: Sharding | None, op: Operator) -> int | float:
     """Tensor ranks among which an operator's work is divided; where it is unequally, the whole over the most that a rank has. As for
     `pieces`, nothing is left of what another rank owns than the busiest one."""
     if sharding is not None and op.name in sharding.elsewhere:

@@ -165,7 +165,7 @@ class Pricer(OperatorPricer):
             found.append(StageCost(*known[key], self._memory(layout, index, base), base.weight_s))
         return tuple(found)
 
-    def whole(self, layout: Layout) -> StageCost:
+    def single_stage(self, layout: Layout) -> StageCost:
         """All of the model as one stage, without what it holds: for bounds."""
         ((_, base),) = self._bases_of(layout, (), None)
         return StageCost(*self._seconds(layout, 0, base), NOTHING, base.weight_s)
@@ -196,9 +196,9 @@ class Pricer(OperatorPricer):
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):
             sections = self._sections_of(layout, tuple(sites))
-            firsts = self._first_alike(layout, split, sections.first)
+            firsts = self._first_equal(layout, split, sections.first)
 
-            def own(i: int) -> Base:
+            def base_at(i: int) -> Base:
                 return base_of(self, layout, split[i], sections.of(i))
 
             def names(i: int) -> Sequence[str]:
@@ -207,12 +207,12 @@ class Pricer(OperatorPricer):
             for i in wanted:
                 first = firsts[i]
                 if first not in bases:
-                    bases[first] = own(first)
+                    bases[first] = base_at(first)
                 if i not in bases:
-                    bases[i] = like(bases[first], i, partial(names, i), cache(partial(own, i)))
+                    bases[i] = like(bases[first], i, partial(names, i), cache(partial(base_at, i)))
         return [(i, bases[i]) for i in wanted]
 
-    def _first_alike(self, layout: Layout, split: Sequence[Stage], first: Sequence[int]) -> Sequence[int]:
+    def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int]) -> Sequence[int]:
         """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
         if len(split) != layout.num_stages or layout.neighbours != PIPELINE:  # it is what layers hold that is asked for; all are as far
             return first

@@ -107,7 +107,7 @@ class Call:
         maps = self.add(permute, self.add(reshape, made, [samples, *places, -1]), [0, last, *range(1, last)])
         return self.add(torch.ops.aten.contiguous.default, maps)
 
-    def whole(self) -> fx.Node:
+    def local(self) -> fx.Node:
         """The operator; where windows slide along what is cut, on this rank's part."""
         return self.emit(self._target(), self.args, self.kwargs)
 

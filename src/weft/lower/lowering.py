@@ -90,9 +90,9 @@ class Lowering:
 
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
-        return tuple(self._own_rows(value, axis) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
+        return tuple(self._local_rows(value, axis) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
 
-    def _own_rows(self, value: str, axis: str) -> Placement:
+    def _local_rows(self, value: str, axis: str) -> Placement:
         """Of an output, this rank's samples."""
         dim, n = self.rows[value], self.sharding.sizes[axis]
         length = self.graph.tensors[value].shape[dim]

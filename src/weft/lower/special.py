@@ -53,7 +53,7 @@ def called(call: Call, writes: bool) -> fx.Node:
         node = way(call) if way is not None else None
         if node is not None:
             return node
-    return call.whole()
+    return call.local()
 
 
 def _function(call: Call, captured: Function) -> fx.Node:
@@ -299,7 +299,7 @@ def _averaged(call: Call) -> fx.Node | None:
     axes = call.averages()
     if not axes:
         return None
-    return call.add(torch.ops.aten.mul.Tensor, call.whole(), prod(call.share(axis) for axis in axes))
+    return call.add(torch.ops.aten.mul.Tensor, call.local(), prod(call.share(axis) for axis in axes))
 
 
 def _biased(call: Call) -> fx.Node | None:
@@ -308,7 +308,7 @@ def _biased(call: Call) -> fx.Node | None:
     if position is None or len(args) <= position or args[position] is None or not axes:
         return None
     bias, args[position] = args[position], None
-    partial_sum = call.whole()
+    partial_sum = call.local()
     made = call.low.sharding.forms[call.op.outputs[0]]
     for axis in axes:
         if made[axis] is P:  # summed later, with the rest: every rank adds its share of the bias

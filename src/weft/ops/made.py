@@ -20,7 +20,7 @@ def draws_by_name(name: str) -> bool:
     return not name.endswith("_loss") and any(word in name for word in _RANDOM)
 
 
-def whole(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+def unsharded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     """Nothing that it reads has values that count, and what it makes stays whole."""
     return Rule(tuple(None for _ in ins), tuple((BLOCKED,) * len(s) for s in outs))
 
@@ -55,25 +55,25 @@ def _chances(op: Operator, tensors: Tensors) -> Shape:
 
 
 OPS = (
-    Op("arange eye linspace", whole, kind="make", keeps=others),
-    Op("tril_indices triu_indices hann_window", whole),
-    Op("zeros", whole, kind="make", keeps=others, alike=True, shape_at=0, fill=0.0),
-    Op("ones empty", whole, kind="make", keeps=others, alike=True, shape_at=0),
-    Op("full", whole, kind="make", keeps=others, alike=True, shape_at=0, fill_at=1),
-    Op("scalar_tensor", whole, kind="make", keeps=others, alike=True, fill_at=0),
-    Op("new_zeros", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill=0.0),
-    Op("new_ones", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1),
-    Op("new_full", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill_at=2),
-    Op("new_empty", whole, reads=False, learns=0, alike=True, shape_at=1),
+    Op("arange eye linspace", unsharded, kind="make", keeps=others),
+    Op("tril_indices triu_indices hann_window", unsharded),
+    Op("zeros", unsharded, kind="make", keeps=others, alike=True, shape_at=0, fill=0.0),
+    Op("ones empty", unsharded, kind="make", keeps=others, alike=True, shape_at=0),
+    Op("full", unsharded, kind="make", keeps=others, alike=True, shape_at=0, fill_at=1),
+    Op("scalar_tensor", unsharded, kind="make", keeps=others, alike=True, fill_at=0),
+    Op("new_zeros", unsharded, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill=0.0),
+    Op("new_ones", unsharded, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1),
+    Op("new_full", unsharded, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill_at=2),
+    Op("new_empty", unsharded, reads=False, learns=0, alike=True, shape_at=1),
     Op("new_empty_strided", reads=False, learns=0),
     Op("zeros_like", elements, kind="make", keeps=others, reads=False, learns=0, fill=0.0),
     Op("ones_like empty_like", elements, kind="make", keeps=others, reads=False, learns=0),
     Op("full_like", elements, kind="make", keeps=others, reads=False, learns=0, fill_at=1),
     Op("tril triu", "b* !i !j -> b* !i !j", kind="make", keeps=others),
     Op("one_hot", "b* -> b* !c", kind="make", keeps=others),
-    Op("rand randn", whole, draws=True, alike=True, shape_at=0),
-    Op("randint", whole, draws=True, alike=True),
-    Op("randperm", whole, draws=True),
+    Op("rand randn", unsharded, draws=True, alike=True, shape_at=0),
+    Op("randint", unsharded, draws=True, alike=True),
+    Op("randperm", unsharded, draws=True),
     Op("rand_like randn_like randint_like", elements, draws=True, reads=False, learns=0),
     Op("uniform normal_functional bernoulli exponential", elements, draws=True),
     Op("multinomial", draws=True, drawn_shape=_chances),

@@ -126,13 +126,13 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
             return None
         results.append(row)
 
-    def whole(row: list[str], shape: tuple[int, ...]) -> Labels:
+    def cuttable(row: list[str], shape: tuple[int, ...]) -> Labels:
         fits = (size > 1 and (size == sizes.get(label) or kernels.get(label) == HALO) for label, size in zip(row, shape, strict=True))
         return tuple(label if label and fit else BLOCKED for label, fit in zip(row, fits, strict=True))
 
     return Rule(
-        tuple(None if row is None else whole(row, shape) for row, shape in zip(rows, shapes, strict=True)),
-        tuple(whole(row, shape) for row, shape in zip(results, outputs, strict=True)),
+        tuple(None if row is None else cuttable(row, shape) for row, shape in zip(rows, shapes, strict=True)),
+        tuple(cuttable(row, shape) for row, shape in zip(results, outputs, strict=True)),
         kernels,
     )
 

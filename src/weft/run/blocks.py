@@ -22,7 +22,7 @@ from weft.plan.placement import Shard, is_owned, is_shard, shard
 from weft.plan.program import Program
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import FlatGroup, LocalParameter
-from weft.run.state.spans import Spans, block_of, cut_again, whole_spans
+from weft.run.state.spans import Spans, block_of, cut_again, full_spans
 from weft.run.training_parts import holders_of
 
 Units = tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class Blocks:
 
     def of(self, v: Variable) -> Spans:
         """Where this rank's block of a parameter or buffer lies."""
-        spans = whole_spans(v.tensor.shape)
+        spans = full_spans(v.tensor.shape)
         for axis, form in self.sharding.forms[v.value].items():
             if is_shard(form):
                 spans = cut_again(spans, form, self.sharding.sizes[axis], self.at[axis])

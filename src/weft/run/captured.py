@@ -31,7 +31,7 @@ from weft.run.training_parts import Parts
 
 
 @dataclass
-class Divided:
+class StepInputs:
     """A batch of one step. `inputs`: by microbatch, by graph value. `counted`: what its loss is still to be divided by, where it is so."""
 
     executor: Executor
@@ -53,7 +53,7 @@ class Capture:
         """What runs."""
         return self.executors.parts
 
-    def divided(self, tensors: Mapping[str, Tensor], rows: Rows, late: bool) -> Divided:
+    def step_inputs(self, tensors: Mapping[str, Tensor], rows: Rows, late: bool) -> StepInputs:
         """A batch's `tensors` by path. `late`: nobody waits for what other ranks count, since updates come late.
 
         Raises:
@@ -70,13 +70,13 @@ class Capture:
             sized = parts.of_size(size or len(rows.table[m]), samples)
             normal = sized.normal
             inputs = [v for v in normal.graph.inputs if v.value in needed]
-            own = {v.value: rows.own(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
+            own = {v.value: rows.of_replica(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
             made = {v.value: self._taken(self._held(own[v.value], v, sized), v) for v in inputs}
             counter = self._counter_of(sized, size, samples) if normal.totals else None
             counted = made
             if counter is not None:  # what is counted is of whole rows
                 read = [v for v in inputs if v.value in counter.variables]
-                full = {v.value: rows.whole(tensors[v.name], m) if together and v.batched else own[v.value] for v in read}
+                full = {v.value: rows.of_all(tensors[v.name], m) if together and v.batched else own[v.value] for v in read}
                 counted = {v.value: self._taken(full[v.value], v) for v in read}
                 counting.append((counter, counted, bool(size)))
             if name := normal.share:
@@ -84,12 +84,12 @@ class Capture:
                 made[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
             out.append(made)
         parts.draw.samples = rows.drawn
-        found = Divided(self.executors.of(rows.sizes, samples), out)
+        found = StepInputs(self.executors.of(rows.sizes, samples), out)
         if counting:
             alone = late and not together and len(rows.table[0]) > 1
             totals = count(counting, together, parts.arrival, alone)
             if alone:
-                found.counted, totals = self._divided_after_sum(totals, counting[0][0].sized.normal.divisor)
+                found.counted, totals = self._divisor_after_sum(totals, counting[0][0].sized.normal.divisor)
             if self.executors.compile:
                 parts.arrival.wait()  # compiled code does not
             for made in out:
@@ -145,7 +145,7 @@ class Capture:
         dtype = getattr(torch, v.tensor.dtype)
         return x.to(device=self.executors.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
 
-    def _divided_after_sum(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _divisor_after_sum(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
         if not divisor:
             raise Infeasible(

@@ -244,7 +244,7 @@ class Engine:
         rows = self._rows_of(batch, whole, samples)
         capture = self._of_form(batch, rows, trains=True)
         capture.parts.draw.step = self.step_index
-        divided = capture.divided(tensors_of(batch), rows, late=self._stale is not None)
+        divided = capture.step_inputs(tensors_of(batch), rows, late=self._stale is not None)
         self._counted, executor = divided.counted, divided.executor
         if self._stale is not None:
             self._stale.start()
@@ -305,7 +305,7 @@ class Engine:
         # A model that runs whole is the user's module, with modes of its own.
         module = parts.only.module if self.plan.uncaptured else nn.Module()
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
-            divided = capture.divided(tensors_of(batch), rows, late=False)
+            divided = capture.step_inputs(tensors_of(batch), rows, late=False)
             self._counted, executor = None, divided.executor
             capture.replicas.start()
             result = executor.run(divided.inputs, train=False)
@@ -370,7 +370,7 @@ class Engine:
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
         rows = self._rows_of(batch, None, 0)
-        return self._of_form(batch, rows, trains=True).divided(tensors_of(batch), rows, late=False).inputs
+        return self._of_form(batch, rows, trains=True).step_inputs(tensors_of(batch), rows, late=False).inputs
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
         """Samples of each microbatch of a batch of so many, all data replicas together.
@@ -385,16 +385,16 @@ class Engine:
 
     def rows_of(self, size: int) -> tuple[int, int]:
         """(the first, how many) of the rows of a microbatch of `size` samples that this rank has."""
-        return self._own.of(size)
+        return self._replica.of(size)
 
     @cached_property
-    def _own(self) -> Replica:
+    def _replica(self) -> Replica:
         """Which rows of a batch are this rank's."""
         return Replica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
 
     def _rows_of(self, batch: Any, whole: bool | None, samples: int) -> Rows:
         """Whose samples are whose in a batch, of which every rank has all or its rows."""
-        plan, each, have = self.plan, self._own.each, batch_size_of(batch)
+        plan, each, have = self.plan, self._replica.each, batch_size_of(batch)
         is_global = have > max(each) if whole is None else whole
         told, one_form, samples = [have], True, samples or count_samples(batch)
         by_rows = whole is False or samples > 0  # of stages that are arranged differently only some have all rows then
@@ -411,11 +411,11 @@ class Engine:
             )
         if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
             check_batch_agrees(batch, self.world)
-        planned = self._own.rows(self.sizes_of(samples), is_global)
+        planned = self._replica.rows(self.sizes_of(samples), is_global)
         if len(told) == 1 or (one_form and [sum(column) for column in zip(*planned.table, strict=True)] == told):
             return planned
         most, fewest = max(replica_sizes(plan.microbatch_sizes[0], plan.layout)), schedule_of(plan.layout).fewest
-        return self._own.given(told, num_microbatches(max(told), most, plan.layout, fewest), one_form)
+        return self._replica.given(told, num_microbatches(max(told), most, plan.layout, fewest), one_form)
 
     def _told_rows(self, rows: int, form: BatchForm) -> tuple[list[int], bool]:
         """How many rows each replica has of this step's batch, and whether all are of one form."""

@@ -92,14 +92,14 @@ class Rows:
         """Of the batch's samples, what microbatch `m` has, as this rank computes it; the mean over replicas is what it has."""
         return self.sizes[m] / self.samples
 
-    def own(self, x: Tensor, m: int) -> Tensor:
+    def of_replica(self, x: Tensor, m: int) -> Tensor:
         """This rank's rows of what microbatch `m` has of a batch's tensor; of none a row that stands in."""
         first = self._begins[m] + sum(self.table[m][: self.index]) if self.is_global else self._replica_begins[m]
         if count := self.table[m][self.index]:
             return x.narrow(0, first, count)
         return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
-    def whole(self, x: Tensor, m: int) -> Tensor:
+    def of_all(self, x: Tensor, m: int) -> Tensor:
         """All rows of microbatch `m`, of a batch's tensor that holds them."""
         return x.narrow(0, self._begins[m], sum(self.table[m]))
 

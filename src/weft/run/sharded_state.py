@@ -14,7 +14,7 @@ from weft.model.graph import Variable
 from weft.plan.axis import PIPELINE, axis_of
 from weft.plan.placement import D, is_cut, is_owned, is_shard
 from weft.plan.plan import Plan
-from weft.run.state.checkpoint import Piece, whole
+from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.optimizer import Optimizer
 from weft.run.state.parameters import FlatGroup
 from weft.run.state.spans import pieces_at
@@ -25,7 +25,7 @@ from weft.world.world import Group
 
 def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
     """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
-    found = [whole(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    found = [full_piece(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
     found += weights_of(parts, at)
     for number, group in enumerate(parts.groups):
         owner = group.counted_piece if optimizer.sharded[number] else group.counted

@@ -95,7 +95,7 @@ class Branches:
         self._open = []
         zeros = [z for z in range(4) if space.admits("zero", z)]
         offloads = [kind_of("offload", o) for o in space.words("offload")]
-        for frame in self._frames(space):
+        for frame in self._bases(space):
             for interleaved in {not waits_to_fill(one) for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
@@ -127,9 +127,9 @@ class Branches:
         lowest = min((*least.values(), self.bound_s or INFINITE))
         self.bound_s = lowest if lowest < INFINITE else 0.0
 
-    def _frames(self, space: Space) -> Iterator[Layout]:
+    def _bases(self, space: Space) -> Iterator[Layout]:
         """Those of a space, on a mixed cluster also with shares by the speed of its parts."""
-        for frame in space.frames():
+        for frame in space.bases():
             yield frame
             if (shared := share_out(self.pricer, frame)) is not None:
                 yield shared

@@ -108,7 +108,7 @@ def feasible(pricer: Pricer, space: Space) -> Layout | None:
 
 def _lean(pricer: Pricer, space: Space) -> list[Layout]:
     """The leanest layout of each frame that holds least state, and its plainest one."""
-    frames = sorted(islice(space.frames(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
+    frames = sorted(islice(space.bases(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
     thrifty = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in frames]
     lean = [f for _, f in sorted(thrifty, key=lambda both: (least_state_bytes(pricer, both[0]), -both[1].microbatches))]
     # Of large images and long sequences activations count, and they are least where most ranks share one.

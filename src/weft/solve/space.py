@@ -286,7 +286,7 @@ class Space:
         # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
         return [p for p in found if p != "float16" or "bfloat16" not in found]
 
-    def frames(self) -> Iterator[Layout]:
+    def bases(self) -> Iterator[Layout]:
         """Every (data, tensor, pipeline, microbatches, precision, threads, sequence and sample parallelism, expert), most ranks first."""
         precisions = self.precisions()
         given = False
@@ -296,7 +296,7 @@ class Space:
             for mesh in self._meshes(ranks):
                 if not self.admits("compress", self.compress):
                     continue
-                for layout in self._frames(mesh, precisions):
+                for layout in self._bases(mesh, precisions):
                     try:
                         layout = replace(
                             layout, compress=self.compress, staleness=self.fewest("staleness"), lend=self.lend, batch_norm=self.batch_norm,
@@ -367,7 +367,7 @@ class Space:
         most = -(-self.batch_size // data) * data
         return data <= self.batch_size and most <= (1 + WASTED) * self.batch_size
 
-    def _frames(self, mesh: Layout, precisions: Sequence[str]) -> Iterator[Layout]:
+    def _bases(self, mesh: Layout, precisions: Sequence[str]) -> Iterator[Layout]:
         data, tensor = mesh.data, mesh.tensor
         threads = self._threads(mesh.num_ranks)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
@@ -479,5 +479,5 @@ def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint]
     On a large cluster fewer ranks than devices are only given where all of them give none.
     """
     space = Space(cluster, batch_size, constraints, num_layers)
-    for frame in space.frames():
+    for frame in space.bases():
         yield from space.variants(frame)

@@ -125,7 +125,7 @@ class _Told(Protocol):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Loss:
     loss: float
 
 
@@ -245,7 +245,7 @@ class _Run:
         self.world.pace.keep()
         if untold is not None:
             self.step_times.append(float(untold["step_time_s"] or 0.0))
-            if self._after(untold, _Known(float(untold["loss"] or 0.0)), token, write):
+            if self._after(untold, _Loss(float(untold["loss"] or 0.0)), token, write):
                 return self.done < self.section.steps
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):

@@ -43,7 +43,7 @@ class Trial:
     note: str = ""
 
 
-def unlike(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+def distinct(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     """The first candidate and those predicted to be fastest, at most `most`, of which no two divide the ranks among the same axes.
 
     What differs in microbatches, schedule or ZeRO alone differs by what prices tell well.
@@ -64,7 +64,7 @@ def worthwhile(candidates: Sequence[Candidate], steps: int) -> int:
     >>> worthwhile(two, 100), worthwhile(two, 1000)
     (0, 2)
     """
-    predicted = [c.prediction.step_time_s for c in unlike(candidates, AUTO) if c.prediction is not None]
+    predicted = [c.prediction.step_time_s for c in distinct(candidates, AUTO) if c.prediction is not None]
     near_s = [s for s in predicted if s <= NEAR * min(predicted)]
     trials_s = sum(START_S + (WARM + steps_within(LONG_S, s)) * s for s in near_s)
     return len(near_s) if len(near_s) > 1 and trials_s <= SHARE * steps * predicted[0] else 0

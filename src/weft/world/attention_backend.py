@@ -32,7 +32,7 @@ def suits(queries: int, keys: int, width: int) -> bool:
     return min(block, queries) * min(KEYS, keys) * width >= LARGE
 
 
-def _own(q: Tensor, k: Tensor) -> bool:
+def _prefers_torch(q: Tensor, k: Tensor) -> bool:
     """Whether torch's own products suit attention of these, and are not what it takes anyway."""
     if torch.get_float32_matmul_precision() == OWN or q.dtype is not torch.float32 or q.device.type != "cpu":
         return False
@@ -43,7 +43,7 @@ def _own(q: Tensor, k: Tensor) -> bool:
 def products(q: Tensor, k: Tensor) -> Iterator[None]:
     """In its block products are those that attention of these queries and keys suits."""
     way = torch.get_float32_matmul_precision()
-    if not _own(q, k):
+    if not _prefers_torch(q, k):
         yield
         return
     try:
@@ -55,7 +55,7 @@ def products(q: Tensor, k: Tensor) -> Iterator[None]:
 
 def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
     """`target` (torch's scaled_dot_product_attention) of queries [..., queries, width], keys [..., keys, width] and values."""
-    if torch.is_autocast_enabled("cpu") or not _own(q, k):
+    if torch.is_autocast_enabled("cpu") or not _prefers_torch(q, k):
         return target(q, k, v, *more, **named)
     way = torch.get_float32_matmul_precision()
     with products(q, k):

@@ -39,7 +39,7 @@ class Connection:
     direction: tuple[int, int] | None = None
 
     @property
-    def own(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether it is the group's own connection."""
         return not self.apart and self.direction is None
 

@@ -61,7 +61,7 @@ class HangWatch:
             self._stopped.clear()
         self._before_s = now
         living = [s for s in statuses if s.rank not in ended and s.phase != "absent"]
-        return self._stopped_one(living, pids, now) or self._late_one(statuses, living, now)
+        return self._stopped_one(living, pids, now) or self._straggler(statuses, living, now)
 
     def _stopped_one(self, living: Sequence[Status], pids: Sequence[int], now: float) -> Hang | None:
         named = {**{pids[s.rank]: s.rank for s in living}, **dict.fromkeys(self._keepers, -1)}
@@ -73,7 +73,7 @@ class HangWatch:
                 return Hang(rank, f"{what} (SIGSTOP, Ctrl-Z, a container that was paused); continue it with `kill -CONT {pid}`", pid)
         return None
 
-    def _late_one(self, statuses: Sequence[Status], living: Sequence[Status], now: float) -> Hang | None:
+    def _straggler(self, statuses: Sequence[Status], living: Sequence[Status], now: float) -> Hang | None:
         limit_s = self._limits.of(max((s.patience_s for s in living), default=0.0))
         since = self.awake_s
 

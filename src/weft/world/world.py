@@ -301,7 +301,7 @@ class World:
             )
         if not self._one_host:
             return "the ranks of this run are on several hosts"
-        if not lane.own:
+        if not lane.is_primary:
             return self._engine().open(store, index, ranks)
         if self._shared is None:
             self._shared = self._engine()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph
-from weft.model.sharding.fold import alike
+from weft.model.sharding.fold import operator_classes
 
 WEIGHTED = 2  # operators with a weight matrix that a block has at least
 NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block
@@ -45,7 +45,7 @@ class Run:
 
 def runs(graph: Graph) -> tuple[Run, ...]:
     """The graph's runs in order, none overlapping; at every place the one that saves most operators."""
-    kinds = alike(graph)
+    kinds = operator_classes(graph)
     weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
     heavy = [any(value in weights for value in op.inputs) for op in graph.operators]
     made = {v.value: (-1, i) for i, v in enumerate((*graph.inputs, *graph.constants))}

@@ -228,7 +228,7 @@ def _step(
     if any(form.kind == "P" for form, _ in read):
         rounds = any(tensors[v].is_float for v in op.inputs) and not all(tensors[v].is_float for v in op.outputs)
         return None if rounds else [Form("P", power=power)] * len(op.outputs)  # it passes: `_power` has seen to that
-    made = [_whole(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
+    made = [_replicated(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
     # Ranks with pieces of something draw numbers of their own.
     return None if draws(op) and any(form.kind == "R" for form in made) else made
 
@@ -251,7 +251,7 @@ def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) 
     return made
 
 
-def _whole(record: Op, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
+def _replicated(record: Op, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
     """Of whole tensors: whole as well, or a piece of what is alike all along a dimension."""
     differ = [d for d, (a, b) in enumerate(zip(whole, piece, strict=False)) if a != b]
     if len(differ) == 1 and len(whole) == len(piece):

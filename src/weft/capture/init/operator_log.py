@@ -119,7 +119,7 @@ class Recording:
             real = dict(zip(fakes, self.tape.look(self.view(t) for t in fakes.values()), strict=True))
         return tree_map(lambda a: real[id(a)] if isinstance(a, Fake) else a, tree)
 
-    def known(self, fake: Any) -> Bounds | None:
+    def value_bounds(self, fake: Any) -> Bounds | None:
         """Bounds of the values of a whole fake tensor, where they are known without computing them."""
         view = self.view(fake)
         return self.bounds.get(self.tape.now(view.storage)) if view.covers else None
@@ -223,10 +223,10 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
             tensors = _tensors((args, kwargs))
         before = {id(t): recording.view(t) for t in tensors}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            low, high = recording.known(args[0]) or (0, 1)
+            low, high = recording.value_bounds(args[0]) or (0, 1)
             if low == high:
                 return bool(low)
-        known = bounds_of(func, args, recording.known)
+        known = bounds_of(func, args, recording.value_bounds)
         generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
         try:
             with recording.fake_mode:

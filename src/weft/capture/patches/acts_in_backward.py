@@ -2,7 +2,7 @@
 
 Torch: a trace drops hooks without a word, and holds `autograd.grad` as operators without the gradient of a gradient.
 Wanted: both are refused by name.
-Test: tests/torch/test_watched.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Test: tests/torch/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
 Until: not known
 """
 

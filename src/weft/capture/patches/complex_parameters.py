@@ -2,7 +2,7 @@
 
 Torch: a graph reads them as complex numbers; torch's optimizers take them as pairs of real ones.
 Wanted: pairs in the graph too, in which they are summed, updated and kept, joined before they are read.
-Test: tests/torch/test_watched.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
+Test: tests/torch/test_untraceable.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: one operator that writes each tensor of a list, which no rule follows.
 Wanted: the same for each tensor by itself.
-Test: tests/torch/test_watched.py::test_what_can_be_held_is_what_eager_computes
+Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: a trace holds what was drawn while it ran, the same in every step.
 Wanted: such a model is refused.
-Test: tests/torch/test_watched.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Test: tests/torch/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
 Until: not known
 """
 

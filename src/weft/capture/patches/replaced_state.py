@@ -3,7 +3,7 @@
 Torch: a trace refuses a new tensor in a buffer's place, or holds it as a constant; what a first call makes stays, with the trace's tensors.
 Wanted: another tensor in the place of one is written into it, a new buffer is noted with its value, and the rest is refused by name; after
     the call the model has the parts that it was constructed with.
-Test: tests/torch/test_watched.py::test_what_can_be_held_is_what_eager_computes
+Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: a trace loses that `.data` hands on no gradient, and that an assignment to it writes what others hold.
 Wanted: a detached view; an assignment is a write of the same values, and what is none (another shape, another's memory) is refused.
-Test: tests/torch/test_watched.py::test_what_can_be_held_is_what_eager_computes
+Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 

@@ -105,7 +105,7 @@ class Rates:
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property
-    def known(self) -> str:
+    def table_precision(self) -> str:
         """The precision whose figures stand for this one's where only products were measured in it."""
         return "float32" if self.precision == "float64" else self.precision
 
@@ -119,7 +119,7 @@ class Rates:
         if not channels:
             return 1.0
         whole = self.by_kind.get(f"convolution.{self.precision}", self.flops)
-        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.known}", part * whole) for n, part in GROUPED_PARTS.items())
+        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.table_precision}", part * whole) for n, part in GROUPED_PARTS.items())
         return max(1.0, whole / max(one, four * (channels / 4) ** 2))
 
     def _packed(self, kind: str, size_bytes: float) -> float:
@@ -140,7 +140,7 @@ class Rates:
 
     def _scores(self, number: float) -> float:
         """What attention does once for every score, where that was measured apart from its products."""
-        rate = self.by_kind.get(SCORES + self.known)
+        rate = self.by_kind.get(SCORES + self.table_precision)
         return number / rate * self.whole if rate else 0.0
 
     def _host(self, launches: int, kind: str) -> float:
@@ -150,7 +150,7 @@ class Rates:
     def _one(self, kind: str, flops: float, moved: float, launches: int, weights: float) -> float:
         """One way. `weights`: of the bytes that a product moves those of its weights, which it packs."""
         rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
-        besides = rates.get(f"{BESIDES}{kind}.{self.known}")
+        besides = rates.get(f"{BESIDES}{kind}.{self.table_precision}")
         if besides is not None:
             moved = max(0.0, moved - self._width / self.moved * weights)
         moved *= self.moved

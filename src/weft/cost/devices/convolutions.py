@@ -4,7 +4,7 @@ In: an operator and its tensors. Out: bytes, found by watching; FLOPs made for e
 
 oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes
 (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp): oneDNN, but in float64, and in float32 for small maps of one sample and for thin
-windows over few samples in one thread (`Own`). Those are products, of columns where the window is more than one place.
+windows over few samples in one thread (`TorchKernel`). Those are products, of columns where the window is more than one place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 from math import prod, sqrt
 from typing import Any
 
-from weft.cost.pieces import divided, shared_by_data
+from weft.cost.pieces import shared_by_data, work_ways
 from weft.model.graph import Operator, Tensor
 from weft.model.sharding.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding.sharding import Sharding
@@ -44,7 +44,7 @@ FULL = Filling()
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class TorchKernel:
     """When torch itself makes a convolution in float32. `alone`: where there is one sample; `thin`: where there are few in one thread.
     `samples`: a rank's, of the graph's batch; `columns_bytes`: of theirs, counted as moved each way."""
 
@@ -57,21 +57,22 @@ class Own:
         """Whether it does so at `scale` times the graph's batch.
 
         >>> one = Fraction(1)
-        >>> Own(samples=8, alone=True).takes(one / 8, 2), Own(samples=8, thin=True).takes(one, 1), Own(samples=8, thin=True).takes(one, 2)
+        >>> alone, thin = TorchKernel(samples=8, alone=True), TorchKernel(samples=8, thin=True)
+        >>> alone.takes(one / 8, 2), thin.takes(one, 1), thin.takes(one, 2)
         (True, True, False)
         """
         return bool(takes(self.samples * scale.numerator / scale.denominator, self.alone, self.thin, threads))
 
 
-NEVER = Own()
+NEVER = TorchKernel()
 
 
 def takes(samples: Any, alone: Any, thin: Any, threads: int) -> Any:
-    """As `Own.takes`, of one operator, or by operator as arrays."""
+    """As `TorchKernel.takes`, of one operator, or by operator as arrays."""
     return (alone & (samples <= 1)) | (thin & (samples < ONEDNN_SAMPLES) & (threads == 1))
 
 
-def own(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> Own:
+def torch_kernel(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> TorchKernel:
     """By a rank's maps: channels or places may be cut, and samples by tensor ranks; those of data replicas are counted together."""
     x, window = read_shapes(op, tensors, sharding)[0], _window(op, tensors)
     if not window or tensors[op.inputs[0]].dtype != "float32":
@@ -80,8 +81,8 @@ def own(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) 
     thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
     wide = len(window) > 1 and min(window[-2:]) > _WIDE
     (groups,) = _given(op, "groups", 6)
-    moved = columns_bytes(op, tensors) / divided(sharding, op) * (_MOVED_3D if len(window) == 3 else _MOVED)
-    return Own(x[0] * replicas, prod(x[1:4]) <= _SMALL and not wide and groups == 1, thin, moved)
+    moved = columns_bytes(op, tensors) / work_ways(sharding, op) * (_MOVED_3D if len(window) == 3 else _MOVED)
+    return TorchKernel(x[0] * replicas, prod(x[1:4]) <= _SMALL and not wide and groups == 1, thin, moved)
 
 
 def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from weft.cost.devices.convolutions import FULL, NEVER, Filling, Own, columns_bytes, filling, own, relaid_bytes, workspace_bytes
+from weft.cost.devices.convolutions import (
+    FULL,
+    NEVER,
+    Filling,
+    TorchKernel,
+    columns_bytes,
+    filling,
+    relaid_bytes,
+    torch_kernel,
+    workspace_bytes,
+)
 from weft.cost.devices.recurrent import lstm_bytes
 from weft.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from weft.model.sharding.sharding import Sharding
@@ -64,7 +74,7 @@ class KernelMemory:
         """What its backward takes. `read`: operands in another dtype than they have."""
         return Beside()
 
-    def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, Own]:
+    def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, TorchKernel]:
         """How a convolution fills a rank's vectors, and when torch makes it itself."""
         return FULL, NEVER
 
@@ -141,5 +151,5 @@ class ProcessorMemory(KernelMemory):
         oneDNN's of GELU has what it makes copied, too."""
         return record_of(op).turned * tensors[op.outputs[0]].size_bytes if self._layouts.turned(op) else 0.0
 
-    def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, Own]:
-        return filling(op, tensors, sharding, self.grads), own(op, tensors, sharding)
+    def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, TorchKernel]:
+        return filling(op, tensors, sharding, self.grads), torch_kernel(op, tensors, sharding)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weft.cluster.cluster import Device
 from weft.cost.calibration.efficiency import Stack
 from weft.cost.devices.compute import Seconds
-from weft.cost.devices.convolutions import FULL, NEVER, Filling, Own
+from weft.cost.devices.convolutions import FULL, NEVER, Filling, TorchKernel
 from weft.model.work import MATMUL_KINDS
 
 # Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
@@ -74,7 +74,7 @@ class Kernel:
     heads: float = 0.0
     weight_bytes: float = 0.0
     filling: Filling = FULL
-    own: Own = NEVER
+    own: TorchKernel = NEVER
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
     steps: float = 0.0

@@ -52,7 +52,7 @@ class Places:
         self._axes = [] if self.sharding is None else list(self.sharding.sizes)
         self._ways = cache(partial(pieces, self.sharding))
         for value in self.inventory.held:
-            self.made[value] = self.own(value)
+            self.made[value] = self.storage_of(value)
 
     def read(self, op: Operator) -> dict[str, Stored]:
         """By value that an operator reads."""
@@ -73,7 +73,7 @@ class Places:
         inventory = self.inventory
         for i, value in enumerate(op.outputs):
             if inventory.root[value] == value or not op.inputs:
-                self.made[value] = self.own(value)
+                self.made[value] = self.storage_of(value)
             else:
                 apart = len(op.outputs) == len(op.inputs)  # a view of each
                 self.made[value] = read[op.inputs[i if apart else 0]]
@@ -84,7 +84,8 @@ class Places:
         if not copy:
             return place
         ways = 0 if value in self.inventory.held else self.ways_read(op, op.inputs.index(value))
-        return replace(self.own(value, ways), root=f"{place.root} {value}", size_bytes=times * self.own(value, ways).size_bytes, copy=copy)
+        stored = self.storage_of(value, ways)
+        return replace(stored, root=f"{place.root} {value}", size_bytes=times * stored.size_bytes, copy=copy)
 
     def padded(self, op: Operator) -> Iterator[Stored]:
         """What an operator keeps of an input of the batch whose windows it reads: padded at the image's edge, it is a tensor of its own."""
@@ -93,9 +94,9 @@ class Places:
         for at, value in enumerate(op.inputs):
             windows = any(is_halo(need) for _, need in self._forms(op, at).values())
             if windows and value in inputs and value in keeps and value not in copied:
-                yield replace(self.own(value, self.ways_read(op, at)), root=f"{value} for {op.name}", held=False)
+                yield replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value} for {op.name}", held=False)
 
-    def own(self, value: str, ways: float = 0) -> Stored:
+    def storage_of(self, value: str, ways: float = 0) -> Stored:
         """A storage of a value's own, in so many pieces, by default in those in which it is made."""
         inventory, tensor = self.inventory, self.inventory.graph.tensors[value]
         shared = shared_by_data(self.sharding, value)
@@ -115,7 +116,7 @@ class Places:
         moved = "".join(f" {axis}={forms[axis][1]}" for axis in axes)
         shared = is_cut(forms.get(DATA, (R, R))[1])
         if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
-            return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
+            return replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         owned = any(is_owned(need) for _, need in forms.values())
         # On GPUs as in the measured runs of others, which gather again in backward what tensor ranks gather.
         apart = self.inventory.kernels.keeps_as_read or owned or any(axis_of(axis).cuts_sequences for axis in axes)
@@ -123,7 +124,7 @@ class Places:
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
             return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole
-        return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
+        return replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
 
     def _forms(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:
         """By axis: the form in which an operand is made, and that in which it is read."""

@@ -22,7 +22,7 @@ from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places, Stored
 from weft.cost.memory.runs import Amount, Amounts
 from weft.cost.operators.rounds import ROUND, merged, on_the_way, rounds
-from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
+from weft.cost.pieces import cut, pieces, pieces_moving, shared_by_data, tensor_axes, work_ways
 from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.sharding.pointwise import is_product
@@ -91,8 +91,8 @@ class Parts:
         return np.array([local.batched for local in self.compute], dtype=bool)[self.index]
 
     @cached_property
-    def own(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """By operator: when torch makes a convolution itself (`Own`): its samples, whether alone, whether where it is thin."""
+    def torch_kernels(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """By operator: when torch makes a convolution itself (`TorchKernel`): its samples, whether alone, whether where it is thin."""
         owns = [local.kernel.own for local in self.compute]
         samples, alone, thin = (np.array([getattr(one, what) for one in owns])[self.index] for what in ("samples", "alone", "thin"))
         return samples, alone, thin
@@ -204,7 +204,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
             dispatched.add(value)
             forward.append((i, moved("all_to_all", value, EXPERT)))
             backward.append((i, moved("all_to_all", value, EXPERT)))
-        divide = divided(sharding, op)
+        divide = work_ways(sharding, op)
         mine = inventory.kept[op.name]
         arriving = places.read(op)
         places.add(op, arriving)
@@ -216,7 +216,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         beside = mine.spread_bytes if is_cut else mine.alone_bytes
         more = _beside_pieces(inventory, places, op, divide) if sharding is not None else 0.0
         # A gradient that comes to one that waits is added up into a third.
-        joined = (2 * places.own(v, places.ways_read(op, at)).size_bytes for at, v in enumerate(op.inputs) if v in joins and last[v] > i)
+        read_by = ((at, v) for at, v in enumerate(op.inputs) if v in joins and last[v] > i)
+        joined = (2 * places.storage_of(v, places.ways_read(op, at)).size_bytes for at, v in read_by)
         least = max(joined, default=0.0)
         working.append(max(least, (mine.working_bytes + beside) / divide + more))
         owned.append(max(least, (mine.own_bytes + beside) / divide + more))
@@ -235,7 +236,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         np.array(working),
         np.array(owned),
         np.array(weights),
-        _waiting(graph, inventory.grads, made, [places.own(v).amount for v in made]),
+        _waiting(graph, inventory.grads, made, [places.storage_of(v).amount for v in made]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         blocks,
@@ -307,7 +308,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     tensors = inventory.graph.tensors
     if sharding is not None and op.name in sharding.elsewhere:
         return Local(Kernel("view"), op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
-    divide = divided(sharding, op)
+    divide = work_ways(sharding, op)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0
     if record_of(op).product == "linear" and len(tensors[op.inputs[1]].shape) == 2:
@@ -451,7 +452,7 @@ class Held:
     expert: float = 0.0
 
     @property
-    def alike(self) -> float:
+    def unsummed(self) -> float:
         """Trainable ones whose gradients the ranks that have them do not sum, since each has the same."""
         return self.trainable - sum(n for axes, n in self.sums if any(axis_of(a).follows for a in axes))
 

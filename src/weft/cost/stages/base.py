@@ -117,7 +117,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         scores,
         Moments(*(float((works - gone + one).max()) for one in whole)),
         moved_bytes=kept + scores,
-        num_alike=held.alike if layout.weight_ranks > 1 else 0.0,
+        num_alike=held.unsummed if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
     )
 
@@ -203,7 +203,7 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     narrow = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout.precision) else 1.0
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads)
-    samples, alone, thin = (which[ops] for which in parts.own)
+    samples, alone, thin = (which[ops] for which in parts.torch_kernels)
     each, whole = pricer.samples(layout), pricer.graph.batch_size
     exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole
     is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)

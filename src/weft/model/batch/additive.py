@@ -127,7 +127,7 @@ class _Followed:
             made: list[Form] = [R if all(form is R for form in forms) else MIXED] * len(op.outputs)
         elif all(form is R for form in forms):
             made = [R] * len(op.outputs)
-            self._alike(op, rule)
+            self._shared_dims(op, rule)
         elif not any(is_shard(form) for form in forms):
             made = self._combined(op, forms)
         elif MIXED in forms:
@@ -158,7 +158,7 @@ class _Followed:
         self.coupled.append((op, why))
         return [MIXED] * len(op.outputs)
 
-    def _alike(self, op: Operator, rule: Rule | None) -> None:
+    def _shared_dims(self, op: Operator, rule: Rule | None) -> None:
         """Along which dimensions of what is made of the same in every part that is alike."""
         record = record_of(op)
         for number, value in enumerate(op.outputs):

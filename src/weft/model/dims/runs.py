@@ -47,7 +47,7 @@ class _Label:
     rigid: bool = False  # pieces must lie in one place
 
     @classmethod
-    def plain(cls, graph: Graph, op: Operator, name: str, dims: Sequence[Dim], rigid: bool) -> _Label:
+    def of_dims(cls, graph: Graph, op: Operator, name: str, dims: Sequence[Dim], rigid: bool) -> _Label:
         lengths = [graph.tensors[value].shape[dim] for value, dim in dims]
         extent = min(lengths)
         whole = ((0, extent),)
@@ -181,7 +181,7 @@ class _Followed:
                     continue
                 kernel = rule.kernels.get(name)
                 rigid = kernel in (*ORDERED, *POSITIONAL) or name in rule.units or op.function is not None or not rows.isdisjoint(dims)
-                yield _Label.plain(graph, op, name, dims, rigid)
+                yield _Label.of_dims(graph, op, name, dims, rigid)
 
     def _follow(self) -> None:
         readers: dict[Dim, list[_Label]] = {}

@@ -227,7 +227,7 @@ def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> d
 
 def _runs(graph: Graph) -> list[Run]:
     """Runs of alike layers, the ones that save most first, without overlap, in order."""
-    kinds = np.asarray(alike(graph))
+    kinds = np.asarray(operator_classes(graph))
     found: list[Run] = []
     segments = [(0, len(kinds))]
     while segments:
@@ -358,7 +358,7 @@ def _renamed(op: Operator, names: Mapping[str, str]) -> Operator:
     return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
 
 
-def alike(graph: Graph) -> list[int]:
+def operator_classes(graph: Graph) -> list[int]:
     """A number for every operator, the same for those that agree in all but which values they read."""
     kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
     numbers: dict[object, int] = {}

@@ -32,7 +32,7 @@ class Taken:
     regions: tuple[Owners, ...] = ()
 
 
-def own(problem: AxisProblem, chosen: Mapping[str, Choice], given: Mapping[str, int] | None) -> Taken:
+def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], given: Mapping[str, int] | None) -> Taken:
     """Let ranks of the axis own branches. `given`: by parameter or buffer the rank that a plan gives it to; None where that is searched.
 
     Raises:

@@ -33,7 +33,7 @@ from weft.model.sharding.axis_search import solve
 from weft.model.sharding.axis_values import Given, Others
 from weft.model.sharding.deferral import defer
 from weft.model.sharding.grid import heads_in_pieces, kept_for, nested, twice_cut
-from weft.model.sharding.owners import Taken, own
+from weft.model.sharding.owners import Taken, assign_owners
 from weft.model.sharding.sharding import Move, Owners, Prices, Sharding, Shards, move_collectives
 from weft.plan.axis import RING, Axis, axis_of, nothing_to_cut
 from weft.plan.choice import AUTO
@@ -106,7 +106,7 @@ def propagate(
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
         chosen, placed = solve(problem)
-        taken = own(problem, chosen, cuts) if row.owns else Taken(chosen)
+        taken = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
         found.add(problem, taken, placed)
     return found.sharding(sizes)
 

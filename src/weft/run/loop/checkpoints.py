@@ -24,10 +24,10 @@ from weft.run.engine import Engine
 from weft.run.loop.cut import Cut, Whole
 from weft.run.loop.module import Divided, divided_of
 from weft.run.state import checkpoint
-from weft.run.state.checkpoint import Piece, whole
+from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.checkpoint.manifest import Manifest
 from weft.run.state.checkpoint.piece import DTYPES
-from weft.run.state.spans import pieces_at, whole_spans
+from weft.run.state.spans import full_spans, pieces_at
 from weft.run.uncaptured.replicated import replicated_pieces
 from weft.world import private
 from weft.world.current import current_world
@@ -161,7 +161,7 @@ class _State:
 
     def _pieces(self, name: str, slot: str, value: Tensor) -> list[Piece]:
         if not isinstance(value, Cut):
-            return [whole(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)]
+            return [full_piece(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)]
         of = value.whole
         at, holders = self.mesh.coordinates(self.world.rank), {group.ranks for group in of.groups}
         owner = all(place == 0 or self.mesh.group(self.world.rank, axis) in holders for axis, place in at.items())
@@ -218,7 +218,7 @@ class _State:
                 there = p.device if stored.shape or group.get("capturable") or group.get("fused") else torch.device("cpu")
                 plain = torch.empty(own, dtype=p.dtype if narrow else DTYPES[stored.dtype], device=there)
                 tensor = plain if of is None else Cut.of(plain, of)
-                spans = whole_spans(own) if of is None else of.spans
+                spans = full_spans(own) if of is None else of.spans
                 pieces = pieces_at(stored.name, "optimizer", tuple(stored.shape), spans, plain, stored.slot)
             found.append((p, pieces, tensor))
         return found
@@ -230,9 +230,9 @@ class _State:
     def streams(self) -> list[Piece]:
         """States of the loop's random numbers, which are alike on all ranks."""
         first, device = self.world.rank == 0, self.world.device
-        found = [whole("loop cpu", "random", torch.random.get_rng_state(), owner=first)]
+        found = [full_piece("loop cpu", "random", torch.random.get_rng_state(), owner=first)]
         if device.type == "cuda":
-            found.append(whole("loop cuda", "random", torch.cuda.get_rng_state(device), owner=first))
+            found.append(full_piece("loop cuda", "random", torch.cuda.get_rng_state(device), owner=first))
         return found
 
     def room_of_streams(self, manifest: Manifest) -> tuple[list[Piece], Callable[[Mapping[str, int]], None]]:
@@ -248,7 +248,7 @@ class _State:
             if self.divided is not None and draw:
                 self.divided.way.draw.seed, self.divided.way.draw.step = draw["seed"], draw["step"]
 
-        return [whole(name, "random", x) for name, x in found.items()], restore
+        return [full_piece(name, "random", x) for name, x in found.items()], restore
 
 
 def state_like(p: Tensor, shape: tuple[int, ...]) -> Whole | None:

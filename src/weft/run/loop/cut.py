@@ -22,7 +22,7 @@ from weft.lower.redistribute import redistribute
 from weft.plan.placement import D, R, Shard
 from weft.run.loop import combined, followed
 from weft.run.loop.followed import Cuts, Given, Made, Ranks, Verdict
-from weft.run.state.spans import Spans, block_of, cut_again, whole_spans
+from weft.run.state.spans import Spans, block_of, cut_again, full_spans
 from weft.world import private
 from weft.world.world import Group
 
@@ -50,7 +50,7 @@ class Whole:
     @cached_property
     def spans(self) -> Spans:
         """Where this rank's part lies."""
-        found = whole_spans(self.shape)
+        found = full_spans(self.shape)
         for form, group in self.cuts:
             found = cut_again(found, form, group.size, group.index)
         return found
@@ -183,7 +183,7 @@ def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks
         if x.requires_grad:
             x = redistribute(x, R, form, group)
         else:
-            x = block_of(x, cut_again(whole_spans(x.shape), form, group.size, group.index))
+            x = block_of(x, cut_again(full_spans(x.shape), form, group.size, group.index))
     for ranks in sums:
         x = redistribute(x, R, D, groups[ranks])
     return x

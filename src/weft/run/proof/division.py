@@ -24,10 +24,10 @@ from weft.plan.plan import Plan
 from weft.run.training_parts import Parts
 
 Share = tuple[float, int, int | None]  # size, into how many pieces it is cut, the one rank that has it
-Divided = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}
+Division = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}
 
 
-def divided(plan: Plan, parts: Parts) -> Divided:
+def division_of(plan: Plan, parts: Parts) -> Division:
     """The shares of every axis that has more than one rank, outermost first; all ranks find the same."""
     layout, graph = plan.layout, parts.graph
     shardings = parts.shardings or (parts.sharding,)
@@ -36,7 +36,7 @@ def divided(plan: Plan, parts: Parts) -> Divided:
     tensor = [name for name in sizes if axis_of(name).cuts_weights and not axis_of(name).cuts_channels]
     axes = {name: (name,) for name in sizes if name not in tensor or len(tensor) > 1} | {"tensor": tuple(tensor)}
     axes = {name: those for name, those in axes.items() if prod(sizes.get(a, 1) for a in those) > 1}
-    found: Divided = {}
+    found: Division = {}
     weighed = {op.name: operator_flops(op, graph.tensors) for op in graph.operators}
     if not any(weighed.values()):
         weighed = {op.name: float(operator_bytes(op, graph.tensors)) for op in graph.operators}
@@ -78,7 +78,7 @@ def divided(plan: Plan, parts: Parts) -> Divided:
     return found
 
 
-def warnings(plan: Plan, shares: Divided, cut_everything: bool = False) -> tuple[str, ...]:
+def warnings(plan: Plan, shares: Division, cut_everything: bool = False) -> tuple[str, ...]:
     """One sentence for every axis whose ranks all do the same, so that equality says nothing about it."""
     said = []
     layout = plan.layout

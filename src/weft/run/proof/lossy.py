@@ -81,7 +81,7 @@ class Lossy:
         for k in self._order:
             one = self._gradients.compressed[k]
             given = one.over.all_gather((self._gradients.before or {})[k][None])
-            arrived, emulated = one.whole.clone(), self._emulated[k].exchange(given.unbind())
+            arrived, emulated = one.flat.clone(), self._emulated[k].exchange(given.unbind())
             self._known[k] = {"arrived": arrived, "emulated": emulated, "summed": given.sum(0)}
             if one.sharded:
                 arrived, emulated = (x.view(one.over.size, -1)[one.over.index] for x in (arrived, emulated))
@@ -92,4 +92,4 @@ class Lossy:
     def show(self, which: Literal["arrived", "emulated", "summed"]) -> None:
         """Let the gradients be these."""
         for k, known in self._known.items():
-            self._gradients.compressed[k].whole.copy_(known[which])
+            self._gradients.compressed[k].flat.copy_(known[which])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from weft.plan.grid import AXES as GRID
-from weft.run.proof.division import Divided
+from weft.run.proof.division import Division
 
 _WORDS = {"input_gradients": "input gradients"}
 
@@ -34,7 +34,7 @@ class Verification:
     layout: str = ""
     steps: int = 0
     dtype: str = ""
-    divided: Divided = field(default_factory=dict)
+    divided: Division = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     layouts: tuple[Verification, ...] = ()
     whole_batch: dict[str, float] = field(default_factory=dict)

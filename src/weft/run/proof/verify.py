@@ -44,7 +44,7 @@ from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
-from weft.run.proof.division import divided, warnings
+from weft.run.proof.division import division_of, warnings
 from weft.run.proof.everywhere import distances, farthest
 from weft.run.proof.lossy import Lossy
 from weft.run.proof.serial import EPSILON, SCALE, Noise, Serial, Traits, Values
@@ -328,7 +328,7 @@ class _Run:
         if self.serial is None:
             return None
         plan, layout, seen = self.plan, self.plan.layout, self.seen
-        shares = divided(plan, self.engine.parts)
+        shares = division_of(plan, self.engine.parts)
         said = warnings(plan, shares, source is not None and source.prices == FREE_LINKS)
         return Verification(
             seen.first is None, seen.worst, seen.first, plan.replicated_operators, self.bound, memory,

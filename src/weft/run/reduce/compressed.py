@@ -109,19 +109,19 @@ class Compressed:
         return self._bucket.names[0]
 
     @property
-    def rests(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, Tensor]:
         """What was not sent yet: of this rank's gradients, and of the sums that it makes for the others."""
         found = {"rest": self._rest, "rest_of_sum": self._rest_of_sum}
         return {name: x for name, x in found.items() if x is not None}
 
     @property
-    def whole(self) -> Tensor:
+    def flat(self) -> Tensor:
         """Where its gradients lie."""
         return self._group.grad[self._bucket.start : self._bucket.stop]
 
     def start(self) -> None:
         """Send what the bucket holds."""
-        x, size = self.whole, self.over.size
+        x, size = self.flat, self.over.size
         if self._rest is not None:
             self._rest[: x.numel()].add_(x)
             x = self._rest
@@ -153,7 +153,7 @@ class Compressed:
         for message in self._wait():
             add(self._how, message, total)
         if self.sharded:
-            self.whole.view(self.over.size, -1)[self.over.index].copy_(total)
+            self.flat.view(self.over.size, -1)[self.over.index].copy_(total)
             return
         if self._rest_of_sum is not None:
             total = self._rest_of_sum.add_(total)
@@ -163,7 +163,7 @@ class Compressed:
         """Put what arrived into the bucket."""
         if self.sharded:
             return
-        arrived, whole = self._wait(), self.whole
+        arrived, whole = self._wait(), self.flat
         whole.zero_()
         if self._gathers:
             for message in arrived:

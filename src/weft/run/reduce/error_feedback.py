@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.plan.layout import Layout
 from weft.run.reduce.compressed import Compressed
-from weft.run.state.checkpoint.piece import Piece, whole
+from weft.run.state.checkpoint.piece import Piece, full_piece
 
 
 class Residuals:
@@ -22,7 +22,7 @@ class Residuals:
     def __init__(self, compressed: Iterable[Compressed], layout: Layout, rank: int) -> None:
         axes = f"data={layout.data} tensor={layout.grid or layout.tensor} pipeline={layout.pipeline}"
         self._name = f"{axes} zero={layout.zero} compress={layout.compress} rank={rank}"
-        self._found = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.rests.items()}
+        self._found = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.residuals.items()}
         self._step = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -34,8 +34,8 @@ class Residuals:
         if not self._found:
             return []
         self._step.fill_(step)
-        found = [whole(name, "rest", x, slot) for (name, slot), x in self._found.items()]
-        return [*found, whole(self._name, "rest", self._step, "step")]
+        found = [full_piece(name, "rest", x, slot) for (name, slot), x in self._found.items()]
+        return [*found, full_piece(self._name, "rest", self._step, "step")]
 
     def loaded(self, step: int) -> None:
         """After `pieces(-1)` were loaded from a checkpoint of `step` steps: forget what it had nothing for."""

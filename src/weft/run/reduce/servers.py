@@ -124,7 +124,7 @@ class Servers:
         whole = (self._groups[number].data if flat is None else flat)[start:stop]
         return whole.view(len(self._served.ranks), -1)[server]
 
-    def _own(self, at: int, flats: Sequence[Tensor]) -> Tensor:
+    def _owned_part(self, at: int, flats: Sequence[Tensor]) -> Tensor:
         """This server's part of the bucket at place `at`, in flat tensors of its parts."""
         number, bucket = self._buckets[at]
         _, first, length = self._served.masters[number].pieces()[self._starts[number].index(bucket.start)]
@@ -266,7 +266,7 @@ class Servers:
             for source, target in zip(flats, kept, strict=True):
                 target.copy_(source)
             flats = kept
-        sending = [(at, self._own(at, flats)) for at in range(len(self._buckets))]
+        sending = [(at, self._owned_part(at, flats)) for at in range(len(self._buckets))]
         if optimizer.spec.clip and self._mine == 0:
             sending.append((len(self._buckets) + 1, self._norms[version]))
         self._sent.append([lane.isend(x, rank, tag) for tag, x in sending for rank in self._others])
@@ -323,6 +323,6 @@ class Servers:
         for at, (number, start, stop) in enumerate(self._ranges()):
             for server in range(len(self._served.ranks)):
                 if server == self._mine:
-                    self._part(number, start, stop, server).copy_(self._own(at, flats))
+                    self._part(number, start, stop, server).copy_(self._owned_part(at, flats))
                 elif self._staleness:
                     self._part(number, start, stop, server).copy_(self._part(number, start, stop, server, self._staging[number]))

@@ -176,7 +176,7 @@ def _learned(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def _same(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def _unchanged(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.view_as(x) for x in tensors)
 
 
@@ -185,7 +185,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, weights: Gathered, unit: Unit, alone: bool, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.what = weights, unit, alone
         ctx.set_materialize_grads(False)
-        return _same(outputs)
+        return _unchanged(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -201,7 +201,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, weights: Gathered, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.what = weights, unit
         ctx.set_materialize_grads(False)
-        return _same(inputs)
+        return _unchanged(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.precision import PRECISIONS
-from weft.run.state.checkpoint.piece import Piece, whole
+from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.world.private import unscale
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, one.weights) for name, one in PRECISIONS.items()}  # of weights
@@ -80,7 +80,7 @@ class LossScale:
             return []
         self._at.fill_(step)
         state = {"factor": self._factor, "steps": self._steps, "skipped": self._skipped, "at": self._at}
-        return [whole("loss_scale", "scaling", x, slot, owner) for slot, x in state.items()]
+        return [full_piece("loss_scale", "scaling", x, slot, owner) for slot, x in state.items()]
 
     def loaded(self, step: int) -> None:
         """After `pieces(-1)` were loaded from a checkpoint of `step` steps: begin anew where it had none."""

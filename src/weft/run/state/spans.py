@@ -20,7 +20,7 @@ from weft.run.state.checkpoint.region import Box, Region
 Spans = tuple[tuple[Range, ...], ...]
 
 
-def whole_spans(shape: Sequence[int]) -> Spans:
+def full_spans(shape: Sequence[int]) -> Spans:
     """Of a block that is the whole tensor."""
     return tuple(((0, size),) for size in shape)
 
@@ -29,7 +29,7 @@ def cut_again(spans: Spans, form: Shard, n: int, index: int) -> Spans:
     """Of a block of which rank `index` of n has a part.
 
     >>> from weft.plan.placement import Shard, in_runs
-    >>> cut_again(whole_spans((6, 4)), in_runs(0, ((2, 2), (1, 1))), 2, 1), cut_again((((2, 6),),), Shard(0), 2, 1)
+    >>> cut_again(full_spans((6, 4)), in_runs(0, ((2, 2), (1, 1))), 2, 1), cut_again((((2, 6),),), Shard(0), 2, 1)
     ((((2, 4), (5, 6)), ((0, 4),)), (((4, 6),),))
     """
     (first, last), *others = spans[form.dim]

@@ -45,11 +45,11 @@ from weft.plan.plan import Plan, check_uncaptured
 from weft.run.build import Source, in_precision
 from weft.run.reduce.exchange import Exchange
 from weft.run.reduce.summing import choose_sums
-from weft.run.state.checkpoint import Piece, whole
+from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import LocalParameter, build_groups, place
 from weft.run.state.precision import products_of
-from weft.run.state.spans import whole_spans
+from weft.run.state.spans import full_spans
 from weft.run.training_parts import Parts, program_of
 from weft.run.uncaptured.trial import Output, outputs_of_parts, refuse_division
 from weft.world import private
@@ -81,7 +81,7 @@ def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, 
     sharding = _sharding_of(graph, layout.data)
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))
     local = LocalStage(module, tuple(v.value for v in graph.inputs), (), (), ("loss",), sharding.forms)
-    blocks = {b.name: (b, whole_spans(b.tensor.shape)) for b in graph.buffers}
+    blocks = {b.name: (b, full_spans(b.tensor.shape)) for b in graph.buffers}
     program = program_of(plan, (stage,), world)
     buffers = dict(model.named_buffers())
     return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, groups, buffers, blocks, {}, draw, saved=saved)
@@ -138,7 +138,7 @@ def _specs(model: nn.Module, ranks: tuple[int, ...], rank: int, decays: Callable
     """The model's parameters, whole on each of `ranks`; backward completes the last first."""
     return {
         name: LocalParameter(
-            name, tuple(p.shape), whole_spans(p.shape), p.dtype, p.requires_grad, ranks if p.requires_grad else (rank,),
+            name, tuple(p.shape), full_spans(p.shape), p.dtype, p.requires_grad, ranks if p.requires_grad else (rank,),
             rank == ranks[0], True, decays(tuple(p.shape)), (), -number,
         )
         for number, (name, p) in enumerate(model.named_parameters())
@@ -327,5 +327,5 @@ class ByItself:
 def replicated_pieces(model: nn.Module, world: World) -> list[Piece]:
     """Parameters and buffers that a state dict has of a model that is whole on every rank."""
     first, state = world.rank == 0, model.state_dict(keep_vars=True)
-    weights = [whole(name, "parameter", p.detach(), owner=first) for name, p in model.named_parameters()]
-    return weights + [whole(name, "buffer", b, owner=first) for name, b in model.named_buffers() if name in state]
+    weights = [full_piece(name, "parameter", p.detach(), owner=first) for name, p in model.named_parameters()]
+    return weights + [full_piece(name, "buffer", b, owner=first) for name, b in model.named_buffers() if name in state]

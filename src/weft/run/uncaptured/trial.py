@@ -271,7 +271,7 @@ class _Trial:
         """The loss; or a sum of the outputs that have gradients, and all of them."""
         if self.loss is not None:
             return self.loss(batch), {}
-        with _Own(self.model):
+        with _ForeignParameters(self.model):
             outputs = {path: x for path, x in leaves(called(self.model, batch)) if isinstance(x, Tensor)}
         if not outputs:
             raise ModelError("the model's output holds no tensor; it must return tensors")
@@ -301,7 +301,7 @@ class _Trial:
         return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
 
 
-class _Own(TorchFunctionMode):
+class _ForeignParameters(TorchFunctionMode):
     """A block in which parameters of others are found, whose gradients nobody would sum."""
 
     def __init__(self, model: nn.Module) -> None:

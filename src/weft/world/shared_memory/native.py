@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.world.shared_memory import segment
-from weft.world.shared_memory.timeouts import late, named
+from weft.world.shared_memory.timeouts import named, timeout_message
 
 CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20
@@ -257,7 +257,7 @@ class NativeChannel:
         if state == _LEFT:
             return RuntimeError(f"connection closed by {who}")
         if state == _TIMED_OUT:
-            return RuntimeError(late(self._timeout_s, self._ranks, self._pids, self.index, culprit))
+            return RuntimeError(timeout_message(self._timeout_s, self._ranks, self._pids, self.index, culprit))
         return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
 
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def late(timeout_s: float, ranks: Sequence[int], pids: Sequence[int], index: int, awaited: int) -> str:
+def timeout_message(timeout_s: float, ranks: Sequence[int], pids: Sequence[int], index: int, awaited: int) -> str:
     """Why member `index` gave up; `awaited`: the member that it waited for, -1 where that is not known, or `index` itself where all
     others waited for it.
 
     >>> import os
-    >>> late(2, [4, 5], [os.getpid(), os.getpid()], 1, 1)
+    >>> timeout_message(2, [4, 5], [os.getpid(), os.getpid()], 1, 1)
     'Timed out after 2 s: the other ranks waited for this one, and gave up'
     """
     if awaited == index:

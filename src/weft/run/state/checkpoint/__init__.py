@@ -2,13 +2,32 @@
 
 from weft.run.state.checkpoint.folder import Replaced, Saved, claim, committed
 from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_full, verify
-from weft.run.state.checkpoint.piece import Piece, whole
+from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.run.state.checkpoint.region import Box, Region
 from weft.run.state.checkpoint.save import save
 from weft.run.state.checkpoint.tensorfile import write_tensors
 from weft.run.state.checkpoint.together import Alone, Together, from_first
 
 __all__ = [
-    "Alone", "Box", "Piece", "Region", "Replaced", "Saved", "Together", "claim", "committed", "fill", "from_first", "inspect",
-    "latest_good", "load", "match", "opened", "read_full", "save", "verify", "whole", "write_tensors",
+    "Alone",
+    "Box",
+    "Piece",
+    "Region",
+    "Replaced",
+    "Saved",
+    "Together",
+    "claim",
+    "committed",
+    "fill",
+    "from_first",
+    "full_piece",
+    "inspect",
+    "latest_good",
+    "load",
+    "match",
+    "opened",
+    "read_full",
+    "save",
+    "verify",
+    "write_tensors",
 ]  # fmt: skip

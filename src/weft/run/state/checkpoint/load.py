@@ -19,7 +19,7 @@ from weft.errors import CheckpointError
 from weft.run.state.checkpoint import disk
 from weft.run.state.checkpoint.folder import Saved, Warn, committed, read_manifest
 from weft.run.state.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
-from weft.run.state.checkpoint.piece import DTYPES, KINDS, OPTIONAL, Piece, label, whole
+from weft.run.state.checkpoint.piece import DTYPES, KINDS, OPTIONAL, Piece, full_piece, label
 from weft.run.state.checkpoint.save import warn_python
 from weft.run.state.checkpoint.tensorfile import Reader
 from weft.run.state.checkpoint.together import Alone, Together, first_failed, from_first
@@ -233,6 +233,6 @@ def read_full(path: Path | str, kinds: Sequence[str] = ("parameter", "buffer")) 
     with Reader(path, manifest.files) as reader:
         for stored in manifest.tensors:
             if stored.kind in kinds:
-                piece = whole(stored.name, stored.kind, torch.empty(stored.shape, dtype=DTYPES[stored.dtype]), stored.slot)
+                piece = full_piece(stored.name, stored.kind, torch.empty(stored.shape, dtype=DTYPES[stored.dtype]), stored.slot)
                 _fill(reader, piece, stored)
                 yield piece.label, piece.tensor

@@ -86,10 +86,10 @@ def label(key: tuple[str, str, str]) -> str:
     return f"{name}:{slot}" if slot else name if kind in ("parameter", "buffer") else f"{kind} {name}"
 
 
-def whole(name: str, kind: Kind, tensor: Tensor, slot: str = "", owner: bool = True) -> Piece:
+def full_piece(name: str, kind: Kind, tensor: Tensor, slot: str = "", owner: bool = True) -> Piece:
     """A piece that is the whole tensor.
 
-    >>> whole("step", "scalar", torch.tensor(3)).global_shape
+    >>> full_piece("step", "scalar", torch.tensor(3)).global_shape
     ()
     """
     shape = tuple(tensor.shape)

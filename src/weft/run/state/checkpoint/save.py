@@ -65,11 +65,11 @@ def save(
             `Replaced` where another writer has taken over. Nothing visible is left, and what was there before is untouched.
 
     >>> import tempfile, torch
-    >>> from weft.run.state.checkpoint import load, whole
+    >>> from weft.run.state.checkpoint import load, full_piece
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(folder, 7, [whole("w", "parameter", torch.ones(2))], {"seed": 1})
+    ...     _ = save(folder, 7, [full_piece("w", "parameter", torch.ones(2))], {"seed": 1})
     ...     into = torch.zeros(2)
-    ...     load(folder, [whole("w", "parameter", into)]), into
+    ...     load(folder, [full_piece("w", "parameter", into)]), into
     ({'seed': 1, 'step': 7}, tensor([1., 1.]))
     """
     folder, together = Path(folder), together or Alone()

@@ -218,7 +218,7 @@ class PortableChannel:
             if (self._memory.left(blocked) or poll.poll(0)) and not (self.engine.progress() or work.done) and work.blocked == blocked:
                 raise self._memory.gone(blocked)  # who waits for this rank is told of that one
         if waited_s > self._timeout_s:
-            raise self._memory.late(blocked, self._timeout_s)
+            raise self._memory.timeout_error(blocked, self._timeout_s)
 
     def _begin(
         self, queue: deque[tuple[Steps, PortableWork]], make: Callable[[int], Steps], keep: object, wait: bool

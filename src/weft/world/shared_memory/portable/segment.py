@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from weft.world.shared_memory.timeouts import late, named
+from weft.world.shared_memory.timeouts import named, timeout_message
 
 CHUNK_BYTES = 1 << 20
 RING_BYTES = 4 << 20
@@ -99,9 +99,9 @@ class Memory:
         self.words[0] = -1 - index
         return self.broken()
 
-    def late(self, index: int, timeout_s: float) -> RuntimeError:
+    def timeout_error(self, index: int, timeout_s: float) -> RuntimeError:
         """`index` has not come in time; the error to raise."""
-        return RuntimeError(late(timeout_s, self._ranks, self._pids, self.index, index))
+        return RuntimeError(timeout_message(timeout_s, self._ranks, self._pids, self.index, index))
 
     def broken(self) -> RuntimeError:
         """Why the group is broken."""

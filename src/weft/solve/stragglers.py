@@ -1,7 +1,7 @@
 """Many steps of a plan whose replicas are late by chance, which the price of one step does not know. In: a pricer, a layout's price.
 
-Out: a timeline (`simulate/late`). In every step every rank is late by a part of a step, drawn from an exponential distribution, alike for
-every layout of as many ranks. Not modelled: pipelines and tensor ranks, with which updates do not come late.
+Out: a timeline (`simulate/stragglers`). In every step every rank is late by a part of a step, drawn from an exponential distribution, the
+same for every layout of as many ranks. Not modelled: pipelines and tensor ranks, with which updates do not come late.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from weft.cost.step import Pricer
 from weft.errors import UsageError
 from weft.plan.axis import DATA
 from weft.plan.timeline import Timeline
-from weft.simulate.late import Exchange, simulate_steps
+from weft.simulate.stragglers import Exchange, simulate_steps
 from weft.solve.timing import Priced
 
 
-def late_steps(pricer: Pricer, priced: Priced, steps: int, late: float, seed: int = 0) -> Timeline:
+def straggler_steps(pricer: Pricer, priced: Priced, steps: int, late: float, seed: int = 0) -> Timeline:
     """`steps` steps in which ranks are late by `late` of a step's compute in the mean.
 
     Raises:
