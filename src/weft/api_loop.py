@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
@@ -38,13 +39,24 @@ def any_cluster() -> Cluster:
 
 @overload
 def auto_parallelize(
-    model: Module, batch: Any, *, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
+    model: Module,
+    batch: Any,
+    *,
+    plan: Plan | Layout | str | None = None,
+    cluster: Cluster | str = "here",
+    world: World | None = None,
+    largest: Any = None,
 ) -> Module: ...
 
 
 @overload
 def auto_parallelize(
-    *, batch: Any, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
+    *,
+    batch: Any,
+    plan: Plan | Layout | str | None = None,
+    cluster: Cluster | str = "here",
+    world: World | None = None,
+    largest: Any = None,
 ) -> AbstractContextManager[None]: ...
 
 
@@ -55,12 +67,14 @@ def auto_parallelize(
     plan: Plan | Layout | str | None = None,
     cluster: Cluster | str = "here",
     world: World | None = None,
+    largest: Any = None,
 ) -> Any:
     """Divide the model that is built in the block, or one that is there: afterwards it holds this rank's part only.
 
     `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
     layout without a pipeline is chosen for all ranks, or `plan` says which ("data=2 zero=3"). Given a `model` that is there, it is
-    divided in place and returned; make its optimizer afterwards. In the block a model never takes memory for more than this rank's part.
+    divided in place and returned; make its optimizer afterwards. `largest`: a batch as large as any that the loop will have (the longest
+    sequences), for which the plan that is chosen has memory. In the block a model never takes memory for more than this rank's part.
 
     Raises:
         UsageError: no batch; ranks that were given different models.
@@ -86,7 +100,8 @@ def auto_parallelize(
         check_model_agrees(model, world)
         source = Traced(model, deferred)
         given = _arguments(model, batch)
-        chosen = _plan_without_pipeline(model, source, given, plan, cluster, world)
+        most = None if largest is None else _arguments(model, largest)
+        chosen = _plan_without_pipeline(model, source, (given, most), plan, cluster, world)
         divide(model, source, chosen, given, world)
         mesh = chosen.layout.mesh
         set_place(Place(mesh.group(world.rank, *sample_axes(mesh.inside)).index(world.rank), chosen.layout.data, world))
@@ -106,10 +121,12 @@ def _dividing(finish: Callable[[nn.Module, Deferred], None], world: World) -> It
 
 
 def _plan_without_pipeline(
-    model: nn.Module, source: Source, batch: Any, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
+    model: nn.Module, source: Source, batches: tuple[Any, Any], wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
 ) -> Plan:
+    """`batches`: one, and the largest or None."""
     if isinstance(wanted, Plan):
         return wanted
+    batch, largest = batches
     size = batch_size_of(batch)
     name = type(model).__name__
     try:
@@ -122,19 +139,31 @@ def _plan_without_pipeline(
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, any_cluster(), size, name, layout=layout)
-    return parse_plan(world.told(lambda: format_plan(_best_without_pipeline(graph, size, name, cluster, world.num_ranks))))
+    most = None if largest is None else Traced(model, source.deferred).capture(largest, None, batch_size_of(largest), outputs=True).graph
+    return parse_plan(world.told(lambda: format_plan(_best_without_pipeline(graph, size, name, cluster, world.num_ranks, most))))
 
 
-def _best_without_pipeline(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
-    """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO that fits. Raises Infeasible where none does."""
+def _best_without_pipeline(
+    graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int, largest: Graph | None = None
+) -> Plan:
+    """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO with which the batch fits, and the `largest`, whose
+    memory the plan then tells. Raises Infeasible where none does."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     found: list[Plan] = []
     refused: list[str] = []
+
+    def of(layout: Layout) -> Plan:
+        plan = search(graph, machines, size, name, layout=layout)
+        if largest is None or plan.prediction is None:
+            return plan
+        most = search(largest, machines, largest.batch_size, name, layout=layout).prediction
+        return plan if most is None else replace(plan, prediction=replace(plan.prediction, memory=most.memory))
+
     for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):
         data = num_ranks // tensor
         for zero in (0, 1, 2, 3) if data > 1 else (0,):
             try:
-                found.append(search(graph, machines, size, name, layout=Layout(data=data, tensor=tensor, zero=zero)))
+                found.append(of(Layout(data=data, tensor=tensor, zero=zero)))
                 break
             except Infeasible as error:
                 refused.append(str(error))

@@ -43,13 +43,18 @@ def packed(samples: int, seed: int) -> Batch:
     return {**batch, "labels": labels, "position_ids": at - second * ends[:, None], "attention_mask": mask[:, None]}
 
 
+def restarted(samples: int, seed: int) -> Batch:
+    """The same without a mask: the library sees by positions where sequences end."""
+    return {name: x for name, x in packed(samples, seed).items() if name != "attention_mask"}
+
+
 def padded(samples: int, length: int, seed: int) -> Batch:
     batch = some(samples, length, seed)
     mask = (torch.arange(length) < torch.arange(2, samples + 2)[:, None]).long()
     return {"input_ids": batch["input_ids"], "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-DATA = (some(4, 8, 0), some(4, 5, 1), padded(4, 6, 2), some(3, 8, 3), packed(4, 4), some(1, 8, 5))
+DATA = (some(4, 8, 0), some(4, 5, 1), padded(4, 6, 2), some(3, 8, 3), packed(4, 4), restarted(4, 6), some(1, 8, 5))
 
 
 def tuned(net: Any, data: Iterable[Batch]) -> list[float]:

@@ -17,6 +17,7 @@ import weft
 from weft.api_loop import _best_without_pipeline
 from weft.cluster.cluster import Cluster
 from weft.errors import UsageError
+from weft.model.graph import Graph
 from weft.run.build import Traced
 from weft.run.loop import pieces
 from weft.run.loop.cut import Cut
@@ -156,10 +157,20 @@ def test_weights_that_change_before_backward_are_found(ranks: Callable[..., list
         assert found.startswith("weights were changed after the model computed with ")
 
 
-def test_zero_is_chosen_where_replicas_do_not_fit() -> None:
+def test_zero_is_chosen_where_replicas_do_not_fit_with_the_largest_batch() -> None:
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(256, 256, 3, padding=1), nn.Tanh())]
     net = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), *layers)
-    graph = Traced(net, None).capture((torch.zeros(256, 3, 8, 8),), None, 256, outputs=True).graph
-    machine = Cluster.parse("1xcpu-2")
+
+    def graph_of(length: int) -> Graph:
+        return Traced(net, None).capture((torch.zeros(256, 3, 8, length),), None, 256, outputs=True).graph
+
+    graph, machine = graph_of(8), Cluster.parse("1xcpu-2")
     chosen = [_best_without_pipeline(graph, 256, "net", machine.limited(limit), 2).layout for limit in (4e8, 1.5e8)]
     assert [(one.data, one.zero) for one in chosen] == [(2, 0), (2, 1)]
+    roomy, largest = machine.limited(1.85e8), graph_of(12)
+    alone, both = (_best_without_pipeline(graph, 256, "net", roomy, 2, most) for most in (None, largest))
+    assert alone.layout.zero == 0
+    assert both.layout.zero > 0
+    assert alone.prediction is not None
+    assert both.prediction is not None
+    assert both.prediction.memory.activations > 1.4 * alone.prediction.memory.activations

@@ -259,10 +259,10 @@ def test_what_is_done_to_a_divided_model_is_done_or_refused(ranks: Callable[...,
         assert found["hook on the whole"] == 1
 
 
-def scaled(world: World) -> list[tuple[float, list[bool]]]:
+def scaled(world: World, layout: str) -> list[tuple[float, list[bool]]]:
     """A scaled loop whose second step overflows in one rank's part: the scale after each step, and what weights are as on one process."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of("tensor=2"), world=world):
+    with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
         net = pair(6, 6)
     torch.manual_seed(7)
     serial = pair(6, 6).double()
@@ -282,17 +282,18 @@ def scaled(world: World) -> list[tuple[float, list[bool]]]:
     return found
 
 
-def test_scaled_steps_are_skipped_by_all_ranks_or_none(ranks: Callable[..., list[Any]]) -> None:
-    for found in ranks(scaled, 2):
+@pytest.mark.parametrize("layout", ["tensor=2", "data=2 zero=2"])
+def test_scaled_steps_are_skipped_by_all_ranks_or_none(ranks: Callable[..., list[Any]], layout: str) -> None:
+    for found in ranks(scaled, 2, layout):
         assert [scale for scale, _ in found] == [4.0, 2.0, 2.0]
         assert all(all(weights) for _, weights in found)
 
 
-def autocasts(world: World) -> list[bool]:
+def autocasts(world: World, layout: str) -> list[bool]:
     """Whether what a divided model gives under the user's autocast is as on one process, and something else than without."""
     x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse("data=2"), "pair", "1xcpu-2", BATCH), world=world):
+    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse(layout), "pair", "1xcpu-2", BATCH), world=world):
         net = pair(6, 6)
     torch.manual_seed(7)
     serial = pair(6, 6)
@@ -307,8 +308,9 @@ def autocasts(world: World) -> list[bool]:
     ]
 
 
-def test_the_users_autocast_is_kept(ranks: Callable[..., list[Any]]) -> None:
-    assert ranks(autocasts, 2) == [[True] * 4] * 2
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
+def test_the_users_autocast_is_kept(ranks: Callable[..., list[Any]], layout: str) -> None:
+    assert ranks(autocasts, 2, layout) == [[True] * 4] * 2
 
 
 def loaders(world: World) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import weft
@@ -16,6 +18,39 @@ from weft.world.world import World
 
 transformers = pytest.importorskip("transformers")
 Batch = dict[str, torch.Tensor]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def images() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of 8, 8, 5 and 1."""
+    g = torch.Generator().manual_seed(0)
+    shapes = ((n, 2, 6, 6) for n in (8, 8, 5, 1))
+    return [(torch.randn(shape, generator=g, dtype=torch.float64), torch.randint(0, 3, shape[:1], generator=g)) for shape in shapes]
+
+
+def classified(net: nn.Module) -> list[float]:
+    """A loss between samples, which no mean over parts of them is, and what is right of all."""
+    opt, found = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
+    for x, y in images():
+        scores = net(x)
+        loss = F.cross_entropy(scores, y) + 0.1 * (scores @ scores.T).logsumexp(1).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        found.append(loss.item())
+        net.eval()
+        with torch.no_grad():
+            found.append(float((net(x).argmax(1) == y).double().mean()))
+        net.train()
+    return found
 
 
 def texts(count: int, seed: int) -> list[Batch]:
@@ -65,6 +100,16 @@ def script(model: Any, training: Iterable[Batch], validation: Iterable[Batch]) -
         found["tokens"].append(model.generate(prompt, max_new_tokens=3 + epoch, do_sample=False, pad_token_id=0).tolist())
     assert len(training) == 3  # type: ignore[arg-type]
     assert model.config.n_layer == 1
+    return found
+
+
+def whole_batches(world: World, layouts: list[str]) -> list[Any]:
+    """A loop without `weft.shard`: every rank calls the model with the whole batch, and computes the loss from all of its output."""
+    found = []
+    for layout in layouts:
+        torch.manual_seed(7)
+        net = weft.auto_parallelize(Normed().double(), images()[0], plan=f"{layout} precision=float64", world=world)
+        found.append((classified(net), weft.full_state_dict(net)))
     return found
 
 
@@ -120,3 +165,14 @@ def test_a_script_is_the_serial_script(ranks: Callable[..., list[Any]], folder: 
     results = ranks(divided, num_ranks, folder, LAYOUTS[num_ranks])
     for layout, found in zip(LAYOUTS[num_ranks], zip(*results, strict=True), strict=True):
         check(list(found), serial, layout)
+
+
+def test_a_loop_may_keep_its_whole_batches(ranks: Callable[..., list[Any]]) -> None:
+    torch.manual_seed(7)
+    net = Normed().double()
+    wanted = classified(net)
+    results = ranks(whole_batches, 2, ["data=2", "data=2 zero=2", "tensor=2"])
+    for told in zip(*results, strict=True):
+        assert all(losses == pytest.approx(wanted, rel=1e-9) for losses, _ in told)
+        for name, x in net.state_dict().items():
+            assert float((told[0][1][name] - x).abs().max()) <= 1e-9 * float(x.abs().max()), name

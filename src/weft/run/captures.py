@@ -46,7 +46,7 @@ from weft.world.world import World
 class Asked:
     """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
     the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's. `alike`:
-    every replica computes all samples, instead of its part."""
+    every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank."""
 
     modes: Modes
     batch: Any
@@ -55,6 +55,7 @@ class Asked:
     outputs: bool = False
     size: int = 0
     alike: bool = False
+    together: bool = False
 
 
 def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: World) -> Parts:
@@ -78,7 +79,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs else {}
+    rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs and not asked.together else {}
     where_samples = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
     late = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -32,6 +33,7 @@ from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
 from weft.run.loop.watched import Watched, call_hooks, recording
 from weft.run.loop.whole import with_whole_weights
+from weft.run.rank_agreement import digest
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
 from weft.run.sharded_state import full_state, narrowed, weights_of
@@ -40,6 +42,15 @@ from weft.run.state.precision import products_of
 from weft.run.training_parts import Parts
 from weft.world import private
 from weft.world.world import Group, World
+
+
+class Given(Enum):
+    """What ranks call a model with: each its part of the samples; all of them, which each computes; or all of them, of which each computes
+    its part, and returns all."""
+
+    PARTS = 0
+    ALIKE = 1
+    WHOLE = 2
 
 
 class NotReturned:
@@ -75,14 +86,14 @@ def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[s
 
 @dataclass(frozen=True)
 class Forward:
-    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name. `alike`: whether every replica computes
-    all samples; `part`: what this replica has of them, in parts of what each would have of equal shares."""
+    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name. `given`: which samples ranks are called
+    with; `part`: what this replica has of them, in parts of what each would have of equal shares."""
 
     parts: Parts
     plan: Plan
     world: World
     exchanged: Mapping[str, tuple[str, ...]]
-    alike: bool = False
+    given: Given = Given.PARTS
     part: float = 1.0
 
     def __call__(self, given: Mapping[str, Tensor]) -> Any:
@@ -93,8 +104,9 @@ class Forward:
             if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
                 tensors[value] = redistribute(tensors[value], R, D, group)
         at = layout.mesh.coordinates(self.world.rank)
+        but = () if self.given is Given.WHOLE else parts.sharding.sample_axes
         for value, x in tensors.items():
-            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=parts.sharding.sample_axes))
+            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=but))
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, group in self._summed_here:
             values[position] = redistribute(values[position], R, D, group)
@@ -150,7 +162,7 @@ class Forward:
         if not names:
             return saved, module
         assert isinstance(module, fx.GraphModule)
-        read = R if self.alike else D  # where every rank computes all samples, its gradient is whole
+        read = R if self.given is Given.ALIKE else D  # where every rank computes all samples, its gradient is whole
         pieces = {
             i: Pieces(names[v], parts.pieces[names[v]], read, self._group(DATA)) for i, v in enumerate(parts.only.variables) if v in names
         }
@@ -171,7 +183,7 @@ class Forward:
 
         The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
         """
-        data, sizes = 1 if self.alike else self.plan.layout.data, self.parts.sharding.sizes
+        data, sizes = 1 if self.given is Given.ALIKE else self.plan.layout.data, self.parts.sharding.sizes
         shares = {value: prod(sizes[axis] for axis in made & exchanged) / data for value, (made, exchanged) in self._axes.items()}
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
 
@@ -186,8 +198,8 @@ class Forward:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
 
 
-# The model's modes, the form of what it is called with, whether all replicas get the same, and the hooks that watch it.
-Call = tuple[Modes, Hashable, bool, Watched]
+# The model's modes, the form of what it is called with, which samples these are, and the hooks that watch it.
+Call = tuple[Modes, Hashable, Given, Watched]
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,7 @@ class Captures:
 
     def of(self, call: Call, called: Any, samples: int) -> Parts:
         """The parts of such a call of so many samples, captured when it is first made."""
-        first = call == (self.modes, self.form.key, False, ())
+        first = call == (self.modes, self.form.key, Given.PARTS, ())
         if first and samples == self.plan.batch_size:
             return self.parts
         base = self.parts if first else self.others.of(call, lambda: self._captured(call, called, samples))
@@ -232,7 +244,8 @@ class Captures:
         batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
         try:
             with self.original.back(), recording(self.source.model, call[3]):
-                asked = Asked(call[0], batch, outputs=True, size=samples, alike=call[2])
+                alone, together = call[2] is Given.ALIKE, call[2] is Given.WHOLE
+                asked = Asked(call[0], batch, outputs=True, size=samples, alike=alone, together=together)
                 return captured_in(asked, self.parts, self.plan, source, self.world)
         except ModelError as error:
             now = "trains" if call[0][0] else "evaluates"
@@ -288,9 +301,9 @@ class ByGraphs:
         elif self.captures.form.other_objects(form):
             with with_whole_weights(self.model, self.parts, plan.layout.mesh, world):
                 return type(self.model).forward(self.model, *args, **kwargs)
-        samples, alike = self._samples_of(called, form)
+        samples, given = self._samples_of(called, form)
         watched = self.unchanged.watched()
-        forward = self._forward_of((modes_of(self.model), form.key, alike, watched), samples, called)
+        forward = self._forward_of((modes_of(self.model), form.key, given, watched), samples, called)
         forward.parts.draw.step += 1
         output = forward(tensors_of(called))
         if watched:
@@ -303,27 +316,27 @@ class ByGraphs:
         """Whether ranks exchange anything while the model computes, as it was planned."""
         return Forward(self.parts, self.captures.plan, self.captures.world, {}).talks
 
-    def _samples_of(self, called: Any, form: BatchForm) -> tuple[int, bool]:
-        """Samples of what all ranks are called with, and whether each is called with all of them.
+    def _samples_of(self, called: Any, form: BatchForm) -> tuple[int, Given]:
+        """Samples of what all ranks are called with, and which of them each is called with.
 
         Raises:
             Infeasible: ranks are called with other parts than `weft.shard` gives, or with other forms; on all of them.
         """
-        have, known, places = batch_size_of(called), count_samples(called), self._places
-        n = max(places) + 1
+        have, known, places, layout = batch_size_of(called), count_samples(called), self._places, self.captures.plan.layout
+        n, given = max(places) + 1, Given.PARTS
         if self.captures.world.num_ranks > 1 and not known:
             # Where nothing is learnt and nothing exchanged, a rank may call it alone.
-            known = self._told(have, form) if torch.is_grad_enabled() or self.talks else have * n
+            known, given = self._told(called, have, form) if torch.is_grad_enabled() or self.talks else (have * n, given)
         if n == 1:
-            return have, False
-        if known == have and self.captures.plan.layout.expert == 1:
-            return have, True
-        if have != piece(known, n, places[self.captures.world.rank])[1]:
+            return have, Given.PARTS
+        if known == have and layout.expert == 1 and (given is Given.PARTS or have < n):
+            return have, Given.ALIKE
+        if given is Given.PARTS and have != piece(known, n, places[self.captures.world.rank])[1]:
             raise Infeasible(
-                f"the model was called with {have} of {known} samples, which {self.captures.plan.layout} divides otherwise; draw batches "
-                "through weft.shard(loader)"
+                f"the model was called with {have} of {known} samples, which {layout} divides otherwise; draw batches through "
+                "weft.shard(loader)"
             )
-        return known, False
+        return known, given
 
     @cached_property
     def _places(self) -> list[int]:
@@ -332,40 +345,38 @@ class ByGraphs:
         axes = sample_axes(mesh.inside)
         return [mesh.group(rank, *axes).index(rank) for rank in range(self.captures.world.num_ranks)]
 
-    def _told(self, have: int, form: BatchForm) -> int:
-        """Samples of all ranks, which tell each other how many they have and of what form: in one message of 16 bytes.
+    def _told(self, called: Any, have: int, form: BatchForm) -> tuple[int, Given]:
+        """Samples of all ranks, and whether each has all of them: ranks tell each other how many they have, of what form, and a number that
+        tells batches apart, in one message of 24 bytes.
 
         Raises:
             Infeasible: on all ranks, where they would wait for one another, or add what does not belong together.
         """
-        world, places = self.captures.world, self._places
-        told = torch.tensor([[have, form.number]], dtype=torch.int64, device=world.device)
-        counts, forms = world.everyone.all_gather(told, 0).T.tolist()
+        world, places, layout = self.captures.world, self._places, self.captures.plan.layout
+        mine = [have, form.number, int(digest(called), 16)]
+        counts, forms, digests = world.everyone.all_gather(torch.tensor([mine], dtype=torch.int64, device=world.device), 0).T.tolist()
         if len(set(forms)) > 1:
             raise Infeasible(
                 "ranks call the model with tensors of different shapes or kinds, and exchange values and gradients; draw batches through "
                 "weft.shard(loader), or pad them to one shape on all ranks"
             )
-        n, by_place, plan = max(places) + 1, dict(zip(places, counts, strict=True)), self.captures.plan
-        samples: int = sum(by_place.values())
-        if torch.is_grad_enabled() and samples > plan.batch_size:
-            raise Infeasible(
-                f"the model is divided for batches of {plan.batch_size} samples, and ranks call it with {samples}, {have} on rank "
-                f"{world.rank}; draw batches through weft.shard(loader), which gives each rank its part"
-            )
+        if len(set(digests)) == 1:
+            return have, Given.WHOLE
+        n = max(places) + 1
+        samples = sum(dict(zip(places, counts, strict=True)).values())
         if counts != [piece(samples, n, place)[1] for place in places]:
             raise Infeasible(
-                f"ranks call the model with {', '.join(map(str, counts))} samples, which {plan.layout} divides otherwise; "
-                "draw batches through weft.shard(loader), or give every rank as many"
+                f"ranks call the model with {', '.join(map(str, counts))} samples, which {layout} divides otherwise; draw batches through "
+                "weft.shard(loader), or give every rank as many"
             )
-        return samples
+        return samples, Given.PARTS
 
     def _forward_of(self, call: Call, samples: int, called: Any) -> Forward:
         def made() -> Forward:
             captures, n = self.captures, max(self._places) + 1
             parts = with_tensors(captures.of(call, called, samples), self.parts.parameters, self.parts.buffers)
             exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
-            part = 1.0 if call[2] else batch_size_of(called) * n / samples
+            part = batch_size_of(called) * n / samples if call[2] is Given.PARTS else 1.0
             return Forward(parts, captures.plan, captures.world, exchanged, call[2], part)
 
         return self.forwards.of((call, samples), made)
