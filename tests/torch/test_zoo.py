@@ -148,6 +148,16 @@ def test_an_lstm_has_the_parameters_of_the_closed_form(name: str) -> None:
     assert num_parameters(on_meta(name)) == 2 * c.vocabulary * c.hidden + c.vocabulary + c.layers * 4 * (2 * c.hidden**2 + 2 * c.hidden)
 
 
+def test_inception_modules_have_the_parameters_of_the_published_table() -> None:
+    """Szegedy et al. 2015, table 1, in units of 1,024; without biases, which batch norms have. Of 4a and 4c the table's own numbers of
+    filters make 367 and 498 in place of its 364 and 463."""
+    published = (159, 380, 367, 437, 498, 580, 840, 1072, 1388)
+    layers = on_meta("inception-v1").layers
+    for layer, thousand in zip(layers, published, strict=True):  # type: ignore[call-overload]
+        weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Conv2d))
+        assert weights / 1024 == pytest.approx(thousand, abs=1.0)
+
+
 def test_resnet_1k_has_1001_layers() -> None:
     convolutions = sum(isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) for m in on_meta("resnet-1k").modules())
     assert convolutions == 1 + 3 * 111  # a stem, and one 3x3 in each of 3 x 111 bottlenecks of three layers

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.zoo import bert, gpt, llama, lstm, moe, resnet, resnet_v2, t5, unet, vit, wide_resnet
+from weft.zoo import bert, gpt, inception, llama, lstm, moe, resnet, resnet_v2, t5, unet, vit, wide_resnet
 
 
 class Family(Protocol):
@@ -45,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "wide-resnet": cast(Family, wide_resnet),
     "resnet-v2": cast(Family, resnet_v2),
     "unet": cast(Family, unet),
+    "inception": cast(Family, inception),
 }
 
 
