@@ -51,6 +51,25 @@ def pipeline(case: Case, n: int) -> float:
     return (1 if n == 2 else WAYS) * between + WORD * model.tokens.weight.numel()  # type: ignore[union-attr, operator]
 
 
+def ring(case: Case, n: int) -> float:
+    """Keys and values passed on n-1 times forward and backward, and their gradients as often: 6 (n-1)/n B S H a layer (Liu et al. 2023,
+    with gradients that go home from the last); gradients of weights all-reduced, as for all ranks that share a sequence."""
+    _, _, between, layers = _gpt(case)
+    return 6 * (n - 1) / n * between * layers + data(case, n)
+
+
+def ulysses(case: Case, n: int) -> float:
+    """Queries, keys, values and results exchanged, of each of n pieces all but one n-th: 4 (n-1)/n^2 B S H a layer and way."""
+    _, _, between, layers = _gpt(case)
+    return WAYS * 4 * (n - 1) / n**2 * between * layers + data(case, n)
+
+
+def gather(case: Case, n: int) -> float:
+    """Keys and values gathered, their gradients scattered: 2 (n-1)/n B S H a layer and way."""
+    _, _, between, layers = _gpt(case)
+    return WAYS * 2 * (n - 1) / n * between * layers + data(case, n)
+
+
 def grid(case: Case, n: int) -> float:
     """2 x 2 ranks: outputs in halves summed over pairs forward, gradients of inputs backward (Agarwal et al. 1995; AxoNN)."""
     outputs = sum(ROWS * b / 2 for b in WIDTHS[1:])
@@ -106,5 +125,5 @@ def expert(case: Case, n: int) -> float:
 
 FORMULAS: dict[str, Callable[[Case, int], float]] = {
     "data": data, "zero=1": data, "zero=2": data, "zero=3": zero_3, "tensor": tensor, "sequence": tensor, "grid": grid,
-    "pipeline": pipeline, "spatial": spatial, "expert": expert,
+    "pipeline": pipeline, "spatial": spatial, "expert": expert, "ring": ring, "ulysses": ulysses, "gather": gather,
 }  # fmt: skip

@@ -61,6 +61,9 @@ CASES = [
     ("unet-tiny:base=16,image=64", "spatial=2x2"),
     ("unet-tiny:base=16,image=64", "data=2 spatial=2 zero=2"),
     ("resnet-18:base=16,image=96", "spatial=2 recompute=full"),
+    # Keys that are gathered, and what is on its way round.
+    ("gpt:layers=4,hidden=64,heads=4,sequence=512,vocabulary=64", "context=2 attention=gather"),
+    ("gpt:layers=4,hidden=64,heads=4,sequence=512,vocabulary=64", "context=3 attention=ring"),
     # Tied embeddings, larger than all layers: read by the first run and by the last.
     ("gpt:layers=2,hidden=256,heads=4,sequence=64,vocabulary=8192", "data=2 zero=3"),
 ]

@@ -15,7 +15,7 @@ from weft.lower.kernels import blocks as products
 from weft.lower.kernels import draws
 from weft.lower.kernels import ring as rings
 from weft.lower.kernels.randomness import Draw, Where
-from weft.lower.kernels.ring import Ring, reaches, ring_attention
+from weft.lower.kernels.ring import Ring, causal, reaches, ring_attention
 from weft.lower.kernels.sample_positions import Place
 from weft.plan.placement import pieces, zigzag
 from weft.world.group import Group
@@ -227,17 +227,39 @@ def test_keys_go_no_further_than_they_are_seen(ranks: list[Found]) -> None:
     assert [found["sent"]["all"] for found in ranks] == [6 * keys] * 3
 
 
+@pytest.mark.parametrize("lengths", [(13, 13), (13, 7), (7, 13)])
+def test_a_rank_with_all_keys_computes_what_its_queries_see(lengths: tuple[int, int]) -> None:
+    """Each of three ranks, without a mask where lengths are alike."""
+    case = Case(*lengths, causal=True, few=2)
+    *whole, seed = _whole(case, torch.float64)
+    asked = [x.requires_grad_() for x in whole]
+    want = _serial(case, whole[0], whole[1], whole[2], None)
+    total = [torch.zeros_like(x) for x in whole]
+    for mine in _ranges(case.queries, 3, True):
+        ring = causal(mine, case.keys)
+        assert lengths[0] != lengths[1] or all(part.first is None for part in ring.blocks[0][0])
+        q = _of(whole[0].detach(), mine).requires_grad_()
+        out = ring_attention(ring, q, whole[1], whole[2])
+        assert torch.allclose(out, _of(want, mine), atol=1e-12)
+        of_q, *found = torch.autograd.grad(out, (q, *asked[1:]), _of(seed, mine))
+        assert torch.allclose(of_q, _of(torch.autograd.grad(want, asked, seed, retain_graph=True)[0], mine), atol=1e-12)
+        for into, more in zip(total[1:], found, strict=True):
+            into += more
+    for into, one in zip(total[1:], torch.autograd.grad(want, asked, seed)[1:], strict=True):
+        assert torch.allclose(into, one, atol=1e-12)
+
+
 def test_how_far_keys_go() -> None:
     """Of causal attention in order to the last rank, in zig-zag order round to all."""
     order, both = (tuple(_ranges(16, 4, one)) for one in (False, True))
-    far = [reaches([[bool(p) for p in row] for row in Ring(None, at, at, True).parts]) for at in (order, both)]  # type: ignore[arg-type]
+    far = [reaches([[bool(p) for p in row] for row in Ring(None, at, at, True).parts]) for at in (order, both)]
     assert far == [(3, 2, 1, 0), (3, 3, 3, 3)]
 
 
 def test_zigzag_gives_all_ranks_as_much_to_do() -> None:
     """Of 64 positions on 4 ranks: as many scores each, and all masks are whole triangles, which fused kernels know."""
     at = _ranges(64, 4, True)
-    ring = Ring(None, at, at, True)  # type: ignore[arg-type]
+    ring = Ring(None, at, at, True)
     done = [
         sum(p.rows * (p.rows + 1) // 2 if p.causal else p.rows * p.columns for owner in mine for p in owner) for mine in ring.parts
     ]

@@ -36,6 +36,8 @@ def test_formulas_by_hand() -> None:
     assert FORMULAS["data"](TINY, 2) == size
     assert FORMULAS["data"](TINY, 4) == 1.5 * size
     assert FORMULAS["tensor"](TINY, 2) == (4 * 2 + 2) * between
+    for word, part in (("ring", 4.5), ("gather", 3.0), ("ulysses", 1.5)):
+        assert FORMULAS[word](TINY, 4) == 1.5 * size + 2 * part * between
     assert FORMULAS["pipeline"](TINY, 2) == between + 64 * 32 * 4
     images = Case("resnet-tiny:image=32", batch=1, sequence=3 * 32 * 32, microbatches=1)
     # Rows of C x W words. Of stride 2 (the pool and three convolutions) a row goes one way, its gradient back; of stride 1 both ways.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 import weft
+from weft.cost.network.network import FACTORS
 from weft.cost.step import Pricer
 from weft.model.dims.sequences import sequences
 from weft.model.sharding.propagate import propagate
 from weft.model.sharding.sharding import Prices
+from weft.ops import record_of
 from weft.plan.layout import Layout
 from weft.plan.placement import dual
 from weft.plan.plan import Plan
@@ -79,10 +81,25 @@ def test_a_long_sequence_gets_a_plan_with_context_by_itself() -> None:
     model = resolve("llama:sequence=131072")
     plan = weft.plan(model.make, model.batch(8), loss=model.loss, cluster="8xdgx-h100")
     assert plan.layout.context > 1, plan.layout
+    assert plan.layout.attention == "ring"
+    assert dict(plan.reasons)["attention"].startswith("attention=ring: the best priced plan with attention=auto takes")
     assert plan.prediction is not None
     other = priced("data=8 tensor=8 zero=3 recompute=full", "llama:sequence=131072").prediction
     assert other is not None
     assert plan.prediction.step_time_s < other.step_time_s
+
+
+def test_a_ring_hides_what_it_sends_and_keeps_no_gathered_keys() -> None:
+    """Of two layers over 131,072 positions, 16 ranks each: less time inside layers and less memory than with gathered keys; compute takes
+    longer by the merging of blocks."""
+    ring, gather = (priced(f"data=4 context=16 zero=1 microbatches=2 attention={word}").prediction for word in ("ring", "gather"))
+    assert ring is not None
+    assert gather is not None
+    inside, compute = ([dict(one.parts)[key] for one in (ring, gather)] for key in ("tensor", "compute"))
+    assert inside[0] < 0.1 * inside[1]
+    assert compute[1] < compute[0] < 1.05 * compute[1]
+    keys = 2 * 2 * 131072 * 1024 * 2  # bytes of keys and values of two layers in bfloat16, of which a rank has a sixteenth
+    assert gather.memory.activations - ring.memory.activations == pytest.approx(keys * 15 / 16, rel=0.05)
 
 
 def test_prices_do_not_follow_from_what_was_priced_before(source: Source) -> None:
@@ -94,3 +111,23 @@ def test_prices_do_not_follow_from_what_was_priced_before(source: Source) -> Non
     together = [price(one, layout).prediction.step_time_s for layout in ways]
     assert together[0] != together[1]
     assert together == [price(Pricer(graph, cluster, 64), layout).prediction.step_time_s for layout in ways]
+
+
+KEYS = 2.0 * 4 * 32 * 64 * 4  # bytes of keys and values of a layer of gpt-tiny: 4 samples, 32 positions, 64 features
+SHARES = {"ring": 3 / 4, "gather": 3 / 4, "ulysses": 2 * 3 / 16}  # of those that a rank sends forward
+
+
+@pytest.mark.parametrize("word", SHARES)
+def test_what_attention_sends_is_counted_as_the_formula_says(word: str) -> None:
+    """Of 4 ranks: keys and values passed round or gathered, 3/4 of them; queries, keys, values and results exchanged, 3/16 of each. Passed
+    round they go backward too, with gradients as large; a narrow value's gradient is as wide as without."""
+    model = resolve("gpt-tiny")
+    graph = Source.of(model.make).capture(model.batch(4), model.loss, 4).graph
+    pricer, layout = Pricer(graph, weft.Cluster.parse("2xcpu-2"), 4), Layout.parse(f"context=4 attention={word}")
+    parts, moved = pricer.parts(layout), pricer.moved_bytes(layout)
+    sent = [
+        sum(FACTORS[parts.collectives[j].name][0](4) * moved[j] for j in way[1] if parts.collectives[j].axis == "context")
+        for way in (parts.forward, parts.backward)
+    ]
+    layers = sum(record_of(op).kind == "attention" for op in graph.operators)
+    assert sent == pytest.approx([SHARES[word] * KEYS * layers * times for times in (1, 2 if word == "ring" else 1)])

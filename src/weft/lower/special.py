@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from weft.capture.functions import check_cut
 from weft.lower.call import Call
-from weft.lower.kernels.attention import causal, seen
+from weft.lower.kernels.attention import seen
 from weft.lower.kernels.experts import from_ranks, product, to_ranks
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
@@ -25,7 +25,7 @@ from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import attention, drawn, dropout
 from weft.lower.kernels.recurrent import cell, layers
-from weft.lower.kernels.ring import Ring, ring_attention
+from weft.lower.kernels.ring import Ring, causal, ring_attention
 from weft.lower.kernels.running import running_sum
 from weft.lower.kernels.statistics import group_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding, nll
@@ -94,8 +94,7 @@ def _attention(call: Call) -> fx.Node | None:
         mask, hides = (mask, hides) if at is None else (call.add(bind(seen, at), q, k), False)
         return call.add(bind(attention, drawing=(low.draw, call.where())), q, k, v, mask, p, hides, call.kwargs.get("scale"))
     if at is not None:
-        named = {key: value for key, value in call.kwargs.items() if key in ("scale", "enable_gqa")}
-        return call.emit(bind(causal, target, at), args[:3], named)
+        return call.emit(bind(ring_attention, causal(at, call.read(1).shape[-2], call.kwargs.get("scale"))), args[:3])
     return call.emit(target, args, call.kwargs) if low.device.type == "cpu" else None
 
 

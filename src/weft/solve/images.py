@@ -1,5 +1,5 @@
-"""In which ways an image or a sequence may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's key
-`spatial`, numbers for `context`.
+"""In which ways an image or a sequence may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's keys
+`spatial` and `attention`, numbers for `context`.
 
 Searched where images are large: of small ones halos are as large as pieces, and samples or layers divide the work. Each way has as many
 ranks as a power of two; of an image of two or three dimensions also the one whose pieces have the shortest borders.
@@ -13,6 +13,9 @@ from weft.cluster.cluster import Cluster
 from weft.model.dims.sequences import sequences
 from weft.model.graph import Graph
 from weft.ops import record_of
+from weft.ops.rule import QUERIES
+from weft.plan.axis import RING
+from weft.plan.choice import AUTO
 
 LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512
 LEAST = 32  # entries of a dimension of each piece
@@ -49,6 +52,12 @@ def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
     longest = max((run.size for run in sequences(graph, graph.rules).values()), default=0)
     most = min(longest // FEWEST, cluster.num_devices, MOST) if longest >= LONG else 1
     return tuple(1 << i for i in range(1, most.bit_length()))
+
+
+def attention_ways(graph: Graph) -> tuple[str, ...]:
+    """Words for `attention` that a search tells apart: by what moves fewer bytes, or round; the latter where attention is one operator."""
+    fused = any(rule is not None and QUERIES in rule.kernels.values() for rule in graph.rules.values())
+    return (AUTO, RING) if fused else (AUTO,)
 
 
 def _grid(shape: tuple[int, ...], ranks: int) -> str | None:

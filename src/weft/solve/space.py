@@ -27,6 +27,7 @@ from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, DATA, PIPELINE, parse_spatial, spatial_ranks
 from weft.plan.beside import COMPILE_WITH
+from weft.plan.choice import AUTO
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid, parse_grid
@@ -201,7 +202,8 @@ class Space:
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
     so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the model's layers
-    that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`).
+    that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`);
+    `attention`: how these attend to one another's positions, where that differs.
     `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
     """
 
@@ -216,6 +218,7 @@ class Space:
     num_blocks: int = 1
     images: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
+    attention: tuple[str, ...] = (AUTO,)
     branches: tuple[int, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
@@ -335,7 +338,8 @@ class Space:
             for data, tensor, pipeline in self._of_samples(ranks // sharing):
                 # Ranks that share an image have no use for one another's features, unless somebody asks for both.
                 if spatial == "1" or tensor == 1 or self.asked("tensor", tensor):
-                    yield Layout(data, tensor, pipeline, context=context, attention=self._attention, spatial=spatial, channel=channel)
+                    for word in self._attention(context):
+                        yield Layout(data, tensor, pipeline, context=context, attention=word, spatial=spatial, channel=channel)
 
     def _sharing(self) -> Iterator[tuple[int, str]]:
         """Ranks that share a sequence, and ways in which ranks share an image: long sequences and large images, and what is asked for."""
@@ -345,9 +349,13 @@ class Space:
                 if self.admits("context", context) and self.admits("spatial", spatial) and (context == 1 or spatial == "1"):
                     yield context, spatial
 
-    @property
-    def _attention(self) -> str:
-        return next(word for word in ATTENTION if self.admits("attention", word))
+    def _attention(self, context: int) -> tuple[str, ...]:
+        """How ranks that share a sequence attend to one another's positions."""
+        if context == 1:
+            return (AUTO,)
+        return tuple(word for word in self.attention if self.admits("attention", word)) or tuple(
+            word for word in ATTENTION if self.admits("attention", word)
+        )[:1]
 
     def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):

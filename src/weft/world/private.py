@@ -242,7 +242,7 @@ def attention_backward(
     grad: Tensor, read: tuple[Tensor, Tensor, Tensor], out: Tensor, total: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values (`read`), of rows of which `out` and `total` may be those over more keys than these."""
-    grad, q, k, v, out, total = (x.contiguous() for x in (grad, *read, out, total))
+    q, k, v = read
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         of_q, of_k, of_v = kernel(grad, q, k, v, out, total, 0.0, causal, attn_mask=mask, scale=scale)

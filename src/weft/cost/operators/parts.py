@@ -372,10 +372,9 @@ def _inside(
     whole = is_full(lies)
     tensors = inventory.graph.tensors
     for value in rounds(inventory, sharding, op).get(axis, ()):  # both ways, and its gradient, which is float32
+        size = tensors[value].size_bytes / pieces(sharding, value, axis)
         forward.append((i, moved(ROUND, value, axis)))
-        if out in inventory.grads:
-            of_value = moved(ROUND, value, axis, tensors[value].size_bytes / pieces(sharding, value, axis), by_row=True)
-            backward += [(i, moved(ROUND, value, axis)), (i, of_value)]
+        backward += [(i, moved(ROUND, value, axis)), (i, moved(ROUND, value, axis, size, by_row=True))] * (out in inventory.grads)
     if cut(sharding, op.name, axis) and in_units(sharding, op):
         steps, state = gathered_steps(op, tensors)
         forward += [(i, moved("all_gather", out, axis, state, by_row=True))] * steps

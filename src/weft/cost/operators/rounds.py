@@ -40,7 +40,11 @@ def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tup
 
 
 def on_the_way(inventory: Inventory, sharding: Sharding | None, op: Operator) -> float:
-    """Bytes of one block of keys and values that is here and one on its way, and of their gradients, which are float32."""
-    tensors, found = inventory.graph.tensors, rounds(inventory, sharding, op)
-    each = 2.0 + 2.0 * (WIDE if inventory.kernels.is_half else 1.0)
-    return sum(each * tensors[v].size_bytes / pieces(sharding, v) for v in {v for values in found.values() for v in values})
+    """Bytes of a block of keys and values that is here and of one on its way, and in float32 of gradients: of this rank's own block and of
+    the one that is here; of more than two ranks also of what comes from those before and of what goes on."""
+    tensors, found = inventory.graph.tensors, 0.0
+    for axis, values in rounds(inventory, sharding, op).items():
+        assert sharding is not None
+        wide = (WIDE if inventory.kernels.is_half else 1.0) * (2 if sharding.sizes[axis] == 2 else 4)
+        found += sum((2 + wide) * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
+    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +46,24 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """`queries` and `keys`: the positions that each rank has of them. `drawing`: what is dropped, where anything is."""
+    """`queries` and `keys`: the positions that each rank has of them; without a `group`, this rank alone, with all keys. `drawing`: what is
+    dropped, where anything is."""
 
-    group: Group
+    group: Group | None
     queries: tuple[Ranges, ...]
     keys: tuple[Ranges, ...]
     causal: bool
     scale: float | None = None
     p: float = 0.0
     drawing: tuple[Draw, Where] | None = None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def index(self) -> int:
+        return 0 if self.group is None else self.group.index
 
     @cached_property
     def blocks(self) -> tuple[tuple[tuple[Part, ...], ...], ...]:
@@ -128,10 +138,12 @@ class Trip(NamedTuple):
 
 def planned(ring: Ring, mask: Tensor | None) -> Trip:
     """Without a mask what positions say; with one, what it lets through, of which all ranks tell one another."""
-    mine = ring.parts[ring.group.index]
+    mine = ring.parts[ring.index]
     if mask is None:
-        parts = mine if ring.drawing is not None else ring.blocks[ring.group.index]
+        parts = mine if ring.drawing is not None else ring.blocks[ring.index]
         return Trip(parts, reaches([[bool(parts) for parts in row] for row in ring.parts]))
+    if ring.group is None:
+        return Trip(mine, (0,))
     lets = [[bool(_lets(_of_mask(part, mask)).any()) for part in parts] for parts in mine]
     needed = torch.tensor([[any(row) for row in lets]], dtype=torch.uint8, device=ring.group.device)
     kept = tuple(tuple(part for part, let in zip(parts, row, strict=True) if let) for parts, row in zip(mine, lets, strict=True))
@@ -155,12 +167,12 @@ class _Round:
         self.step, self.here, self.coming = 0, (k, v), k.new_empty(0)
         self.flat: Tensor | None = None  # what is here, as one message
         self.works: list[Work] = []
-        group = ring.group
-        group.connect_pairs([(i, (i + 1) % group.size) for i in range(group.size)])
+        if ring.group is not None:
+            ring.group.connect_pairs([(i, (i + 1) % ring.size) for i in range(ring.size)])
 
     @property
     def owner(self) -> int:
-        return (self.ring.group.index - self.step) % self.ring.group.size
+        return (self.ring.index - self.step) % self.ring.size
 
     @property
     def there(self) -> bool:
@@ -170,6 +182,7 @@ class _Round:
     def send(self) -> None:
         """Start to pass on what is here, which may still be read, and to receive the next."""
         group, owner = self.ring.group, self.owner
+        assert group is not None
         before, after, following = (group.index - 1) % group.size, (group.index + 1) % group.size, (owner - 1) % group.size
         self.works = []
         if self.step < self.trip.reach[following]:
@@ -205,11 +218,11 @@ class _Gradients:
     def __init__(self, ring: Ring, trip: Trip, k: Tensor, v: Tensor) -> None:
         self.ring, self.trip, self.like = ring, trip, (k, v)
         self.wide = torch.float64 if k.dtype is torch.float64 else torch.float32
-        self.sent: list[tuple[Work, Tensor]] = []
+        self.sent: list[tuple[Work, Tensor]] = []  # home, where nobody waits for it before all else is done
+        self.passed: tuple[Work, Tensor] | None = None
         self.before: tuple[Work, Tensor] | None = None
-        group, n = ring.group, ring.group.size
-        homes = [((owner + reach) % n, owner) for owner, reach in enumerate(trip.reach) if reach]
-        group.connect_pairs(homes)
+        if ring.group is not None:
+            ring.group.connect_pairs(((owner + reach) % ring.size, owner) for owner, reach in enumerate(trip.reach) if reach)
 
     def empty(self, owner: int) -> Tensor:
         length = self.ring.length(owner)
@@ -218,30 +231,46 @@ class _Gradients:
     def expect(self, step: int, owner: int) -> None:
         """Begin to receive what those before have added up of an owner's keys, which are here in `step`."""
         self.before = None
-        if 2 <= step <= self.trip.reach[owner]:
-            into = torch.empty_like(self.empty(owner))
-            self.before = self.ring.group.irecv(into, (self.ring.group.index - 1) % self.ring.group.size, GRADIENTS), into
+        if self.ring.group is not None and 2 <= step <= self.trip.reach[owner]:
+            into = self.empty(owner)
+            self.before = self.ring.group.irecv(into, (self.ring.index - 1) % self.ring.size, GRADIENTS), into
 
     def pass_on(self, step: int, owner: int, mine: Tensor) -> None:
         """Add what this rank has found, and send it on, or home."""
         group, reach = self.ring.group, self.trip.reach[owner]
+        assert group is not None
         if self.before is not None:
             self.before[0].wait()
             mine += self.before[1]
-        to, tag = ((group.index + 1) % group.size, GRADIENTS) if step < reach else (owner, HOME)
-        self.sent.append((group.isend(mine, to, tag), mine))
+        if self.passed is not None:
+            self.passed[0].wait()
+            self.passed = None
+        if step < reach:
+            self.passed = group.isend(mine, (group.index + 1) % group.size, GRADIENTS), mine
+        else:
+            self.sent.append((group.isend(mine, owner, HOME), mine))
 
     def home(self, mine: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's own keys' and values', with what it found itself."""
-        group, reach = self.ring.group, self.trip.reach[self.ring.group.index]
-        if reach:
+        group, reach = self.ring.group, self.trip.reach[self.ring.index]
+        if group is not None and reach:
             into = torch.empty_like(mine)
             group.irecv(into, (group.index + reach) % group.size, HOME).wait()
             mine += into
-        for work, _ in self.sent:
+        for work, _ in (*self.sent, *([self.passed] if self.passed is not None else [])):
             work.wait()
-        of_k, of_v = _unpacked(mine, self.like, self.ring.length(group.index))
+        of_k, of_v = _unpacked(mine, self.like, self.ring.length(self.ring.index))
         return of_k.to(self.like[0].dtype), of_v.to(self.like[1].dtype)
+
+
+def causal(at: Ranges, keys: int, scale: float | None = None) -> Ring:
+    """Causal attention of queries at these positions to so many keys, all of them here: blocks without a mask, which fused kernels know.
+
+    >>> [(p.rows, p.columns, p.causal) for p in causal(((0, 2), (6, 8)), 8).blocks[0][0]]
+    [(2, 2, True), (2, 6, False), (2, 2, True)]
+    """
+    borders = sorted({0, keys, *(border for both in at for border in both if border < keys)})
+    return Ring(None, (at,), (tuple(pairwise(borders)),), True, scale)
 
 
 def ring_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -286,8 +315,8 @@ class _Ring(torch.autograd.Function):
             dropping = Dropping(draw.key(where.number), draw.box(where.place), ring.p)
         reads = _Reads(ring, q, mask, dropping)
         rows, going = Rows(q, v.shape[-1]), _Round(ring, trip, k, v)
-        while going.step < ring.group.size:
-            last = going.step == ring.group.size - 1
+        while going.step < ring.size:
+            last = going.step == ring.size - 1
             if not last:
                 going.send()
             for part in trip.parts[going.owner]:
@@ -307,10 +336,10 @@ class _Ring(torch.autograd.Function):
         ring, trip, dropping = ctx.rest
         reads, seen = _Reads(ring, q, mask, dropping), Seen(out, grad, top, total)
         coming, homing = _Round(ring, trip, k, v), _Gradients(ring, trip, k, v)
-        of_q, own = torch.zeros_like(q, dtype=homing.wide), homing.empty(ring.group.index)
+        of_q, own = torch.zeros_like(q, dtype=homing.wide), homing.empty(ring.index)
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
-        for step in range(ring.group.size):
-            owner, last = coming.owner, step == ring.group.size - 1
+        for step in range(ring.size):
+            owner, last = coming.owner, step == ring.size - 1
             homing.expect(step, owner)
             if not last:
                 coming.send()
