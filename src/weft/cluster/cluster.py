@@ -13,6 +13,7 @@ from math import log, prod
 
 from weft.cluster.kind import KINDS, Kind
 from weft.errors import ConfigError, Infeasible
+from weft.plan.precision import PRECISIONS as LAYOUTS
 
 START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
 SCORES = "scores."  # with a precision behind it
@@ -76,13 +77,14 @@ class Device:
             )
 
     def peak(self, precision: str) -> float:
-        """FLOP/s at `precision`; of float16 on a processor that was not measured in it those of float32.
+        """FLOP/s at `precision`; on a processor that was not measured in it those of what it computes in there.
 
         Raises:
             Infeasible: the device does not have it.
         """
         peaks = dict(self.peak_flops)
-        found = peaks.get(precision, peaks.get("float32") if KINDS[self.kind].float16_as_float32 and precision == "float16" else None)
+        elsewhere = KINDS[self.kind].computes_elsewhere and precision in LAYOUTS
+        found = peaks.get(precision, peaks.get(LAYOUTS[precision].elsewhere) if elsewhere else None)
         if found is None:
             have = ", ".join(name for name, _ in self.peak_flops)
             raise Infeasible(f"precision={precision}: {self.name} has no {precision} matrix products; use one of {have}")

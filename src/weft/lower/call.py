@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from weft.lower.kernels.halo import Part, windowed
 from weft.lower.kernels.randomness import Where
 from weft.lower.kernels.sample_positions import Place
+from weft.lower.kernels.scaled import fits, scaled_linear
 from weft.lower.kernels.statistics import Parts
 from weft.lower.lowering import Lowering, Nodes, bind, operator_of
 from weft.model.batch.drawn import drawn_shape
@@ -86,6 +87,8 @@ class Call:
     def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A call of the operator, or of what stands for it, under the autocast that it was traced with."""
         op, low = self.op, self.low
+        if low.precision.linears and self.record.product == "linear":
+            target = self._scaled(target)
         if low.device.type == "cpu" and not op.autocast and is_product(op, low.graph.tensors, low.sharding):
             return self._product(*args[:3])
         device, _, dtype = op.autocast.partition(":")
@@ -97,6 +100,18 @@ class Call:
             called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
             return self.nodes.add(called, tuple(args), kwargs)
         return self.nodes.add(within, (target, *args), kwargs)
+
+    def _scaled(self, target: Callable[..., Any]) -> Callable[..., Any]:
+        """A linear layer with operands of 8 bits, where it has sides for them; scales agree over the ranks that cut a row."""
+        weight = self.low.graph.tensors[self.op.inputs[1]]
+        if not fits(weight.shape):
+            return target
+        labels = self.rule.inputs[1] or ()
+        outputs = [axis for axis, label in self.cut.items() if labels and label == labels[0]]
+        over = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
+        made = bind(scaled_linear, *over)
+        made.__name__ = made.__qualname__ = "linear"
+        return made
 
     def _product(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         """A convolution whose windows are single elements, as one product over all samples and places."""

@@ -24,6 +24,7 @@ from weft.model.storage.autocast import autocast
 from weft.ops import draws
 from weft.plan.axis import axis_of
 from weft.plan.placement import D, Placement, R, crossing, shard
+from weft.plan.precision import PRECISIONS, Precision
 from weft.world.world import Group
 
 Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -43,8 +44,8 @@ class Lowering:
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
     their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
     that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `local_statistics`:
-    axes along which each rank's statistics of batch norm are of its own samples. `products`: dtype that autocast makes of products'
-    operands; empty where nothing is cast. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
+    axes along which each rank's statistics of batch norm are of its own samples. `precision`: how products are computed,
+    which autocast casts where it says so. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
     over which this graph leaves summands."""
 
     graph: Graph
@@ -59,7 +60,7 @@ class Lowering:
     late: frozenset[str] = frozenset()
     arrival: Arrival = field(default_factory=Arrival)
     local_statistics: tuple[str, ...] = ()
-    products: str = ""
+    precision: Precision = PRECISIONS["float32"]
     entering: Mapping[str, Entering] = field(default_factory=dict)
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
@@ -101,12 +102,12 @@ class Lowering:
 
     def dtype(self, value: str) -> torch.dtype:
         """Of a value as the run has it."""
-        return getattr(torch, self.products if value in self._narrow else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
+        return getattr(torch, self.precision.products if value in self._narrow else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
 
     @cached_property
     def _narrow(self) -> frozenset[str]:
         """Values that autocast makes narrow. On GPUs its lists are others, and what is not known to be narrow goes as it was traced."""
-        made = autocast(self.graph).tensors if self.products and self.device.type == "cpu" else {}
+        made = autocast(self.graph).tensors if self.precision.products and self.device.type == "cpu" else {}
         return frozenset(value for value, t in made.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property

@@ -51,10 +51,6 @@ OTHER_NAMES = {
     "ep": "expert", "cp": "context", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches",
     "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
-# Named in the interface, not built yet: refused by name, never ignored.
-LATER_CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("float8",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,8 +469,8 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact", "auto", "branch", "off"))
-    'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off"))
+    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, float16, float8, float64'
     """
     return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")
 
@@ -488,5 +484,4 @@ def refuse_word(key: str, word: str) -> str:
     value, known = kind_of(key, word), CHOICES[key]
     if value in known:
         return ""
-    later = value in LATER_CHOICES.get(key, ())
-    return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
+    return f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}"

@@ -8,6 +8,7 @@ from weft.errors import Infeasible
 from weft.plan.choice import AUTO, Choices
 from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, sizes_of_plan
+from weft.plan.precision import PRECISIONS
 from weft.plan.shown import html
 from weft.units import format_seconds
 
@@ -124,6 +125,7 @@ def check_uncaptured(layout: Layout, why: str) -> None:
         f"{unknown}; use zero=2": layout.zero > 2,
         f"{unknown}; leave batch_norm out": layout.batch_norm != "exact",
         f"{unknown}; leave compile out": layout.compile != "off",
+        f"{unknown}; use precision=bfloat16": bool(PRECISIONS[layout.precision].linears),
     }
     for remedy, is_so in refused.items():
         if is_so:

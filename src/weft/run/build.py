@@ -242,7 +242,7 @@ def build(
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
-    own, narrow = layout.local_statistics, PRECISIONS[layout.precision].products
+    own, narrow = layout.local_statistics, PRECISIONS[layout.precision]
     lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own, narrow)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     known = Sized(normal, lowered, {}, shardings, sharding)

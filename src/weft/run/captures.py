@@ -85,9 +85,10 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
     shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
-    own, narrow = plan.layout.local_statistics, PRECISIONS[plan.layout.precision].products
+    own, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
     lowering = Lowering(
-        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, late, parts.arrival, own, narrow, entering
+        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, late, parts.arrival, own, precision,
+        entering,
     )
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype, known = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)

@@ -47,7 +47,7 @@ from weft.run.state.checkpoint import Piece
 from weft.run.state.fingerprints import Diverged, Fingerprints
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
-from weft.run.state.precision import FIRST, LossScale
+from weft.run.state.precision import FIRST, LossScale, set_products
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.result import StepResult, mean_of
@@ -88,6 +88,7 @@ class Engine:
             OutOfMemory: parameters, gradients and optimizer alone exceed the memory of `device`; in a step, whatever does.
         """
         self.plan, self.world = plan, world
+        set_products(plan.layout.precision, world.device)
         self.memory = accounts_of(world.device, device.memory)
         self.spec = OptimizerSpec.of(optimizer)
         if not isinstance(model, Source) and seed is not None:
@@ -121,8 +122,7 @@ class Engine:
         self._trained = Capture(BatchForm.of(batch), self._executors, replicas)
         self._others = Recent[Capture](MOST_FORMS)
         self._source, self._loss = source, loss
-        self._stale: Stale | Servers | None = None
-        self._optimizer = self._updates(sums)
+        self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
         self._fingerprints = Fingerprints(self.parts.groups, world)
         self._count_state()
@@ -143,17 +143,16 @@ class Engine:
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
         return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress))
 
-    def _updates(self, sums: Sequence[Group | None]) -> Optimizer:
-        """What updates this rank's parameters: in step, late, or for all replicas."""
+    def _updates(self, sums: Sequence[Group | None]) -> tuple[Optimizer, Stale | Servers | None]:
+        """What updates this rank's parameters, and what does so late or for all replicas."""
         groups, layout = self.parts.groups, self.plan.layout
         if layout.servers:
             served = Served.of(self.spec, groups, layout.server_ranks, self._everyone)
-            self._stale = Servers(layout.staleness, self.gradients, served, groups, self._everyone)
-            return served.optimizer
+            servers = Servers(layout.staleness, self.gradients, served, groups, self._everyone)
+            return served.optimizer, servers
         late, zero = layout.staleness > 0, layout.zero > 0
         made = Optimizer(self.spec, groups, sums, self._everyone, zero, layout.moves_optimizer, late, self.scale)
-        self._stale = Stale(layout.staleness, self.gradients, made) if late else None
-        return made
+        return made, Stale(layout.staleness, self.gradients, made) if late else None
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""

@@ -32,6 +32,7 @@ from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import CHOICES, RUNS, Layout, refuse_word
+from weft.plan.precision import PRECISIONS as KNOWN
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
 from weft.plan.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from weft.schedules import schedule_of
@@ -40,7 +41,7 @@ MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
 UNEVEN = 1.1  # layers of the largest of several stages a rank against the mean, at most
 WASTED = 1 / 8  # of a step, that replicas with a sample less than others wait at most
-PRECISIONS = ("float32", "float16", "bfloat16")  # float64 only where it is asked for
+PRECISIONS = ("float32", "float16", "bfloat16")  # others only where they are asked for: float64, and those that compute something else
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
@@ -281,10 +282,13 @@ class Space:
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
-        if self.cluster.kind.float16_as_float32 and self.asked("precision", "float16"):  # never unasked where it was not measured
-            have.append("float16")
-        if self.asked("precision", "float64") or have == ["float64"]:
-            return ["float64"] if "float64" in have else []
+        if self.cluster.kind.computes_elsewhere:  # never unasked where they were not measured
+            have += [name for name, one in KNOWN.items() if one.elsewhere and self.asked("precision", name)]
+        if have == ["float64"]:
+            return have
+        for name in set(KNOWN) - set(PRECISIONS):
+            if self.asked("precision", name):
+                return [name] if name in have else []
         found = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
         # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
         return [p for p in found if p != "float16" or "bfloat16" not in found]

@@ -55,6 +55,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "_base"),
     (torch.Tensor, "_version"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
+    (torch, "_scaled_mm"),
     (python_dispatch, "TorchDispatchMode"),
     *(
         (torch.ops.aten, f"_scaled_dot_product_{name}")
@@ -236,6 +237,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     else:
         out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, total
+
+
+def scaled_product(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
+    """a [M, K] @ b.T [K, N] in bfloat16, of 8 bits, whose rows count `of_a` [M, 1] and `of_b` [N, 1] times as much."""
+    return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16)
 
 
 def attention_backward(

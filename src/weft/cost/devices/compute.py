@@ -63,8 +63,8 @@ class Rates:
     def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
         flops, is_cast = dict(speed.flops), bool(PRECISIONS[precision].products)
-        if precision not in flops and PRECISIONS[precision].scaled:  # not measured on processors: not faster than float32, often slower
-            return replace(cls.of(speed, "float32"), is_cast=True)
+        if precision not in flops and (like := PRECISIONS[precision].elsewhere):  # not measured on processors: not faster, often slower
+            return replace(cls.of(speed, like), is_cast=is_cast)
         wide = 2.0 if precision == "float64" else 1.0
         apart = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
         threads = max(1, speed.threads)

@@ -17,6 +17,7 @@ from weft.cost.devices.devices import Array, Devices, Talk, Widths
 from weft.cost.devices.kept import KernelMemory
 from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
 from weft.plan.layout import Layout
+from weft.plan.precision import PRECISIONS
 
 ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
@@ -40,7 +41,7 @@ class Gpus(Devices):
         """Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
         if precision == "float64":
             return Widths(8.0, 8.0, 0.0, 8.0)
-        if precision == "float32":
+        if not PRECISIONS[precision].products:
             return Widths(4.0, 4.0, 0.0)
         return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
 

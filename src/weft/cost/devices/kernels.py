@@ -22,6 +22,7 @@ from weft.cost.calibration.efficiency import Stack
 from weft.cost.devices.compute import Seconds
 from weft.cost.devices.convolutions import FULL, NEVER, Filling, TorchKernel
 from weft.model.work import MATMUL_KINDS
+from weft.plan.precision import PRECISIONS
 
 # Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
 LAUNCHES: dict[str, tuple[int, int]] = {
@@ -33,6 +34,8 @@ FUSED_ATTENTION = (2, 3)
 UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
 CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100-megatron-deepspeed"
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
+EIGHT = 16  # sides of 8-bit products are multiples of it
+CASTING = 5.0  # bytes to make an operand of 8 bits of one of 16: read twice, written once
 WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
 
 
@@ -102,6 +105,8 @@ class Kernel:
         return host, Seconds(busy.forward, busy.backward * behind)
 
     def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        if PRECISIONS[precision].linears:
+            return self._scaled(device, stack, precision)
         peak = device.peak(precision) * stack.matmul * stack.sustained
         width = WIDTH[precision]
         if not self.n:
@@ -118,6 +123,19 @@ class Kernel:
             self.flops / peak + operands.forward * through + begin,
             self.backward_flops / peak + operands.backward * through + products * begin,
         )
+
+    def _scaled(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        """Of a linear layer two products of three have operands of 8 bits (`lower/kernels/scaled`), which are made of 16: read for the
+        largest of each row, read and written narrow; the gradient and the weight once more. Other products have 16 bits."""
+        wide = self._product(device, stack, PRECISIONS[precision].products)
+        if not (self.kind == "linear" and self.n and self.flops) or any(int(side) % EIGHT for side in (self.n, self.k)):
+            return wide
+        gain = 1 / device.peak(PRECISIONS[precision].products) - 1 / device.peak(precision)
+        saved = self.flops * gain / (stack.matmul * stack.sustained)
+        through = 1 / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        x, weight, out = (side * self.share for side in (self.m * self.k, self.k * self.n, self.m * self.n))
+        forward, backward = CASTING * (x + weight) * through, CASTING * (out + weight) * through
+        return Seconds(wide.forward - saved + forward, wide.backward - saved + backward)
 
     def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
         width = WIDTH[precision] / 4
@@ -137,10 +155,10 @@ class Kernel:
         bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
         moved = Seconds(self.bytes * WIDTH[precision] / 4 / bandwidth, self.backward_bytes * WIDTH[precision] / 4 / bandwidth)
         if stack.attention == "fused":
-            forward = self.visible * self.flops / (device.peak(precision) * self._attention_rate(stack))
+            forward = self.visible * self.flops / (device.peak(PRECISIONS[precision].wide) * self._attention_rate(stack))
             backward = self.backward_flops / self.flops / stack.attention_backward if self.flops else 0.0
             return Seconds(forward, backward * forward) + moved, FUSED_ATTENTION
-        peak = device.peak(precision) * stack.matmul * stack.sustained
+        peak = device.peak(PRECISIONS[precision].wide) * stack.matmul * stack.sustained
         launches = LAUNCHES["attention"]
         factor = stack.score_traffic
         if stack.softmax_batches and self.heads % stack.softmax_batches:

@@ -46,7 +46,7 @@ class Processors(Devices):
         found = []
         for kernel, by in kernels:
             k = scaled(kernel, by)
-            is_own = layout.precision == "float32" and k.own.takes(by, rates.speed.threads)
+            is_own = layout.precision in ("float32", "tf32") and k.own.takes(by, rates.speed.threads)
             filling, columns = (FULL, k.own.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
             work = Work(
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,

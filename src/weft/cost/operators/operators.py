@@ -31,6 +31,7 @@ from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
 from weft.plan.microbatches import most_rows
 from weft.plan.plan import BUCKET_BYTES
+from weft.plan.precision import PRECISIONS
 
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
@@ -200,7 +201,7 @@ class OperatorPricer:
         """Width of what moves against float32."""
         if layout.precision == "float64":
             return 2.0
-        if wide or layout.precision == "float32" or (self.devices.casts and not narrow):
+        if wide or not PRECISIONS[layout.precision].products or (self.devices.casts and not narrow):
             return 1.0
         return 0.5
 

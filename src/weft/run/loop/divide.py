@@ -37,6 +37,7 @@ from weft.run.loop.unchanged import Unchanged
 from weft.run.reduce.exchange import Exchange
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place
+from weft.run.state.precision import set_products
 from weft.run.state.spans import block_of, shape_of
 from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import keep_replicated
@@ -57,6 +58,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
             f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
             "staleness and servers do not apply; use weft.parallelize"
         )
+    set_products(layout.precision, world.device)
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")
     if layout.batch_norm == "local":

@@ -25,6 +25,7 @@ from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.sample_positions import Samples
+from weft.lower.kernels.scaled import fits, scaled_linear
 from weft.model.batch.drawn import Fold
 from weft.plan.placement import pieces
 from weft.plan.plan import Plan
@@ -36,7 +37,7 @@ from weft.run.uncaptured.eager_draws import Draws
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
 
-EPSILON = {name: torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
+EPSILON = {name: 2.0**-one.bits if one.bits else torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
 SCALE = 4096.0  # of the loss in float16: what overflows at a sum's edge would be skipped by one of two runs that add up in other orders
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
@@ -76,6 +77,23 @@ class _Replicas(TorchFunctionMode):
         return torch.cat([func(x[start:stop], *others, **named) for start, stop in pieces(len(x), self._count)])
 
 
+class _Scaled(TorchFunctionMode):
+    """A block in which linear layers have operands of 8 bits, as `kernels/scaled` has them, where `enabled`."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self._enabled = enabled
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is not functional.linear or not self._enabled:
+            return func(*args, **dict(kwargs or {}))
+        return _linear(*args, **dict(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return scaled_linear((), (), input, weight, bias) if fits(weight.shape) else functional.linear(input, weight, bias)
+
+
 class Serial:
     """One model in training."""
 
@@ -113,7 +131,7 @@ class Serial:
         self._clip, self._slots = spec.clip, spec.slots
         # torch's own loss scaling, one factor for all microbatches of a step; off where nothing is scaled.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=PRECISIONS[plan.layout.precision].scaled)
-        self._narrow = products_of(plan.layout.precision)
+        self._narrow, self._scales = products_of(plan.layout.precision), bool(PRECISIONS[plan.layout.precision].linears)
         if self._carries_inputs():
             self._closed = frozenset(self._batch)
         self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
@@ -190,7 +208,7 @@ class Serial:
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             narrow = torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None)
             self._random.start(self._step, Samples.range(start, length, samples))
-            with self._random if self._draws else nullcontext(), _Replicas(self._replicas):
+            with self._random if self._draws else nullcontext(), _Replicas(self._replicas), _Scaled(self._scales):
                 with narrow:
                     value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
                 if value.requires_grad:

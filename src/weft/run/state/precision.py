@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from weft.errors import Infeasible
 from weft.plan.precision import PRECISIONS
 from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.world.private import unscale
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, one.weights) for name, one in PRECISIONS.items()}  # of weights
+TENSOR_CORES, EIGHT_BITS = (8, 0), (9, 0)  # the first GPUs with products of tf32, and of 8 bits with scales of rows: Ampere, Hopper
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's defaults
 
 
@@ -25,6 +27,25 @@ def products_of(precision: str) -> torch.dtype | None:
     """What autocast makes of products' operands; None where nothing is cast."""
     name = PRECISIONS[precision].products
     return getattr(torch, name) if name else None
+
+
+def set_products(precision: str, device: torch.device) -> None:
+    """Let products of float32 be made by the units that round their operands, where a run asks for that; torch's public switch, which is
+    of the whole process. On processors they stay float32.
+
+    Raises:
+        Infeasible: a GPU without such units.
+    """
+    one = PRECISIONS[precision]
+    if not (one.bits or one.linears) or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < (EIGHT_BITS if one.linears else TENSOR_CORES):
+        name, others = torch.cuda.get_device_name(device), "bfloat16" if one.linears else "float32 or precision=float16"
+        raise Infeasible(f"precision={precision}: {name} has no such products; use precision={others}")
+    if one.linears:
+        return
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
 
 
 class LossScale:

@@ -1,0 +1,86 @@
+"""Linear layers whose operands have 8 bits and a scale for every row (Micikevicius et al. 2022; torchao's recipe of that name).
+
+In: activations [..., K], weights [O, K]. Out: [..., O], and gradients. A row of what is multiplied, along the dimension that is summed,
+is divided by a power of two so that its largest element is just in range: x by rows and the weight by outputs forward; the gradient by
+rows and the weight by inputs for the gradient of x. So no sample's numbers depend on another's, and microbatches and data ranks change
+nothing. Where ranks have pieces of a row they agree on its largest element. The gradient of the weight, which is summed over samples, is
+a product of 16 bits. Sides are padded to multiples of 16, as the units want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.world import private
+from weft.world.world import Group
+
+DTYPE, WIDE = torch.float8_e4m3fn, torch.bfloat16
+SIDE = 16
+LARGEST = torch.finfo(DTYPE).max
+
+
+def fits(shape: Sequence[int]) -> bool:
+    """Whether a weight of this shape, whole, has sides for such products."""
+    return len(shape) == 2 and all(n % SIDE == 0 for n in shape)
+
+
+def scaled_linear(
+    over_inputs: Sequence[Group], over_outputs: Sequence[Group], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T + bias. `over_inputs`: groups whose ranks have pieces of K; `over_outputs`: of O."""
+    with torch.autocast(x.device.type, enabled=False):
+        out: Tensor = _Linear.apply(x.to(WIDE), weight, tuple(over_inputs), tuple(over_outputs))  # type: ignore[no-untyped-call]
+        return out if bias is None else out + bias.to(WIDE)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, over_inputs: tuple[Group, ...], over_outputs: tuple[Group, ...]) -> Tensor:
+        ctx.over_outputs = over_outputs
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        return product(rows, weight.to(WIDE), over_inputs).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        rows = grad.reshape(-1, grad.shape[-1]).to(WIDE)
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                of_x = product(rows, weight.to(WIDE).t(), ctx.over_outputs).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+        return of_x, of_weight, None, None
+
+
+def product(a: Tensor, b: Tensor, over: Sequence[Group]) -> Tensor:
+    """a [M, K] @ b.T [K, N], of which `over` groups' ranks have pieces of K; the sum of this rank's."""
+    largest = torch.cat([_largest(x) for x in (a, b)])
+    for group in over:
+        group.all_reduce(largest, op="max")
+    # Powers of two, so that scaling itself rounds nothing: the least with which the largest element is in range.
+    scales = torch.exp2(torch.ceil(torch.log2(largest / LARGEST))).clamp_(min=2.0**-126)
+    of_a, of_b = scales[: len(a), None], scales[len(a) :, None]
+    narrow = [_padded((x / scale).to(DTYPE)) for x, scale in ((a, of_a), (b, of_b))]
+    wide = [functional.pad(scale, (0, 0, 0, -len(scale) % SIDE), value=1.0) for scale in (of_a, of_b)]
+    return private.scaled_product(narrow[0], narrow[1], wide[0], wide[1])[: len(a), : len(b)].contiguous()
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(1).float() if x.shape[1] else x.new_zeros(len(x), dtype=torch.float32)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Both sides to a multiple of `SIDE`, with zeros."""
+    rows, columns = (-n % SIDE for n in x.shape)
+    if not rows and not columns:
+        return x.contiguous()
+    room = torch.zeros((x.shape[0] + rows, x.shape[1] + columns), dtype=torch.uint8, device=x.device)
+    room[: x.shape[0], : x.shape[1]].copy_(x.view(torch.uint8))
+    return room.view(DTYPE)
