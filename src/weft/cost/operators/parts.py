@@ -1,8 +1,7 @@
 """What pricing asks of a graph and a sharding again and again, gathered once. In: an inventory, a sharding. Out: `Parts`.
 
-Operators that cost the same are one entry (the layers of a transformer are alike), so that a layout is priced in the time of one
-layer. Data is divided later: entries say whether they follow the batch and whether data replicas share them. Not modelled: values
-that data replicas share although they do not follow the batch.
+Operators that cost the same are one entry (layers are alike), so a layout is priced in the time of one layer. Data is divided
+later: entries say whether they follow the batch and whether replicas share them. Not modelled: values shared that do not follow the batch.
 """
 
 from __future__ import annotations
