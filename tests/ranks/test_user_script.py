@@ -3,6 +3,7 @@ serial script's."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,10 +97,11 @@ def script(model: Any, training: Iterable[Batch], validation: Iterable[Batch]) -
             with torch.inference_mode():  # without labels
                 output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             found["predicted"] += output.logits.sum((1, 2)).tolist()
-        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        prompt = torch.tensor([[0, 6, 7], [8, 9, 10]])  # one is padded, which the library sees if forward can be told
         found["tokens"].append(model.generate(prompt, max_new_tokens=3 + epoch, do_sample=False, pad_token_id=0).tolist())
     assert len(training) == 3  # type: ignore[arg-type]
     assert model.config.n_layer == 1
+    assert "attention_mask" in inspect.signature(model.forward).parameters  # as libraries ask
     return found
 
 

@@ -40,7 +40,10 @@ class Divided:
         """Let the module compute so."""
         self.frozen.extend((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         # torch.compile cannot see through collectives, and leaves it out.
-        self.model.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
+        forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
+        # Libraries ask it what they may hand it: masks of padded prompts, columns of a data set.
+        forward.__signature__ = inspect.signature(self.model.forward)
+        self.model.forward = forward
         # Copying and pickling ask the object, not its class.
         self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
         self.model.__reduce_ex__ = self.unsaved  # type: ignore[method-assign]
