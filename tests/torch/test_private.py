@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +107,40 @@ def test_the_end_of_a_backward_pass_is_told() -> None:
     (w * 2).sum().backward()
     order.append("returned")
     assert order == ["after", "returned"]
+
+
+@pytest.mark.parametrize("few", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_tells_what_rows_sum_to_and_takes_the_sum_over_more_keys(few: int, causal: bool) -> None:
+    """What `lower/kernels/blocks.py` asks of it: the logarithm of each row's sum of weights, 0 where a row sees nothing, also of fewer
+    heads of keys; and gradients of a row whose sum and result are those over more keys: here as many again, whose values are zero."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator) for heads in (4, few, few, 4))
+    hidden = torch.zeros(6, 6, dtype=torch.bool)
+    hidden[2] = not causal
+    mask = None if causal else torch.zeros(6, 6, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    out, total = private.attention(q, k, v, mask, causal, 0.3)
+    k_all, v_all = (x.repeat_interleave(4 // few, 1) for x in (k, v))
+    scores = (q @ k_all.mT * 0.3).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1) if causal else hidden, -torch.inf)
+    sees = ~hidden.all(-1)
+    assert torch.allclose(total[..., sees], scores.logsumexp(-1)[..., sees])
+    assert not total[..., ~sees].any()
+    assert torch.allclose(out, scores.softmax(-1).nan_to_num() @ v_all)
+    weights = (scores - total.unsqueeze(-1)).exp() / 2
+    of_scores = weights * (grad @ v_all.mT - (grad * out / 2).sum(-1, keepdim=True))
+    found = private.attention_backward(grad, (q, k, v), out / 2, total + math.log(2), mask, causal, 0.3)
+    wants = (of_scores @ k_all * 0.3, of_scores.mT @ q * 0.3, weights.mT @ grad)
+    for one, want in zip(found, wants, strict=True):
+        assert torch.allclose(one, want.unflatten(1, (one.shape[1], -1)).sum(2))
+
+
+@pytest.mark.parametrize("few", [4, 2])
+def test_fused_attention_of_gpus_takes_what_it_is_given(few: int) -> None:
+    """Shapes and arguments alone, on a device without memory: what they compute tests/gpu asks."""
+    q, k, v = (torch.empty(2, heads, 64, 32, dtype=torch.bfloat16, device="meta") for heads in (4, few, few))
+    out, total = private.attention(q, k, v, None, True, 0.3)
+    assert (out.shape, total.shape, total.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    assert [x.shape for x in private.attention_backward(q, (q, k, v), out, total, None, True, 0.3)] == [x.shape for x in (q, k, v)]
 
 
 def test_options_that_the_groups_are_made_with() -> None:
