@@ -11,7 +11,7 @@ import torch
 
 from bench.rules.compare import Cut, Finding
 from weft.ops import RECORDS
-from weft.ops.made import whole
+from weft.ops.made import unsharded
 
 HEAD = """# Factor rules beside brute force
 
@@ -65,7 +65,7 @@ def write(path: Path, found: Sequence[Finding], ended: Sequence[str] = ()) -> No
 
 def _names() -> set[str]:
     """Operators that rules name."""
-    return {name.split(".")[1] for name, op in RECORDS.items() if op.rule is not None and op.rule is not whole}
+    return {name.split(".")[1] for name, op in RECORDS.items() if op.rule is not None and op.rule is not unsharded}
 
 
 def _lacks(found: Sequence[Finding], ruled: bool) -> dict[tuple[str, Cut], int]:

@@ -23,7 +23,7 @@ def test_two_lanes_never_meet(one: Connection, other: Connection) -> None:
 def test_what_is_apart_keeps_its_own_name_behind_the_outer_one(lane: Connection, outer: Apart) -> None:
     assert str(lane.within(outer)) == str(outer) + str(lane)
     assert lane.within(outer).of_box == (outer.name == BOX)
-    assert not lane.within(outer).own
+    assert not lane.within(outer).is_primary
 
 
 def test_only_the_group_s_own_connection_has_no_name() -> None:

@@ -148,7 +148,7 @@ def test_constraints_that_the_cluster_cannot_meet() -> None:
 def every_plan(pricer: Pricer, space: Space) -> list[Priced]:
     """Every layout of the space that fits, each timed by the clock: what the search must not miss. Shares no bound with it."""
     found = []
-    for frame in space.frames():
+    for frame in space.bases():
         for layout in space.variants(frame):
             try:
                 priced = price(pricer, layout)
@@ -387,7 +387,7 @@ def test_useful_cuts_are_where_little_crosses() -> None:
 
 
 def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for frame in Space(NODE, 8).frames():
+    for frame in Space(NODE, 8).bases():
         for layout in Space(NODE, 8).variants(frame):
             layout.check_runs()
     monkeypatch.setitem(RUNS, "zero", (0, 1))
@@ -399,7 +399,7 @@ def test_on_gpus_that_were_measured_only_what_runs_is_chosen(monkeypatch: pytest
     """Those of a cluster elsewhere are planned for with everything; `weft train` on a machine's own could choose what a run refuses."""
     monkeypatch.setitem(RUNS, "expert", (1,))
     here = replace(GPUS, fingerprint="measured")
-    spread = [{layout.expert for layout in Space(cluster, 8, experts=4).frames()} for cluster in (GPUS, here)]
+    spread = [{layout.expert for layout in Space(cluster, 8, experts=4).bases()} for cluster in (GPUS, here)]
     assert spread == [{1, 2, 4}, {1}]
     asked = parse_constraints("expert=2")
     Space(GPUS, 8, asked, experts=4).check()

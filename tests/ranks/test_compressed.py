@@ -87,13 +87,13 @@ def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: boo
         engine.gradients.gather()
         for k, one in gradients.compressed.items():
             found[k]["before"].append(gradients.before[k])
-            found[k]["after"].append(one.whole.clone())
+            found[k]["after"].append(one.flat.clone())
             if forgets:
-                for x in one.rests.values():
+                for x in one.residuals.values():
                     x.zero_()
         engine.update()
     for k, one in gradients.compressed.items():
-        found[k]["rests"] = {name: x.clone() for name, x in one.rests.items()}
+        found[k]["rests"] = {name: x.clone() for name, x in one.residuals.items()}
     return {"buckets": list(found.values()), "sent": sent}
 
 
@@ -245,8 +245,8 @@ def _poisoned(world: World, layout: str, bad: float) -> list[list[bool]]:
         engine.forward_backward((x,))
         engine.gradients.gather()
         every = engine.gradients.compressed.values()
-        found.append([bool(one.whole.isfinite().all()) for one in every])
-        assert all(x.isfinite().all() for one in every for x in one.rests.values())
+        found.append([bool(one.flat.isfinite().all()) for one in every])
+        assert all(x.isfinite().all() for one in every for x in one.residuals.values())
         if all(found[-1]):
             engine.update()
     weights = torch.cat([p.flatten() for p in engine.parts.parameters.values()])
@@ -338,7 +338,7 @@ def _resumed(world: World, layout: str, then: str, folder: str, forgets: bool = 
     again.load(folder)
     if forgets:
         for one in again.gradients.compressed.values():
-            for x in one.rests.values():
+            for x in one.residuals.values():
                 x.zero_()
     return straight, [again.step(_batch(step, torch.float32)).loss for step in range(3, 6)]
 
@@ -364,7 +364,7 @@ def _verified(world: World, layout: str, tied: bool, spoil: str = "") -> list[An
 
         def shifted(self: Compressed) -> None:
             real(self)
-            self.whole[3] += 1e-3
+            self.flat[3] += 1e-3
 
         Compressed.finish = shifted  # type: ignore[method-assign]
     make, batch = (Tied if tied else _plain), _batch(0, torch.float32)

@@ -50,7 +50,7 @@ def trained(config: Config) -> Path:
     import torch
 
     set_up(config)
-    checkpoint.save(folder_of(config) / "checkpoints", 1, [checkpoint.whole("w", "parameter", torch.ones(1))])
+    checkpoint.save(folder_of(config) / "checkpoints", 1, [checkpoint.full_piece("w", "parameter", torch.ones(1))])
     return folder_of(config)
 
 

@@ -113,8 +113,8 @@ class SerialEngine:
     def pieces(self) -> list[checkpoint.Piece]:
         out = []
         for name, p in self.model.named_parameters():
-            out.append(checkpoint.whole(name, "parameter", p.detach()))
-            out += [checkpoint.whole(name, "optimizer", value, slot) for slot, value in self.optimizer.state[p].items()]
+            out.append(checkpoint.full_piece(name, "parameter", p.detach()))
+            out += [checkpoint.full_piece(name, "optimizer", value, slot) for slot, value in self.optimizer.state[p].items()]
         return out
 
     def load(self, path: Path) -> dict[str, Any]:

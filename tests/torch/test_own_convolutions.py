@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.capture.capture import capture
-from weft.cost.devices.convolutions import Own, own
+from weft.cost.devices.convolutions import TorchKernel, torch_kernel
 from weft.model.sharding.propagate import propagate
 
 PLAIN = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -35,10 +35,10 @@ def by_torch(conv: nn.Module, x: torch.Tensor) -> bool:
     return any("slow_conv" in name for name in names)
 
 
-def told(conv: nn.Module, x: torch.Tensor, sharding: Any = None) -> Own:
+def told(conv: nn.Module, x: torch.Tensor, sharding: Any = None) -> TorchKernel:
     graph = capture(Net(conv), (x,)).graph
     (op,) = (one for one in graph.operators if "conv" in one.target)
-    return own(op, graph.tensors, propagate(graph, sharding) if sharding else None)
+    return torch_kernel(op, graph.tensors, propagate(graph, sharding) if sharding else None)
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
 from weft.train import trials
 from weft.train.config import Config
-from weft.train.trials import Trial, fastest, num_steps, unlike, worthwhile
+from weft.train.trials import Trial, distinct, fastest, num_steps, worthwhile
 
 
 def candidate(layout: str, seconds: float, note: str = "") -> Candidate:
@@ -38,8 +38,8 @@ def test_one_plan_of_every_way_to_divide_the_ranks_is_tried_the_chosen_first() -
         candidate("data=1 microbatches=2", 1.2),
         candidate("tensor=4", 1.5),
     ]
-    assert [str(c.layout) for c in unlike(every, 3)] == [str(Layout.parse(t)) for t in ("data=2", "data=1 microbatches=2", "tensor=2x2")]
-    assert len(unlike(every, 9)) == 4
+    assert [str(c.layout) for c in distinct(every, 3)] == [str(Layout.parse(t)) for t in ("data=2", "data=1 microbatches=2", "tensor=2x2")]
+    assert len(distinct(every, 9)) == 4
 
 
 def test_the_fastest_by_the_clock_is_taken_and_of_equals_the_first() -> None:
@@ -105,7 +105,7 @@ def dictated(seconds: Callable[[Layout], float | Exception]) -> type:
 
 def test_the_plan_that_the_clock_finds_faster_is_taken_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2")
-    others = [c.layout for c in unlike(chosen.candidates, 3)]
+    others = [c.layout for c in distinct(chosen.candidates, 3)]
     assert others[0] == chosen.layout
     assert len(others) == 3
 
