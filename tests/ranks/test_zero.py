@@ -66,7 +66,7 @@ def _step(world: World, layout: str) -> dict[str, Any]:
 
     def entering(self: Gathered, *args: Any) -> None:
         enter(self, *args)
-        most[0] = max(most[0], self.whole_bytes)
+        most[0] = max(most[0], self.gathered_bytes)
 
     Gathered.enter = entering  # type: ignore[method-assign]
     engine.step(_batch())
@@ -77,7 +77,7 @@ def _step(world: World, layout: str) -> dict[str, Any]:
     kept = {
         "data": sum(g.data.untyped_storage().nbytes() for g in groups),
         "grad": sum(g.grad.untyped_storage().nbytes() for g in groups),
-        "whole": engine._gathered.whole_bytes,
+        "whole": engine._gathered.gathered_bytes,
         "parameters": sum(
             {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.parts.parameters.values()}.values()
         ),

@@ -195,7 +195,7 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr("weft.world.launch.Launcher", lambda **_: Told())
         monkeypatch.setattr(here, "num_waiting", lambda: 0.0)
-        return here._of_cores("mark", True).device.source
+        return here._of_processor("mark", True).device.source
 
     assert measured(0.97) == "measured"
     assert f"{BUSY} (ranks got 60% of their cores)" in measured(0.6)
