@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -87,8 +88,12 @@ def goes_on(world: World, layout: str, folder: str) -> dict[str, Any]:
     norms = script.run(weft.shard(data()[BEFORE:]) if layout else data()[BEFORE:])
     states = [t.numel() for state in script.opt.state.values() for t in state.values() if t.dim() > 1]
     whole = weft.full_state_dict(script.net) if layout else script.net.state_dict()
+    twin, (x, _) = copy.deepcopy(script.net).eval(), data()[0]
+    with torch.no_grad():  # an average of weights is evaluated so
+        alike = torch.equal(twin(x), script.net.eval()(x))
     return {
         "norms": norms,
+        "copy": alike,
         "state": None if whole is None else {name: x.clone() for name, x in whole.items()},
         "cut": sorted(name for name, p in script.net.named_parameters() if isinstance(p, Cut)),
         "held": sum(p.numel() for p in script.net.parameters() if p.dim() > 1),
@@ -115,6 +120,7 @@ def test_a_script_with_zero_is_that_of_one_process(ranks: Callable[..., list[Any
                 assert found["held"] * num_ranks == MATRICES + 16 * ("tensor" in layout), "`never` is whole on tensor ranks"
                 assert found["slots"] == 2 * (found["held"] - 16 // 2), "none of `never`, which has no gradient"
             assert found["gradients"] == []
+            assert found["copy"]
         for name, x in weights.items():
             assert matches(results[0]["state"][name], x), (layout, name)
 

@@ -22,6 +22,9 @@ def main() -> None:
     engine: weft.Engine = weft.parallelize(lambda: nn.Linear(4, 2), (torch.zeros(8, 4),), loss=loss, plan=chosen)
     print(engine.step((torch.zeros(8, 4),)).loss)
     module = weft.auto_parallelize(nn.Linear(4, 2), (torch.zeros(8, 4),))
+    for x in weft.shard([torch.zeros(8, 4)]):
+        with weft.accumulate(module, last=True):
+            module(x).sum().backward()
     weft.save("checkpoint", module)
     if weft.is_main:
         weft.print("saved", weft.is_main())

@@ -32,7 +32,7 @@ from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
 from weft.run.loop.watched import Watched, call_hooks, recording
-from weft.run.loop.whole import with_whole_weights
+from weft.run.loop.whole import WholeWeights
 from weft.run.rank_agreement import digest
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
@@ -295,15 +295,16 @@ class ByGraphs:
         """The output of this rank's samples; without gradients and with objects that change (generation), by the model's own code."""
         called = self.captures.nested(args, kwargs)
         form = BatchForm.of(called)
-        plan, world = self.captures.plan, self.captures.world
         if torch.is_grad_enabled():
             self.captures.form.check_objects(form)
+            self.whole.let_go()
         elif self.captures.form.other_objects(form):
-            with with_whole_weights(self.model, self.parts, plan.layout.mesh, world):
+            with self.whole.held_by(self.model, self.parts, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
-        samples, given = self._samples_of(called, form)
         watched = self.unchanged.watched()
-        forward = self._forward_of((modes_of(self.model), form.key, given, watched), samples, called)
+        call = (modes_of(self.model), form.key, Given.PARTS, watched)
+        samples, given = self._samples_of(call, called, form)
+        forward = self._forward_of((*call[:2], given, watched), samples, called)
         forward.parts.draw.step += 1
         output = forward(tensors_of(called))
         if watched:
@@ -312,11 +313,11 @@ class ByGraphs:
         return output
 
     @cached_property
-    def talks(self) -> bool:
-        """Whether ranks exchange anything while the model computes, as it was planned."""
-        return Forward(self.parts, self.captures.plan, self.captures.world, {}).talks
+    def whole(self) -> WholeWeights:
+        """Its weights as its own code reads them."""
+        return WholeWeights(self.captures.world)
 
-    def _samples_of(self, called: Any, form: BatchForm) -> tuple[int, Given]:
+    def _samples_of(self, call: Call, called: Any, form: BatchForm) -> tuple[int, Given]:
         """Samples of what all ranks are called with, and which of them each is called with.
 
         Raises:
@@ -326,7 +327,8 @@ class ByGraphs:
         n, given = max(places) + 1, Given.PARTS
         if self.captures.world.num_ranks > 1 and not known:
             # Where nothing is learnt and nothing exchanged, a rank may call it alone.
-            known, given = self._told(called, have, form) if torch.is_grad_enabled() or self.talks else (have * n, given)
+            alone = not torch.is_grad_enabled() and not self._forward_of(call, have * n, called).talks
+            known, given = (have * n, given) if alone else self._told(called, have, form)
         if n == 1:
             return have, Given.PARTS
         if known == have and layout.expert == 1 and (given is Given.PARTS or have < n):
