@@ -7,7 +7,10 @@ import errno
 import io
 import os
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -197,3 +200,30 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "file", 1, state(1))
     with pytest.raises(CheckpointError):
         checkpoint.claim(tmp_path / "file")
+
+
+def claims(folder: str, start: float) -> list[int]:
+    while time.monotonic() < start:
+        pass
+    return [checkpoint.claim(Path(folder)) for _ in range(20)]
+
+
+def test_no_two_writers_that_begin_at_once_have_one_token(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        start = time.monotonic() + 0.2
+        taken = [token for one in [pool.submit(claims, str(tmp_path), start) for _ in range(2)] for token in one.result()]
+    assert len(set(taken)) == 40
+
+
+@pytest.mark.parametrize("token", ["-5", "1e20", "true", str(2**70)])
+def test_a_fence_that_nobody_wrote_is_refused(tmp_path: Path, token: str) -> None:
+    (tmp_path / "fence.json").write_text(f'{{"token": {token}}}')
+    with pytest.raises(CheckpointError, match="if no other run writes here, remove it"):
+        checkpoint.claim(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    os.mkfifo(tmp_path / "step-00000001" / "manifest.json")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        checkpoint.verify(tmp_path / "step-00000001")

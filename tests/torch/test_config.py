@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
+from weft.plan.plan_file import parse_plan
 from weft.train import toml
 from weft.train.config import SECTIONS, Config
 from weft.train.subject import sequence_of
@@ -197,3 +198,11 @@ def test_every_key_is_in_the_documentation_with_its_default() -> None:
 def test_the_example_is_a_configuration() -> None:
     config = Config.read(Path(__file__).parents[2] / "examples" / "gpt_text.toml")
     assert config.train.batch * config.data.sequence * config.train.steps > 200_000
+
+
+@pytest.mark.parametrize("text", ["[train]\nsteps = " + "9" * 5000, ".".join("a" * 50_000) + " = 1", "x = " + "[" * 5000])
+def test_numbers_and_keys_beyond_all_bounds_end_at_once(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not TOML"):
+        Config.parse(text)
+    with pytest.raises(ConfigError):
+        parse_plan(text)

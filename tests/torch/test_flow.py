@@ -194,3 +194,17 @@ def test_gathered_text_stays_with_the_run(config: Config, tmp_path: Path) -> Non
     corpus = flow._read_corpus(folder)
     assert corpus is not None
     assert (corpus.size, corpus.origin) == (len(TEXT) + 1, str(tmp_path / "many"))
+
+
+@pytest.mark.parametrize("name", ["plan.toml", "corpus.json"])
+def test_a_file_of_the_run_that_is_not_what_it_wrote_is_refused(config: Config, name: str) -> None:
+    folder = trained(config)
+    data = bytearray((folder / name).read_bytes())
+    data[data.rindex(b"1")] ^= 1 << 1  # another digit, which can be read
+    (folder / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=f"{name} is not what this run wrote"):
+        set_up(config)
+    with pytest.raises(ConfigError, match=f"{name} is not what this run wrote"):
+        flow._job(folder, 0.0)
+    (folder / name).unlink()
+    set_up(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UsageError, nearest
+from weft.plan.toml_text import loads
 
 
 def read(path: str | Path, what: str, remedy: str = "") -> str:
@@ -24,8 +25,8 @@ def read(path: str | Path, what: str, remedy: str = "") -> str:
 def parse(text: str, where: str) -> dict[str, Any]:
     """The tables of a text. Raises `ConfigError`, with the line, where it is not TOML."""
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}") from error
 
 

@@ -23,6 +23,7 @@ from weft.plan.grid import AXES, PLAIN
 from weft.plan.layout import CHOICES, Layout, actions_of
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
+from weft.plan.toml_text import loads
 
 KIND = "weft plan"
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -212,8 +213,8 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         LayoutError, Infeasible: a layout or a plan that cannot be.
     """
     try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # beside what is not TOML, numbers and nesting beyond all bounds
+        data = loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: {error}") from None
     top = _Table(data, (), text, source)
     kind = top.take("kind", "str")

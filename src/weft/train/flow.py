@@ -8,6 +8,7 @@ Not modelled: choosing a plan; whoever calls brings a planner.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from weft.world.watch import Recovery
 from weft.world.world import World
 
 CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
+DIGESTS = ".digests.json"  # of the plan and the text's description, as they were written
 STOP_GRACE_S = 120.0
 RESTARTS = 3
 TIMEOUT_S = 900.0
@@ -105,7 +107,25 @@ def prepare_ranks(folder: str, peak_flops: float) -> Subject:
     return loop.prepared(_job(Path(folder), peak_flops))
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _check_digest(folder: Path, name: str) -> None:
+    """Raise ConfigError where a file of the run folder is not what the run wrote: one flipped bit may make it another that can be read."""
+    try:
+        known = json.loads((folder / DIGESTS).read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError):  # of an older run, or being written when its launcher died
+        return
+    if known is not None and (folder / name).exists() and _digest(folder / name) != known:
+        raise ConfigError(
+            f"{folder / name} is not what this run wrote; restore it, or remove it to have it made again (a plan of one's own is plan.file)"
+        )
+
+
 def _job(where: Path, peak_flops: float) -> loop.Job:
+    for name in (PLAN, CORPUS):
+        _check_digest(where, name)
     return loop.Job(Config.read(where / CONFIG), read_plan(where / PLAN), where, _read_corpus(where), peak_flops)
 
 
@@ -140,6 +160,7 @@ def existing_plan(config: Config, folder: Path) -> Plan | None:
         return read_plan(config.plan.file)
     earlier = _earlier(folder)
     if earlier is not None and (folder / PLAN).exists() and earlier.plan == config.plan and earlier.train.batch == config.train.batch:
+        _check_digest(folder, PLAN)
         return read_plan(folder / PLAN)
     return None
 
@@ -181,7 +202,10 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "
                 f"set train.batch={planned.plan.batch_size}, or plan again"
             )
+        (folder / DIGESTS).unlink(missing_ok=True)
         write_plan(planned.plan, folder / PLAN)
+        written = {name: _digest(folder / name) for name in (PLAN, CORPUS) if (folder / name).exists()}
+        (folder / DIGESTS).write_text(json.dumps(written), encoding="utf-8")
         # From the plan in the folder, so that a run that goes on has as many, and the same learning rates.
         steps = config.train.steps_under(planned.plan)
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
@@ -249,6 +273,7 @@ def _gather_text(config: Config, folder: Path) -> None:
     if config.data.source != "text":
         description.unlink(missing_ok=True)
         return
+    _check_digest(folder, CORPUS)
     known = _read_corpus(folder)
     if known is not None and committed(folder / loop.CHECKPOINTS):
         corpus = open_corpus((known.path,), folder) if Path(known.path).is_file() else open_corpus(config.data.paths, folder)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.plan.toml_text import loads
 
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
@@ -22,8 +23,8 @@ _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-
 def parse(text: str, where: str) -> dict[str, Any]:
     """Raises ConfigError with the line where `text` is not TOML."""
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}") from error
 
 
@@ -31,10 +32,10 @@ def parse_value(text: str, is_text: bool) -> Any:
     """A value as it is written on a command line: TOML, or bare text. `is_text`: the key takes text, so that 10 is "10"."""
     if not (is_text and not text.startswith(('"', "'"))):
         try:
-            read = tomllib.loads(f"value = {text}")
+            read = loads(f"value = {text}")
             if list(read) == ["value"]:
                 return read["value"]
-        except (tomllib.TOMLDecodeError, RecursionError):
+        except tomllib.TOMLDecodeError:
             pass
     return text
 

@@ -118,7 +118,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
         case Ended(rank, why, steps):
             return _ended(state, rank, why, steps)
         case Hung(rank, why):
-            if rank in state.condemned:
+            if rank in state.condemned | state.missing:
                 return state, []
             return replace(state, stage=Stage.LOST, condemned=state.condemned | {rank}), [
                 Say(f"{why}; a new process takes its place"),

@@ -192,7 +192,8 @@ class _Supervisor:
         statuses = self.record.statuses()
         if self.recovery is not None and self.state.stage is not Stage.RUNNING:
             self._regroup(statuses, now)
-        hang = self.watch.look(statuses, self.ended, self.children.pids, now) if self.limits is not None else None
+        gone = {**self.ended, **dict.fromkeys(self.state.missing, 0)}
+        hang = self.watch.look(statuses, gone, self.children.pids, now) if self.limits is not None else None
         if now - max(self.forked_s, self.watch.awake_s) > STARTED_S:
             _check_started(statuses, self.ended, self.children.pids, self.folder)
         if hang is None:
@@ -219,7 +220,7 @@ class _Supervisor:
         for instruction in todo:
             match instruction:
                 case Publish(generation):
-                    self.published_s = time.monotonic()
+                    self.published_s = self.watch.awake_s = time.monotonic()  # who waited for the lost rank is no hang itself
                     self.record.publish(generation)
                 case Fork(rank, generation):
                     self.forked_s = time.monotonic()

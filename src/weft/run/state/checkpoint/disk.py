@@ -59,7 +59,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def open_regular(path: Path) -> int:
     """A descriptor of a regular file; a link or anything else raises `CheckpointError`."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # of a pipe, open would wait for who writes to it
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is a link; a checkpoint holds regular files only") from error

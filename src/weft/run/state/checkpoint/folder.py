@@ -7,6 +7,7 @@ being written, or were when their writer died. `fence.json` holds the token of t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from weft.run.state.checkpoint.manifest import MANIFEST, Manifest
 _NAME = re.compile(r"step-(\d{8,12})(?:\.(\d{1,6}))?")
 FENCE = "fence.json"
 TEMPORARY = ".saving-"
+CLAIMS, KEPT_CLAIMS = "claims", 64
+LARGEST_TOKEN = 2**62
 Warn = Callable[[str], None]
 
 
@@ -79,8 +82,9 @@ def token_of(folder: Path) -> int:
         token = json.loads(disk.read_regular(path))["token"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged; if no other run writes here, remove it") from error
-    if not isinstance(token, int) or isinstance(token, bool):
-        raise CheckpointError(f"{path} is damaged: token {token!r} is no number; if no other run writes here, remove it")
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < LARGEST_TOKEN:
+        said = f"{path} is damaged: token {str(token)[:40]} is no number from 0 to 2^62"
+        raise CheckpointError(f"{said}; if no other run writes here, remove it")
     return token
 
 
@@ -94,11 +98,25 @@ def claim(folder: Path) -> int:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        token = token_of(folder) + 1
+        token = _taken(folder, token_of(folder) + 1)
         disk.replace_file(folder / FENCE, json.dumps({"token": token}).encode())
     except OSError as error:
         raise CheckpointError(f"checkpoints: {disk.explain(error, folder, 0)}") from error
     return token
+
+
+def _taken(folder: Path, token: int) -> int:
+    """The first token from `token` on that no other writer has, which begins at the same moment: each has a file that only one can make."""
+    (folder / CLAIMS).mkdir(exist_ok=True)
+    while True:
+        try:
+            os.close(os.open(folder / CLAIMS / f"{token:08d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            token += 1
+            continue
+        for old in sorted((folder / CLAIMS).iterdir())[:-KEPT_CLAIMS]:
+            old.unlink(missing_ok=True)
+        return token
 
 
 def check_token(folder: Path, token: int | None) -> None:

@@ -134,6 +134,8 @@ class Manifest(_Strict):
             self._check_tensor(tensor, where)
         _refuse_doubles([file.name for file in self.files], f"{where}: file")
         _refuse_doubles([label(tensor.key) for tensor in self.tensors], f"{where}: tensor")
+        if self.fingerprint != fingerprint(self.tensors):
+            raise CheckpointError(f"{where} is damaged: its fingerprint is not that of the tensors that it names")
 
     def _check_tensor(self, tensor: StoredTensor, where: str) -> None:
         what = f"{where}: {label(tensor.key)}"
