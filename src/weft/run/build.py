@@ -18,7 +18,6 @@ from weft.capture.capture import Captured, Loss, capture
 from weft.capture.fakes import fake_mode
 from weft.capture.init import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.capture.modes import Modes, in_modes, training_modes
-from weft.capture.nesting import batch_size_of
 from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
@@ -344,10 +343,3 @@ def outputs_of(source: Source, plan: Plan, batch: Any, size: int, modes: Modes |
 def in_precision(graph: Graph, plan: Plan) -> Graph:
     """The graph in the dtype that a plan computes in."""
     return graph.cast("float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
-
-
-def check_batch(batch: Any, batch_size: int) -> None:
-    """Raise Infeasible where the batch's samples are not those that the plan is for."""
-    got = batch_size_of(batch)
-    if got != batch_size:
-        raise Infeasible(f"the batch has {got} samples, the plan is for {batch_size}; plan again for batches of {got}")

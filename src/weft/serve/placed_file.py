@@ -1,8 +1,7 @@
-"""A placement as a file. In: `Placed`. Out: TOML text, and back, exactly. `weft serve plan -o` writes it, `weft serve run` reads it."""
+"""A placement as a file. In: `Placed`. Out: TOML text, and back, exactly. `weft serve plan -o` writes it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from weft.cluster import toml
@@ -59,11 +58,6 @@ def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
         return placed, data["workflow"], data.get("cluster", "")
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where} lacks {error}; `weft serve plan WORKFLOW.toml -o` writes a whole one") from error
-
-
-def read_placed(path: str | Path) -> tuple[Placed, str, str]:
-    """As `parse_placed`, of a file. Raises `UsageError` where it cannot be read."""
-    return parse_placed(toml.read(path, "plan"), str(path))
 
 
 def _choice(name: str, row: dict[str, Any]) -> Choice:

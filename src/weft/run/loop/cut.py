@@ -128,11 +128,6 @@ def refusal(name: str, part: Cut, why: str = "") -> UsageError:
     )
 
 
-def cuts_in(values: Iterable[Any]) -> list[Cut]:
-    """The parts among the tensors of a nest."""
-    return [x for x in followed.tensors_in(list(values)) if isinstance(x, Cut)]
-
-
 def _name(func: Any) -> str:
     """An operation's name: `sum` for torch.sum and Tensor.sum, of a property its own."""
     name = str(getattr(func, "__name__", func))
