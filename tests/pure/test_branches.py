@@ -129,7 +129,7 @@ def test_the_layout_has_branch_ranks_inside_data() -> None:
     assert (layout.num_ranks, layout.replicas, layout.weight_ranks, layout.replica_ranks) == (48, 8, 8, 8)
     assert str(Layout.parse(str(layout))) == str(layout)
     assert layout.mesh.group(0, "branch") == (0, 2, 4, 6)  # neighbours, but for tensor ranks
-    with pytest.raises(LayoutError, match="sample_parallel=on with branch=2 is not built; use sample_parallel=off, or branch=1"):
+    with pytest.raises(LayoutError, match="sample_parallel=on with branch=2 is not supported; use sample_parallel=off, or branch=1"):
         Layout.parse("branch=2 tensor=2 sample_parallel=on")
 
 

@@ -101,9 +101,9 @@ def test_what_makes_no_sense_is_refused() -> None:
     [
         ("servers=1", "servers=1 of data=1: .* use data=2 or more"),
         ("data=2 servers=3", "use data=3 or more"),
-        ("data=2 servers=1 zero=1", "zero=1 with servers=1 is not built; use zero=0, or servers=0"),
+        ("data=2 servers=1 zero=1", "zero=1 with servers=1 is not supported; use zero=0, or servers=0"),
         ("data=2 tensor=2 servers=1", "tensor=2 with servers=1"),
-        ("data=2 servers=1 all_reduce=ring", "all_reduce=ring with servers=1 is not built; use all_reduce=auto"),
+        ("data=2 servers=1 all_reduce=ring", "all_reduce=ring with servers=1 is not supported; use all_reduce=auto"),
         ("data=2 servers=1 compress=int8", "compress=int8"),
     ],
 )

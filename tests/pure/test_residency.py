@@ -269,8 +269,8 @@ STAGES = [["h.0", "h.1", "h.2"], ["h.3", "h.4"]]
         ("full:9", "none", "recompute=full:9: 9 layers of stage 0, which has 3; use at most recompute=full:3/2$"),
         ("full", "activations:9", "offload=activations:9: 9 layers of stage 0, which has 3; use at most offload=activations:3/2$"),
         ("none", "all:3/3", "offload=all:3/3: 3 layers of stage 1, which has 2; use at most offload=all:3/2$"),
-        ("full:h.1+h.3", "activations:h.1", r"1 of the 3 layers of stage 0 would be both moved and repeated \(h\.1\)"),
-        ("full:h.4", "activations:2", r"1 of the 2 layers of stage 1 would be both moved and repeated \(h\.4\)"),
+        ("full:h.1+h.3", "activations:h.1", r"1 of the 3 layers of stage 0 would be both offloaded and recomputed \(h\.1\)"),
+        ("full:h.4", "activations:2", r"1 of the 2 layers of stage 1 would be both offloaded and recomputed \(h\.4\)"),
     ],
 )
 def test_layers_that_are_not_there_or_would_be_both_are_refused(recompute: str, offload: str, said: str) -> None:

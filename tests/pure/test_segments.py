@@ -41,9 +41,9 @@ def test_only_what_is_repeated_goes_together_and_no_more_than_the_length(row: li
         ("segment=0", "segment=0; it counts something"),
         ("segment=2", "recompute=none repeats none; use recompute=full"),
         ("segment=2 recompute=selective", "recompute=selective repeats none"),
-        ("segment=2 recompute=full offload=activations", "offload=activations is not built; use offload=none or optimizer"),
-        ("segment=2 recompute=full:1 offload=all:1", "offload=all:1 is not built"),
-        ("segment=2 recompute=full data=2 zero=3", "zero=3 is not built"),
+        ("segment=2 recompute=full offload=activations", "offload=activations is not supported; use offload=none or optimizer"),
+        ("segment=2 recompute=full:1 offload=all:1", "offload=all:1 is not supported"),
+        ("segment=2 recompute=full data=2 zero=3", "zero=3 is not supported"),
         ("recompute_num_layers=2", "did you mean segment"),
     ],
 )

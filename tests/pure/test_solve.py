@@ -391,7 +391,7 @@ def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch)
         for layout in Space(NODE, 8).variants(frame):
             layout.check_runs()
     monkeypatch.setitem(RUNS, "zero", (0, 1))
-    with pytest.raises(Infeasible, match=r"zero=3 is planned and priced, but not built yet"):
+    with pytest.raises(Infeasible, match=r"zero=3 is planned and priced, but not supported yet"):
         search(gpt(2), NODE, 8, "gpt", "zero=3")
 
 
@@ -403,7 +403,7 @@ def test_on_gpus_that_were_measured_only_what_runs_is_chosen(monkeypatch: pytest
     assert spread == [{1, 2, 4}, {1}]
     asked = parse_constraints("expert=2")
     Space(GPUS, 8, asked, experts=4).check()
-    with pytest.raises(Infeasible, match="expert=2 is planned and priced, but not built yet for running here; use expert=1"):
+    with pytest.raises(Infeasible, match="expert=2 is planned and priced, but not supported yet for running here; use expert=1"):
         Space(here, 8, asked, experts=4).check()
 
 

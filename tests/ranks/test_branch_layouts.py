@@ -75,7 +75,7 @@ def test_tensor_ranks_share_a_branch() -> None:
 
 
 def test_weights_that_branches_share_are_whole_everywhere_and_refused_where_they_would_come_in_pieces() -> None:
-    with pytest.raises(LayoutError, match=r"zero=2 with .* which branches of several ranks of branch share, is not built; use zero=1"):
+    with pytest.raises(LayoutError, match=r"zero=2 with .* which branches of several ranks of branch share, is not supported; use zero=1"):
         verified("twins", "branch=2 zero=2")
 
 

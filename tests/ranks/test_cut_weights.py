@@ -164,7 +164,7 @@ def test_what_would_take_a_part_for_the_whole_is_refused_by_name(ranks: Callable
         assert "group_norm of up.weight, of which this rank holds a part, [16, 8] of [32, 8]," in found["group_norm"]
         assert "linear of down.weight" in found["linear"]
         assert found["softmin"].endswith("(_softmax needs dimension 0 whole)")
-        assert "state_dict() would hold this rank's parts of cut weights only; weft.full_state_dict(net)" in state
+        assert "state_dict() would hold only this rank's shards of sharded weights; weft.full_state_dict(net)" in state
 
 
 def parts_and_wholes(world: World) -> dict[str, tuple[bool, ...]]:

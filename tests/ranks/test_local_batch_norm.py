@@ -128,7 +128,7 @@ def test_one_replica_has_nothing_of_its_own() -> None:
     assert Layout.parse("data=4 expert=2 batch_norm=local").local_statistics == ("data", "expert")
     with pytest.raises(LayoutError, match="batch_norm=lokal is unknown"):
         Layout.parse("data=2 batch_norm=lokal")
-    with pytest.raises(LayoutError, match="batch_norm=local with staleness=1 is not built; use batch_norm=exact"):
+    with pytest.raises(LayoutError, match="batch_norm=local with staleness=1 is not supported; use batch_norm=exact"):
         Layout.parse("data=2 staleness=1 batch_norm=local")
 
 

@@ -210,7 +210,7 @@ def test_a_loop_of_ones_own_scales_as_torch_does(ranks: Ranks, layout: str) -> N
     ("words", "message"),
     [
         ("data=2 precision=float16 compress=int8", "compress=int8 precision=float16: what is kept back"),
-        ("data=2 precision=float16 staleness=1", "precision=float16 with staleness=1 is not built; use precision=float32 or"),
+        ("data=2 precision=float16 staleness=1", "precision=float16 with staleness=1 is not supported; use precision=float32 or"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(words: str, message: str) -> None:

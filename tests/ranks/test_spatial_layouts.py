@@ -167,7 +167,7 @@ def test_the_table_pairs_collectives_with_their_duals() -> None:
     [
         ("spatial=0", "spatial=0: '0' is not the number of ranks along an axis of an image"),
         ("spatial=2x2x2x2", "spatial=2x2x2x2 has 4 axes, and an image has at most 3"),
-        ("data=2 spatial=2 staleness=1", "spatial=2 with staleness=1 is not built"),
+        ("data=2 spatial=2 staleness=1", "spatial=2 with staleness=1 is not supported"),
     ],
 )
 def test_wrong_words_are_refused(text: str, message: str) -> None:

@@ -98,7 +98,7 @@ ROWS = (
     Row("a device for a cluster", "plan gpt-tiny --cluster 1xa100 --batch 4", 2, ("dgx-a100-80 has 8 A100-80", "4 devices of")),
     Row("unknown factory", "plan {tmp}/models.py:smal --cluster cpu-2 --batch 4", 2, ("smal", "small")),
     Row("unknown layout key", "verify gpt-tiny --layout datta=2", 2, ("datta", "data")),
-    Row("layout key for later", "verify gpt-tiny --layout channel=2", 2, ("channel", "not built yet")),
+    Row("layout key for later", "verify gpt-tiny --layout channel=2", 2, ("channel", "not supported yet")),
     Row("layout that is no word", "verify gpt-tiny --layout data", 2, ("data", "key=value")),
     Row("grid with an axis missing", "verify gpt-tiny --layout tensor=2x", 2, ("tensor=2x:", "rows x columns")),
     Row("grid of no ranks", "verify gpt-tiny --layout tensor=0x2", 2, ("tensor=0x2", "'0'", "1 or more")),

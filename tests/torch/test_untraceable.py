@@ -179,7 +179,7 @@ def unclear_write(model: Any, x: Tensor) -> Tensor:
         (written_by_a_list, "writes its argument self in place"),
         (written_by_an_operator, "writes its argument x in place"),
         (grown_buffer, "replaces its buffer queue by another kind of tensor"),
-        (strides, "goes by how its tensor lies in memory"),
+        (strides, "depends on how its tensor is laid out in memory"),
         (unclear_write, "in a way that cannot be followed, beside a block without gradients"),
     ],
 )

@@ -191,7 +191,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
             again = _traced(step, batch, batched, size, fake_mode)
             if not (_equal_captures(again, captured) and step.trace().answers.are_used_up):
                 raise ModelError(
-                    f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
+                    f"the model computes something else when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
                 )
         return captured

@@ -110,7 +110,7 @@ class Reader:
                 return
             if not source.is_contiguous() or source.storage_offset() or "scatter" in str(target):
                 raise ModelError(
-                    f"{self._site(node, str(target))} goes by how its tensor lies in memory; use views, unfold or indices instead"
+                    f"{self._site(node, str(target))} depends on how its tensor is laid out in memory; use views, unfold or indices instead"
                 )
         multiple = isinstance(value, tuple | list)
         full = prefix + node.name
@@ -193,8 +193,8 @@ class Reader:
             keep_grad, body, operands = True, node.args[4], node.args[5:]
         else:
             if isinstance(node.target, FunctionType):
-                raise Aliased(f"the model calls {node.target.__name__}, which weft cannot take apart")
-            raise ModelError(f"the model calls {kind}, which weft cannot take apart")
+                raise Aliased(f"the model calls {node.target.__name__}, which weft cannot decompose")
+            raise ModelError(f"the model calls {kind}, which weft cannot decompose")
         inner = getattr(owner, body.target)
         start = len(self.operators)
         within = f"{prefix}{node.name}."

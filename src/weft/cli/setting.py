@@ -84,7 +84,7 @@ class Setting:
         try:
             return self.source.capture(self.given, self.resolved.loss, self.batch_size).graph
         except ModelError as error:
-            raise UsageError(f"{self.model} cannot be captured ({error}), so no layout of it can be priced") from None
+            raise UsageError(f"{self.model} cannot be captured ({error}), so no layout can be priced for it") from None
 
     @property
     def names(self) -> list[str]:
@@ -100,7 +100,7 @@ class Setting:
                     other.__dict__[name] = self.__dict__[name]
             return other
         if sequence is not None and self.given_model is not None:
-            raise UsageError(f"{self.model} was given as it is, not by name: nobody knows how to make it for sequence={sequence}")
+            raise UsageError(f"{self.model} was given as it is, not by name: so it cannot be built for sequence={sequence}")
         size = batch_size or self.batch_size
         return Setting(self.model, cluster or self.cluster, size, sequence or self.sequence, self.given_model, self.module)
 

@@ -157,7 +157,7 @@ class Layout:
         object.__setattr__(self, "grid", grid)
         if self.sample_parallel == "on":
             raise LayoutError(
-                f"sample_parallel=on with tensor={self.grid} is not built: tensor ranks that cut samples are in a line; leave one out"
+                f"sample_parallel=on with tensor={self.grid} is not supported: tensor ranks that cut samples are in a line; leave one out"
             )
 
     def _check_words(self) -> None:
@@ -221,7 +221,7 @@ class Layout:
             return
         if self.grid:
             raise LayoutError(
-                f"tensor={self.grid} with inner={self.inner} is not built: tensor ranks of such stages are in a line; leave one of them out"
+                f"tensor={self.grid} with inner={self.inner} is not supported: tensor ranks of such stages are in a line; leave one out"
             )
         sizes = parse_inner(self.inner)
         if len(sizes) != self.pipeline:
@@ -266,10 +266,10 @@ class Layout:
         return {key: known for key, known in RUNS.items() if kind_of(key, getattr(self, key)) not in known}
 
     def check_runs(self) -> None:
-        """Raise `LayoutError` for a choice that is not built for running, with those that are."""
+        """Raise `LayoutError` for a choice that is not supported for running, with those that are."""
         for key, known in self.not_built().items():
             raise LayoutError(
-                f"{key}={getattr(self, key)} is planned and priced, but not built yet for running; "
+                f"{key}={getattr(self, key)} is planned and priced, but not supported yet for running; "
                 f"use {' or '.join(f'{key}={v}' for v in known)}"
             )
 

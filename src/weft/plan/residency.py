@@ -202,7 +202,7 @@ class Residency:
             if both and self.offload.picks:
                 names = ", ".join(shortened(layer for layer in layers if layer in both))
                 raise LayoutError(
-                    f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both moved and repeated ({names}); "
+                    f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both offloaded and recomputed ({names}); "
                     "name each in one of them"
                 )
 
@@ -234,7 +234,7 @@ def refuse_segment(which: Residency, zero: int) -> str:
     if not which.recompute.of_layers:
         return f"{said}, and recompute={which.recompute} repeats none; use recompute=full, or leave segment out"
     if which.offload.of_layers:
-        return f"{said}, which with offload={which.offload} is not built; use offload=none or optimizer, or leave segment out"
+        return f"{said}, which with offload={which.offload} is not supported; use offload=none or optimizer, or leave segment out"
     if zero == 3:
-        return f"{said}, which with zero=3 is not built: weights are gathered layer by layer; use zero=2 or less, or leave segment out"
+        return f"{said}, which with zero=3 is not supported: weights are gathered layer by layer; use zero=2 or less, or leave segment out"
     return ""

@@ -300,7 +300,7 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
     for v in graph.parameters:
         if v.trainable and v.tensor.dtype.startswith("complex"):
             raise ModelError(
-                f"parameter {v.name} is complex, and the model writes it while it runs, which is not built yet; keep its real and its "
+                f"parameter {v.name} is complex, and the model writes it while it runs, which is not supported yet; keep its real and its "
                 "imaginary part as two parameters, and join them with torch.complex in forward"
             )
         if v.trainable and v.tensor.dtype != want:

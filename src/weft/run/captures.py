@@ -140,14 +140,14 @@ def _variables(parts: Parts, graph: Graph, sharding: Sharding, mine: Sequence[St
         if v.name not in held:
             stage = next(stage.index for stage in mine if v.value in stage.variables)
             raise ModelError(
-                f"stage {stage} of the pipeline reads {v.name} here, and in training another one does, which is not built yet; "
+                f"stage {stage} of the pipeline reads {v.name} here, and in training another one does, which is not supported yet; "
                 "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
             )
         want, have, piece = sharding.shape(v.value, v.tensor.shape, at=at), held[v.name].shape, parts.pieces.get(v.name)
         if [n for dim, n in enumerate(have) if piece is None or dim != piece.dim] != [
             n for dim, n in enumerate(want) if piece is None or dim != piece.dim
         ]:
-            raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
+            raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not supported yet")
         variables[v.value] = held[v.name]
     return variables
 

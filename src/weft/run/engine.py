@@ -194,7 +194,7 @@ class Engine:
             UsageError: with zero=3 they are whole only while a layer uses them.
         """
         if self._gathered.units:
-            raise UsageError("with zero=3 weights are whole only while a layer uses them; use full_state_dict(), or zero=2")
+            raise UsageError("with zero=3 full weights exist only while a layer uses them; use full_state_dict(), or zero=2")
         return self.parts.parameters
 
     @property

@@ -93,4 +93,4 @@ def _check_shared(sharding: Sharding, graph: Graph, zero: int) -> None:
     for v in graph.parameters:
         if v.value in read and not any(is_owned(form) for form in sharding.forms[v.value].values()):
             axis = sharding.regions[0].axis
-            raise LayoutError(f"zero={zero} with {v.name}, which branches of several ranks of {axis} share, is not built; use zero=1")
+            raise LayoutError(f"zero={zero} with {v.name}, which branches of several ranks of {axis} share, is not supported; use zero=1")

@@ -86,7 +86,7 @@ def reasons(
     if missing:
         words = " ".join(f"{key}={getattr(layout, key)}" for key in missing)
         without = " ".join(filter(None, (_allowed(key, known) for key, known in RUNS.items())))
-        found.append(("runs", f"{words}: planned and priced, but not built yet for running; what runs today: --constrain '{without}'"))
+        found.append(("runs", f"{words}: planned and priced, but not supported yet for running; what runs today: --constrain '{without}'"))
     have = cluster.memory_of(layout.num_ranks)
     found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(found)

@@ -239,7 +239,7 @@ class Space:
             mine = [c for c in self.constraints if c.key == key]
             if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in (*built, *self.words(key))):
                 have = " or ".join(f"{key}={value}" for value in built)
-                raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not built yet for running here; use {have}")
+                raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not supported yet for running here; use {have}")
 
     @property
     def sums(self) -> str:

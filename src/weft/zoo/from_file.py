@@ -33,7 +33,7 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
         ModelError: a missing file or factory, a file or factory that raises, an answer that is no model, more samples than there are.
     """
     if sequence is not None:
-        raise ModelError(f"--sequence {sequence} means nothing to {text}: its factory makes the batch; change it there")
+        raise ModelError(f"--sequence {sequence} does not apply to {text}: its factory makes the batch; change it there")
     path, factory = _load(text)
 
     def made() -> tuple[nn.Module, Any, Loss | None]:
@@ -60,7 +60,7 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
         if faked is None:
             raise ModelError(f"{text} returns a module without a batch; return (module, batch) or (module, batch, loss)")
         if not 1 <= size <= num_samples:
-            raise ModelError(f"{text} makes a batch of {num_samples} samples, {size} are asked for; use --batch {num_samples} or fewer")
+            raise ModelError(f"{text} makes a batch of {num_samples} samples, {size} were requested; use --batch {num_samples} or fewer")
         return _map(own(), lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
 
     def empty() -> Any:

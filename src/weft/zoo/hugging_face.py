@@ -154,7 +154,7 @@ def _inputs(config: Any, kind: Any, file: str, sequence: int | None) -> Callable
 
 def _images(config: Any, file: str, sequence: int | None) -> Callable[[int], dict[str, Tensor]]:
     if sequence is not None:
-        raise ModelError(f"--sequence {sequence} means nothing to {file}, a model of images; leave it out")
+        raise ModelError(f"--sequence {sequence} does not apply to {file}, a model of images; leave it out")
     side = getattr(config, "image_size", None) or 224
     height, width = side if isinstance(side, tuple | list) else (side, side)
 

@@ -74,7 +74,7 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
     changes = _arguments(name, config, arguments) if arguments else {}
     if sequence is not None:
         if not hasattr(config, "sequence"):
-            raise ModelError(f"--sequence {sequence} means nothing to {name}, which has no sequence; leave it out")
+            raise ModelError(f"--sequence {sequence} does not apply to {name}, which has no sequence; leave it out")
         changes["sequence"] = sequence
     return family, replace(config, **changes) if changes else config
 

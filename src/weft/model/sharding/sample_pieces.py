@@ -72,6 +72,6 @@ def _check(sharding: Sharding, graph: Graph) -> None:
                 if again or op.function is not None:
                     why = f"{again} cuts them once more" if again else f"{op.site} has a backward of its own, tried on equal pieces"
                     raise Infeasible(
-                        f"a microbatch of {graph.batch_size} samples would lie in unequal pieces over {axis}={sharding.sizes[axis]}, and "
+                        f"a microbatch of {graph.batch_size} samples would be sharded unequally over {axis}={sharding.sizes[axis]}, and "
                         f"{why}; use microbatches that divide, and equal shares"
                     )

@@ -140,6 +140,6 @@ def _take_parts(cuts: Mapping[str, Any], module: nn.Module, state: dict[str, Any
 
 def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise UsageError(
-        f"{prefix or type(module).__name__ + '.'}state_dict() would hold this rank's parts of cut weights only; weft.full_state_dict(net), "
-        "called on every rank, gives the whole on rank 0, and net.load_state_dict takes the whole back"
+        f"{prefix or type(module).__name__ + '.'}state_dict() would hold only this rank's shards of sharded weights; "
+        "weft.full_state_dict(net), called on every rank, returns the full one on rank 0, and net.load_state_dict takes it"
     )

@@ -112,7 +112,8 @@ class Executors:
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         splits = self.trains and any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
         if splits and compile:
-            raise UsageError(f"compile=on with {parts.program.name}, which splits backward, is not built; use compile=off or schedule=1f1b")
+            name = parts.program.name
+            raise UsageError(f"compile=on with {name}, which splits backward, is not supported; use compile=off or schedule=1f1b")
         if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
             layout = replace(layout, recompute="none", segment=1, offload="none")
         computing = Computing(self.world.device, self.memory, products_of(layout.precision), compile, self.scale)
