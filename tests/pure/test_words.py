@@ -13,10 +13,7 @@ EMPTY = frozenset(
     "picked paired unlike thrift frame frames framed".split()
 )
 # `num_cores`: of a processor; `lanes`: of a `Timeline`, which is public. The rest are to be renamed: this list only gets shorter.
-ALLOWED = {
-    "num_cores", "lanes", "is_plain", "_same", "Whole", "_Whole", "_unlike", "Divided", "divided_of", "watched", "with_whole_weights",
-    "run/loop/watched.py", "run/loop/whole.py",
-}  # fmt: skip
+ALLOWED = {"num_cores", "lanes", "watched", "run/loop/watched.py"}
 
 
 def _parts(name: str) -> set[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.errors import UsageError
 from weft.plan.placement import Shard
-from weft.run.loop.cut import Cut, CutParameter, Whole
+from weft.run.loop.cut import Cut, CutParameter, FullTensor
 from weft.run.loop.followed import replaced, tensors_in
 from weft.world.world import World
 
@@ -105,7 +105,7 @@ def tried(call: Any, name: str, x: Any, args: Any, kwargs: Any, dim: int, world:
         if cut:
             length = first.shape[dim] // group.size
             part = leaf.narrow(dim, group.index * length, length).contiguous()
-            leaf = CutParameter.of(part.requires_grad_(), Whole("w", tuple(first.shape), ((Shard(dim), group),)))
+            leaf = CutParameter.of(part.requires_grad_(), FullTensor("w", tuple(first.shape), ((Shard(dim), group),)))
         else:
             leaf.requires_grad_()
         begin = leaf.clone() if name.endswith("_") else leaf

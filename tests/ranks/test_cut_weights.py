@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import weft
 from weft.errors import UsageError
 from weft.plan.placement import Shard
-from weft.run.loop.cut import Cut, CutParameter, Whole
+from weft.run.loop.cut import Cut, CutParameter, FullTensor
 from weft.world import private
 from weft.world.world import World
 
@@ -125,7 +125,7 @@ def refused(world: World) -> dict[str, str]:
     with weft.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
         net = Mixed()
     w = net.up.weight
-    square = Cut.of(torch.ones(4, 8, dtype=torch.float64), Whole("square", (8, 8), ((Shard(0), world.everyone),)))
+    square = Cut.of(torch.ones(4, 8, dtype=torch.float64), FullTensor("square", (8, 8), ((Shard(0), world.everyone),)))
     calls: dict[str, Callable[[], Any]] = {
         "cat": lambda: torch.cat([net.up.bias.view(-1), w.view(-1)]),
         "view": lambda: torch.nn.utils.parameters_to_vector(net.parameters()),
@@ -191,7 +191,7 @@ def parts_and_wholes(world: World) -> dict[str, tuple[bool, ...]]:
         want = call(w, s)
         want.backward()  # type: ignore[no-untyped-call]
         part = given[0].narrow(0, 16 * world.rank, 16).clone().requires_grad_()
-        cut, scale = CutParameter.of(part, Whole("w", (32, 8), ((Shard(0), world.everyone),))), given[1].clone().requires_grad_()
+        cut, scale = CutParameter.of(part, FullTensor("w", (32, 8), ((Shard(0), world.everyone),))), given[1].clone().requires_grad_()
         got = call(cut, scale)
         got.backward()  # type: ignore[no-untyped-call]
         pairs = [(got, want), (cut.grad, w.grad.narrow(0, 16 * world.rank, 16)), (scale.grad, s.grad)]

@@ -104,7 +104,7 @@ def count_samples(batch: Any) -> int:
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
-def is_plain(leaf: Any) -> bool:
+def is_value(leaf: Any) -> bool:
     """Whether a leaf that is no tensor is a value, which two batches may have alike, and not an object that may change."""
     return leaf is None or isinstance(leaf, _PLAIN)
 
@@ -140,18 +140,18 @@ class BatchForm:
     @cached_property
     def key(self) -> Hashable:
         """Equal for batches that are captured alike, as far as what they hold are tensors and values."""
-        values = ((path, type(leaf), leaf) for path, leaf in self.fixed.items() if is_plain(leaf))
+        values = ((path, type(leaf), leaf) for path, leaf in self.fixed.items() if is_value(leaf))
         return frozenset(self.tensors.items()), frozenset(values)
 
     @cached_property
     def number(self) -> int:
         """Of the key, the same in every process."""
-        values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_plain(leaf)}
+        values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_value(leaf)}
         return zlib.crc32(repr((sorted(self.tensors.items()), sorted(values.items()))).encode())
 
     def other_objects(self, form: BatchForm) -> dict[str, Any]:
         """Objects that another form holds and this one does not, by path: what they hold could change from batch to batch."""
-        return {path: leaf for path, leaf in form.fixed.items() if not is_plain(leaf) and not _equal(leaf, self.fixed.get(path))}
+        return {path: leaf for path, leaf in form.fixed.items() if not is_value(leaf) and not _equal(leaf, self.fixed.get(path))}
 
     def check_objects(self, form: BatchForm) -> None:
         """Raise Infeasible where another form holds objects that this one does not."""

@@ -21,8 +21,8 @@ from weft.errors import CheckpointError, UsageError
 from weft.plan.axis import DATA
 from weft.plan.mesh import Mesh
 from weft.run.engine import Engine
-from weft.run.loop.cut import Cut, Whole
-from weft.run.loop.module import Divided, divided_of
+from weft.run.loop.cut import Cut, FullTensor
+from weft.run.loop.module import ShardedModule, sharded_module_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.checkpoint.manifest import Manifest
@@ -120,14 +120,14 @@ class _State:
 
     world: World
     mesh: Mesh
-    divided: Divided | None
+    divided: ShardedModule | None
     names: Mapping[int, str]
     weights: list[Piece]
     optimizers: list[Optimizer]
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: list[Optimizer]) -> _State:
-        divided = divided_of(model)
+        divided = sharded_module_of(model)
         world = current_world() if divided is None else divided.world
         names = {id(p): name for name, p in model.named_parameters()}
         seen: set[int] = set()
@@ -251,12 +251,12 @@ class _State:
         return [full_piece(name, "random", x) for name, x in found.items()], restore
 
 
-def state_like(p: Tensor, shape: tuple[int, ...]) -> Whole | None:
+def state_like(p: Tensor, shape: tuple[int, ...]) -> FullTensor | None:
     """How an optimizer's tensor of this whole shape lies beside a parameter: cut where both are as large. None where it is whole."""
     if not isinstance(p, Cut) or len(shape) != len(p.whole.shape):
         return None
     cuts = tuple((form, group) for form, group in p.whole.cuts if shape[form.dim] == p.whole.shape[form.dim])
-    return Whole(p.whole.name, shape, cuts) if cuts else None
+    return FullTensor(p.whole.name, shape, cuts) if cuts else None
 
 
 def _json(what: str, value: Any) -> Any:

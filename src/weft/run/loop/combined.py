@@ -141,7 +141,7 @@ def _truth(any_of: bool) -> Callable[..., Any]:
     return found
 
 
-def _same(compare: Callable[..., Tensor]) -> Callable[..., Any]:
+def _compared(compare: Callable[..., Tensor]) -> Callable[..., Any]:
     """Whether wholes are the same. What is as large as a part, and no part itself, is held against this rank's alone."""
 
     def found(func: Any, x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -185,8 +185,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "amin": _extreme_over(False),
     "any": _truth(True),
     "all": _truth(False),
-    "equal": _same(torch.eq),
-    "allclose": _same(torch.isclose),
+    "equal": _compared(torch.eq),
+    "allclose": _compared(torch.isclose),
     "grad": _grad,
     "register_hook": _hook,
 }

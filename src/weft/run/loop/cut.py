@@ -30,7 +30,7 @@ _KNOWN = 4096  # calls whose verdicts are kept
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class FullTensor:
     """What a part is of. `cuts`: the dimensions that are cut, and who holds the parts along each; `shape`: of the whole tensor."""
 
     name: str
@@ -73,10 +73,10 @@ class Whole:
 class Cut(combined.Part):
     """This rank's part of a tensor."""
 
-    whole: Whole
+    whole: FullTensor
 
     @classmethod
-    def of(cls, part: Tensor, whole: Whole) -> Self:
+    def of(cls, part: Tensor, whole: FullTensor) -> Self:
         """`part`, sharing its memory and its place in autograd's graph."""
         made = part.as_subclass(cls)
         made.whole = whole
@@ -111,7 +111,7 @@ class CutParameter(Cut, nn.Parameter):
     """This rank's part of a parameter."""
 
     @classmethod
-    def of(cls, part: Tensor, whole: Whole) -> Self:
+    def of(cls, part: Tensor, whole: FullTensor) -> Self:
         """A parameter of its own that shares the memory of `part`, which gives the gradient's need."""
         made = cls(part.detach(), part.requires_grad)
         made.whole = whole
@@ -188,7 +188,7 @@ def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor
     for ranks, share in one.sums:
         x = combined.summed(x, share, groups[ranks])
     cuts = tuple((ranks.form(dim), groups[ranks]) for dim, ranks in one.cuts)
-    return Cut.of(x, Whole(name, one.shape, cuts)) if cuts else x
+    return Cut.of(x, FullTensor(name, one.shape, cuts)) if cuts else x
 
 
 def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Cut) -> Any:

@@ -28,10 +28,10 @@ from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, build
-from weft.run.loop.cut import CutParameter, Whole
+from weft.run.loop.cut import CutParameter, FullTensor
 from weft.run.loop.cut_optimizer import guard_optimizers
 from weft.run.loop.forward import ByGraphs, Captures
-from weft.run.loop.module import OWN, Divided, divided_of
+from weft.run.loop.module import OWN, ShardedModule, sharded_module_of
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
 from weft.run.reduce.exchange import Exchange
@@ -68,7 +68,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     if plan.uncaptured and layout.zero:
         raise Infeasible(f"{layout}: {plan.model} could not be captured, so a plain loop keeps all of it on every rank; leave zero out")
     if plan.uncaptured:
-        Divided(model, plan, world, keep_replicated(model, source, plan, batch, world)).bind()
+        ShardedModule(model, plan, world, keep_replicated(model, source, plan, batch, world)).bind()
         return
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     pairs = [v.name for v in parts.graph.parameters if v.pairs]
@@ -79,7 +79,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     place(model, parts.parameters, parts.buffers)
     captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
     exchange = Exchange(parts.groups, parts.parameters, world)
-    Divided(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model), exchange)).bind()
+    ShardedModule(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model), exchange)).bind()
     _cut_what_is_loaded(model, parts)
 
 
@@ -89,7 +89,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     Raises:
         UsageError: a model that is not divided.
     """
-    divided = divided_of(model)
+    divided = sharded_module_of(model)
     if divided is None:
         raise UsageError(
             f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
@@ -105,7 +105,7 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
         if spec.shape != spec.global_shape:
             forms = parts.stored(variables[name])
             cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
-            whole = Whole(name, spec.global_shape, cuts)
+            whole = FullTensor(name, spec.global_shape, cuts)
             if whole.spans != spec.spans:
                 raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.spans}")
             guard_optimizers()

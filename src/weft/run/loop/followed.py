@@ -109,7 +109,7 @@ class _Unclear(Exception):
     """Why parts would not do."""
 
 
-class _Whole(Exception):
+class _NeedsCut(Exception):
     """A whole tensor among the arguments that meets parts, and is to be cut as they are."""
 
     def __init__(self, number: int, dim: int, ranks: Ranks) -> None:
@@ -181,7 +181,7 @@ def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         try:
             forms = _Forms(whole, given, cuts)
             break
-        except _Whole as found:
+        except _NeedsCut as found:
             cuts[found.number].append(found.cut)
         except _Unclear as error:
             return Verdict(str(error))
@@ -344,7 +344,7 @@ class _Forms:
                 number = self._number.get(_place(x))
                 if number is None or self._given[number].cuts:
                     raise _Unclear(f"{row.name} would meet a tensor that is cut otherwise")
-                raise _Whole(number, labelled.index(label), ranks)
+                raise _NeedsCut(number, labelled.index(label), ranks)
         for form, found in zip(made, self._given_by(row, rule, label, ranks), strict=True):
             form[ranks] = found
 

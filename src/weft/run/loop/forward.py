@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from weft.capture.modes import Modes, modes_of
-from weft.capture.nesting import BatchForm, batch_size_of, count_samples, is_plain, leaves, rebuild, tensors_of
+from weft.capture.nesting import BatchForm, batch_size_of, count_samples, is_value, leaves, rebuild, tensors_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
@@ -28,11 +28,11 @@ from weft.plan.placement import D, R, is_shard, piece
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
 from weft.run.captures import Asked, captured_in
+from weft.run.loop.gathered_weights import GatheredWeights
 from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
 from weft.run.loop.watched import Watched, call_hooks, recording
-from weft.run.loop.whole import WholeWeights
 from weft.run.rank_agreement import digest
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
@@ -73,7 +73,7 @@ class NotReturned:
 
 
 def _kept(path: str, leaf: Any) -> Any:
-    return leaf if is_plain(leaf) else NotReturned(path, type(leaf).__name__)
+    return leaf if is_value(leaf) else NotReturned(path, type(leaf).__name__)
 
 
 def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Parts:
@@ -110,7 +110,7 @@ class Forward:
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, group in self._summed_here:
             values[position] = redistribute(values[position], R, D, group)
-        for position, share in self._unlike:
+        for position, share in self._extra_summands:
             values[position] = counted(values[position], share)
         kind = self.world.device.type
         theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
@@ -178,7 +178,7 @@ class Forward:
         return found
 
     @cached_property
-    def _unlike(self) -> list[tuple[int, float]]:
+    def _extra_summands(self) -> list[tuple[int, float]]:
         """Where parameters enter of whose gradient more or fewer than the data ranks have a summand, with how many times as many they are.
 
         The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
@@ -297,9 +297,9 @@ class ByGraphs:
         form = BatchForm.of(called)
         if torch.is_grad_enabled():
             self.captures.form.check_objects(form)
-            self.whole.let_go()
+            self.gathered_weights.let_go()
         elif self.captures.form.other_objects(form):
-            with self.whole.held_by(self.model, self.parts, self.captures.plan.layout.mesh):
+            with self.gathered_weights.held_by(self.model, self.parts, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
         watched = self.unchanged.watched()
         call = (modes_of(self.model), form.key, Given.PARTS, watched)
@@ -313,9 +313,9 @@ class ByGraphs:
         return output
 
     @cached_property
-    def whole(self) -> WholeWeights:
+    def gathered_weights(self) -> GatheredWeights:
         """Its weights as its own code reads them."""
-        return WholeWeights(self.captures.world)
+        return GatheredWeights(self.captures.world)
 
     def _samples_of(self, call: Call, called: Any, form: BatchForm) -> tuple[int, Given]:
         """Samples of what all ranks are called with, and which of them each is called with.

@@ -26,7 +26,7 @@ OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has 
 
 
 @dataclass(frozen=True)
-class Divided:
+class ShardedModule:
     """A divided module, or a copy of one. `frozen`: what did not train when it was divided."""
 
     model: nn.Module
@@ -86,10 +86,10 @@ class Divided:
         )
 
 
-def divided_of(model: nn.Module) -> Divided | None:
+def sharded_module_of(model: nn.Module) -> ShardedModule | None:
     """How a module was divided; None for one that was not."""
     found = getattr(inspect.unwrap(model.forward), "__self__", None)
-    return found if isinstance(found, Divided) else None
+    return found if isinstance(found, ShardedModule) else None
 
 
 def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[None]:
@@ -107,6 +107,6 @@ def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[N
     ...     with weft.accumulate(net, last=number == 2):
     ...         (net(torch.ones(4, 2)).mean() / 2).backward()
     """
-    divided = divided_of(model)
+    divided = sharded_module_of(model)
     exchange = None if divided is None else divided.way.exchange
     return nullcontext() if last or exchange is None else exchange.holding()

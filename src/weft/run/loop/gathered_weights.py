@@ -22,7 +22,7 @@ from weft.world.world import World
 
 
 @dataclass
-class WholeWeights:
+class GatheredWeights:
     """The weights and buffers of a module of which ranks have parts, gathered."""
 
     world: World
