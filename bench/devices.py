@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.fit import fit
 from bench.validate.document import table
 from bench.validate.rows import Row
 from weft.cluster.cluster import Cluster, Device, Table
 from weft.cost.calibration.efficiency import stack_of
-from weft.cost.calibration.fit import fit
 from weft.cost.devices.kernels import Kernel
 from weft.cost.network.network import FACTORS, Group, collective_s
 from weft.errors import UsageError

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.fit import fit
 from bench.validate.rows import Row, table
 from weft.cluster.cluster import Cluster
 from weft.cost.calibration.efficiency import Line, Protocols, protocols
-from weft.cost.calibration.fit import fit
 from weft.cost.network.network import Group, collective_s
 
 MIB = 2.0**20

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.fit import fit
 from bench.validate.models import gpt
 from bench.validate.rows import Row, table
 from weft.cluster.cluster import Cluster
 from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.calibration.fit import fit
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.fit import fit, mean_abs
 from gpt_graph import gpt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from weft.cluster.catalogue import names
 from weft.cluster.cluster import Cluster, Device
 from weft.cost.calibration.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
-from weft.cost.calibration.fit import fit, mean_abs
 from weft.cost.devices.compute import Seconds
 from weft.cost.devices.gpus import straggling
 from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together

@@ -9,9 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.fit import mean_abs
 from bench.validate.sharded import Run, errors, stacks, unseen
-
-from weft.cost.calibration.fit import mean_abs
 
 ROW = {
     "sequence": "2048", "gpus": "8", "gpu": "h100_80gb", "accumulation": "2", "global_batch": "96", "mfu_pct": "50",

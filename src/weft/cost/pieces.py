@@ -6,7 +6,7 @@ from math import inf, prod
 
 from weft.model.graph import Operator
 from weft.model.sharding.sharding import Move, Sharding
-from weft.plan.axis import DATA, axis_of
+from weft.plan.axis import DATA
 from weft.plan.placement import P, R, is_cut, is_piece, is_shard
 
 
@@ -14,9 +14,9 @@ def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
     return sharding is not None and bool(sharding.ops[op].get(axis))
 
 
-def tensor_axes(sharding: Sharding | None) -> list[str]:
+def tensor_axes(sharding: Sharding | None) -> tuple[str, ...]:
     """The axes of ranks that share their samples: all but data."""
-    return [] if sharding is None else [axis for axis in sharding.sizes if not axis_of(axis).replicas]
+    return () if sharding is None else sharding.inner_axes
 
 
 def shared_by_data(sharding: Sharding | None, value: str) -> bool:
@@ -25,13 +25,12 @@ def shared_by_data(sharding: Sharding | None, value: str) -> bool:
 
 
 def pieces(sharding: Sharding | None, value: str, but: str = "") -> int | float:
-    """Pieces that a value is cut into along the tensor axes, all of them `but` one; where they are unequal, the whole over the longest. Of
-    what ranks own that counts which the busiest one has: there is nothing of the rest, in as many pieces as one likes."""
+    """As `Sharding.pieces`, along all of its axes `but` one."""
     if sharding is None or value not in sharding.forms:
         return 1
+    if not but:
+        return sharding.pieces[value]
     forms = sharding.forms[value]
-    if not but and value in sharding.elsewhere:
-        return inf
     return prod(form.ways(sharding.sizes[axis]) for axis in tensor_axes(sharding) if axis != but and is_piece(form := forms.get(axis, R)))
 
 

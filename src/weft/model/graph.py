@@ -6,10 +6,10 @@ operator names what it calls ("aten.linear.default") and `lower/` looks it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.ops import Rule, record_of, rule_of, writes
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
@@ -152,6 +152,11 @@ class Graph:
     def rules(self) -> dict[str, Rule | None]:
         """The factor rule of every operator by its name, None where it has none."""
         return {op.name: rule_of(op, self.tensors) for op in self.operators}
+
+    @cached_property
+    def solved_first(self) -> dict[Hashable, Any]:
+        """Solutions along the axes that are solved before all others, by what was asked; `weft.model.sharding.propagate` adds to them."""
+        return {}
 
     @cached_property
     def granules(self) -> tuple[Mapping[tuple[str, int], int], Mapping[tuple[str, int], int]]:

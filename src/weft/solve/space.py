@@ -456,10 +456,11 @@ class Space:
             return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, frame.microbatches):
             return False
-        if asked or schedule_of(replace(frame, schedule=name)).has_replicas:
-            return asked and stages <= self.num_layers
+        if asked:
+            return stages <= self.num_layers
         even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-        return self.cluster.kind.splits_backward and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
+        pays = self.cluster.kind.splits_backward and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
+        return pays and not schedule_of(replace(frame, schedule=name)).has_replicas
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""

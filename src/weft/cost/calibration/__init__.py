@@ -1,1 +1,1 @@
-"""Constants that were measured or published, and their fit."""
+"""Constants that were measured or published."""

@@ -1,4 +1,4 @@
-"""Calibrated constants by name. In: the sections `protocol` and `stack` of `cluster/catalogue.toml`, and `cluster/curves.toml`. Out:
+"""Calibrated constants by name. In: sections `protocol`, `library` and `stack` of `cluster/catalogue.toml`, and `cluster/curves.toml`. Out:
 frozen numbers with a source.
 
 `Protocols` are what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU: by default `OWN`,
@@ -59,6 +59,26 @@ class Protocols:
         """What was measured of a collective, among so many ranks or the number nearest to it."""
         known = [one for one in self.curves if one.collective == collective]
         return min(known, key=lambda one: max(one.ranks, ranks) / min(one.ranks, ranks), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library of kernels for processors. Of convolutions: `block`, channels of each group where it has no kernel for depthwise windows;
+    `first`, channels that a first layer reads at most, whose kernels take them as they are; `small`, channels times the first two sides of
+    one sample up to which torch makes its convolution itself, but where both of the last sides of the window are above `wide`; `moved`,
+    and of volumes `moved_3d`: bytes that move besides a product for each byte of columns, each way. Of recurrences: `line`, bytes of a
+    cache's line, to which rows are filled; `together`, columns a multiple of which fall together in a cache.
+    """
+
+    block: int
+    first: int
+    small: int
+    wide: int
+    moved: float
+    moved_3d: float
+    line: int
+    together: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +190,12 @@ def parse_stack(name: str, given: Mapping[str, Any]) -> Stack:
             raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(known)}")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     return Stack(name, **values)
+
+
+@cache
+def library(name: str = "onednn") -> Library:
+    """The library that computes on processors, by its name."""
+    return Library(**_section("library")[name])
 
 
 @cache

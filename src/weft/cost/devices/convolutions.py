@@ -15,6 +15,7 @@ from fractions import Fraction
 from math import prod, sqrt
 from typing import Any
 
+from weft.cost.calibration.efficiency import library
 from weft.cost.pieces import shared_by_data, work_ways
 from weft.model.graph import Operator, Tensor
 from weft.model.sharding.pointwise import ONEDNN_SAMPLES, read_shapes
@@ -22,12 +23,7 @@ from weft.model.sharding.sharding import Sharding
 from weft.ops.windows import is_transposed
 from weft.plan.axis import DATA
 
-_BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
-_SMALL = 20480  # channels times the first two sides of one sample up to which torch makes its convolution itself,
-_WIDE = 3  # but where both of the last sides of the window are above this
-# Bytes that are moved besides a product for each byte of columns, each way; torch makes those of volumes slowly.
-_MOVED, _MOVED_3D = 0.3, 3.2
-_FIRST = 8  # channels that a first layer reads at most: such kernels take them as they are
+_ONEDNN = library()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +75,10 @@ def torch_kernel(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding
         return NEVER
     replicas = sharding.sizes.get(DATA, 1) if sharding is not None and shared_by_data(sharding, op.inputs[0]) else 1
     thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
-    wide = len(window) > 1 and min(window[-2:]) > _WIDE
+    wide = len(window) > 1 and min(window[-2:]) > _ONEDNN.wide
     (groups,) = _given(op, "groups", 6)
-    moved = columns_bytes(op, tensors) / work_ways(sharding, op) * (_MOVED_3D if len(window) == 3 else _MOVED)
-    return TorchKernel(x[0] * replicas, prod(x[1:4]) <= _SMALL and not wide and groups == 1, thin, moved)
+    moved = columns_bytes(op, tensors) / work_ways(sharding, op) * (_ONEDNN.moved_3d if len(window) == 3 else _ONEDNN.moved)
+    return TorchKernel(x[0] * replicas, prod(x[1:4]) <= _ONEDNN.small and not wide and groups == 1, thin, moved)
 
 
 def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:
@@ -98,10 +94,10 @@ def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | No
     transposed = is_transposed(op)
     groups = 1 if transposed else max(1, tensors[op.inputs[0]].shape[-1 - len(window)] // tensors[op.inputs[1]].shape[1])
     out = max(1, out // max(1, x[-1 - len(window)] // into)) if groups > 1 else out
-    if groups > 1 and max(into, out) < _BLOCK:
+    if groups > 1 and max(into, out) < _ONEDNN.block:
         return FULL if into == 1 and out == 1 and max(window) <= 3 else Filling(channels=sqrt(into * out))
     both = _filled(out) * _filled(into)
-    plain = both if into > _FIRST else _filled(out)
+    plain = both if into > _ONEDNN.first else _filled(out)
     forward, through = (both, plain) if transposed else (plain, both)
     passes = [made for value, made in zip(op.inputs[:2], (through, plain), strict=True) if value in grads]
     return Filling(forward, sum(passes) / len(passes) if passes else 1.0)
@@ -113,7 +109,7 @@ def _filled(channels: int) -> float:
     >>> _filled(64), _filled(3), _filled(20)
     (1.0, 5.333333333333333, 1.6)
     """
-    return -(-channels // _BLOCK) * _BLOCK / max(1, channels)
+    return -(-channels // _ONEDNN.block) * _ONEDNN.block / max(1, channels)
 
 
 def _window(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -153,7 +149,7 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
         return float(x.size_bytes + out.size_bytes)
     if op.inputs[0] not in grads:
         # Few channels are not laid anew.
-        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= _BLOCK else 0))
+        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= _ONEDNN.block else 0))
     depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
     if depthwise and max(_window(op, tensors)) > 3:
         return float(out.size_bytes)
@@ -168,8 +164,8 @@ def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     x, window = tensors[op.inputs[0]], _window(op, tensors)
     if not _is_depthwise(op, tensors) or max(window, default=1) <= 3:
         return 0.0
-    padded = 4.0 * x.shape[1] * prod(window) * _BLOCK**2
-    return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * _BLOCK * prod(x.shape[1:])
+    padded = 4.0 * x.shape[1] * prod(window) * _ONEDNN.block**2
+    return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * _ONEDNN.block * prod(x.shape[1:])
 
 
 def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:

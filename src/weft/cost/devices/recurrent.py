@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weft.cost.calibration.efficiency import library
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.sharding.sharding import Sharding
 from weft.model.work import num_steps
 from weft.ops import record_of
 from weft.ops.recurrent import UNITS, gathers_steps, matrices, num_layers
 
-_LINE = 64  # bytes of a cache's line
 # What a step of an LSTM keeps (two states behind the output) and of a GRU (one), in sizes of a state.
 IN_STEP = {2: 6.0, 1: 7.0}
-_TOGETHER = 256  # columns a multiple of which fall together
 
 
 def _row_bytes(columns: int, width: int) -> int:
-    line = _LINE // width
+    line = library().line // width
     filled = -(-columns // line) * line
-    return width * (filled + line * (filled % _TOGETHER == 0))
+    return width * (filled + line * (filled % library().together == 0))
 
 
 def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: int) -> int:

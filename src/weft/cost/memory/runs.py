@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,9 @@ class Amount:
         return Amount(self.shared + other.shared, self.batched + other.batched, self.fixed + other.fixed)
 
 
+NO_BYTES = Amount()
+
+
 @dataclass(frozen=True)
 class Amounts:
     """Many `Amount`s, as columns."""
@@ -48,7 +52,7 @@ class Amounts:
 
     @classmethod
     def of(cls, rows: Sequence[Amount]) -> Amounts:
-        return cls(*(np.array([getattr(one, name) for one in rows]) for name in ("shared", "batched", "fixed")))
+        return cls(*np.array([*map(attrgetter("shared", "batched", "fixed"), rows)]).reshape(-1, 3).T.copy())
 
     def of_some(self, rows: NDArray[np.intp]) -> Amounts:
         """Some of them."""

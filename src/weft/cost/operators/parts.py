@@ -7,7 +7,7 @@ later: entries say whether they follow the batch and whether replicas share them
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, cached_property, partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from weft.cost.devices.kernels import NOTHING, Kernel, Moved
 from weft.cost.devices.recurrent import extra_bytes, in_units, single_steps
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places, Stored
-from weft.cost.memory.runs import Amount, Amounts
+from weft.cost.memory.runs import NO_BYTES, Amount, Amounts
 from weft.cost.operators.rounds import ROUND, merged, on_the_way, rounds
 from weft.cost.pieces import cut, pieces, pieces_moving, shared_by_data, tensor_axes, work_ways
 from weft.model.dims.labels import expert_weights
@@ -90,6 +90,21 @@ class Parts:
         return np.array([local.batched for local in self.compute], dtype=bool)[self.index]
 
     @cached_property
+    def extra(self) -> dict[int, Amount]:
+        """What operators keep that is no value of the graph, of those that do."""
+        found = {}
+        for i in np.flatnonzero(self.extra_bytes).tolist():
+            size = float(self.extra_bytes[i])
+            found[i] = Amount(shared=size) if self.shared[i] else Amount(batched=size) if self.batched[i] else Amount(fixed=size)
+        return found
+
+    @cached_property
+    def extra_half(self) -> dict[int, Amount]:
+        """The same where every float tensor is 16-bit: besides losses' logarithms it is masks, a byte an element."""
+        masks = {i for i in self.extra if self.compute[self.index[i]].kernel.kind == "elementwise"}
+        return {i: Amount(*(0.25 * n for n in astuple(one))) if i in masks else one for i, one in self.extra.items()}
+
+    @cached_property
     def torch_kernels(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
         """By operator: when torch makes a convolution itself (`TorchKernel`): its samples, whether alone, whether where it is thin."""
         owns = [local.kernel.own for local in self.compute]
@@ -123,20 +138,11 @@ class _Unique:
         return self.found.setdefault(thing, len(self.found))
 
 
-def numbered(site: str) -> bool:
-    """Whether a site stands in a numbered block, of which models repeat many.
-
-    >>> numbered("layers.3.mlp.up/linear"), numbered("head/linear")
-    (True, False)
-    """
-    return bool(block(site))
-
-
 def block(site: str) -> str:
-    """The outermost numbered block that a site stands in.
+    """The outermost numbered block that a site stands in, of which models repeat many; "" for none.
 
-    >>> block("layers.3.mlp.up/linear")
-    'layers.3'
+    >>> block("layers.3.mlp.up/linear"), block("head/linear")
+    ('layers.3', '')
     """
     path = site.partition("/")[0].split(".")
     return ".".join(path[: next((i + 1 for i, part in enumerate(path) if part.isdigit()), 0)])
@@ -417,21 +423,16 @@ def keeps(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen
 
     `half`: where every float tensor is 16-bit, as on GPUs; under autocast the inventory itself says what is.
     """
-    seen, found = Seen() if seen is None else seen, []
+    seen, found, extras = Seen() if seen is None else seen, [], parts.extra_half if half else parts.extra
     for i in operators:
-        kept = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else Amount()
-        # Besides losses' logarithms it is masks that are no value of the graph: a byte an element.
-        mask = half and parts.compute[parts.index[i]].kernel.kind == "elementwise"
-        extra = float(parts.extra_bytes[i]) * (0.25 if mask else 1.0)
-        if extra:
-            kept += Amount(shared=extra) if parts.shared[i] else Amount(batched=extra) if parts.batched[i] else Amount(fixed=extra)
-        found.append(kept)
+        kept = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else NO_BYTES
+        found.append(kept + extras[i] if i in extras else kept)
     return found
 
 
 def kept_bytes(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> Amount:
     """What these operators keep together, as `keeps`."""
-    return sum(keeps(parts, operators, half, seen), Amount())
+    return sum(keeps(parts, operators, half, seen), NO_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,8 +492,8 @@ def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
     """Where stages of equally many numbered blocks begin; () for one stage, and where blocks do not divide so or hand on unequally."""
     found: dict[str, Cut] = {}
     for one in cuts:
-        if numbered(one.site):
-            found.setdefault(block(one.site), one)
+        if name := block(one.site):
+            found.setdefault(name, one)
     if num_stages == 1 or len(found) % num_stages or len({one.size_bytes for one in found.values()}) > 1:
         return ()
     starts = [one.site for one in found.values()]

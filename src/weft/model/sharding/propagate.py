@@ -28,7 +28,7 @@ from weft.errors import LayoutError
 from weft.model.dims.labels import expert_weights
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer
-from weft.model.sharding.axis_problem import AxisProblem
+from weft.model.sharding.axis_problem import AxisProblem, Choice
 from weft.model.sharding.axis_search import solve
 from weft.model.sharding.axis_values import Given, Others
 from weft.model.sharding.deferral import defer
@@ -105,10 +105,20 @@ def propagate(
         others = _others(found, sizes, order, axis, given, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
-        chosen, placed = solve(problem)
+        chosen, placed = _solved_first(problem) if axis == order[0] and not labels and not row.cuts_weights else solve(problem)
         taken = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
         found.add(problem, taken, placed)
     return found.sharding(sizes)
+
+
+def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
+    """The solution of an axis before all others, to which it leaves nothing: the same whatever they are, so found once for a graph."""
+    fixed = None if problem.fixed is None else tuple(problem.fixed.items())
+    key = (problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples, problem.others.again)
+    solved: dict[object, tuple[dict[str, Choice], dict[str, Placement]]] = problem.graph.solved_first
+    if key not in solved:
+        solved[key] = solve(problem)
+    return solved[key]
 
 
 def _turn(row: Axis) -> tuple[bool, bool, bool]:

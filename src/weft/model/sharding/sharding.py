@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf, prod
 
 from weft.errors import LayoutError
 from weft.ops import Rule
 from weft.ops.operator import Operator
 from weft.ops.rule import KEYS, QUERIES
 from weft.plan.axis import axis_of, sample_axes
-from weft.plan.placement import Halo, Placement, Shard, Strided, dual, is_cut, is_halo, is_piece, is_shard, piece
+from weft.plan.placement import Halo, Placement, R, Shard, Strided, dual, is_cut, is_halo, is_piece, is_shard, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
 Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
@@ -106,6 +107,21 @@ class Sharding:
             return 1
         forms = (*(self.forms[value][axis] for value in op.outputs), *(row[axis] for row in self.needs[op.name]))
         return next((form.ways(self.sizes[axis]) for form in forms if is_piece(form)), self.sizes[axis])
+
+    @cached_property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks share their samples: all but data."""
+        return tuple(axis for axis in self.sizes if not axis_of(axis).replicas)
+
+    @cached_property
+    def pieces(self) -> Mapping[str, int | float]:
+        """By value: the pieces that it is cut into along those; where they are unequal, the whole over the longest. Of what ranks own that
+        counts which the busiest one has: there is nothing of the rest, in as many pieces as one likes."""
+        axes = [(axis, self.sizes[axis]) for axis in self.inner_axes]
+        return {
+            value: inf if value in self.elsewhere else prod(form.ways(n) for axis, n in axes if is_piece(form := forms.get(axis, R)))
+            for value, forms in self.forms.items()
+        }
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
