@@ -182,6 +182,7 @@ def changed(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {
         "replaced": after(lambda net: net.__setitem__(3, nn.Linear(16, 2))),
         "weight": after(lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(16, 6)))),
+        "resized": after(lambda net: setattr(net[0].weight, "data", torch.ones(20, 6))),
         "added": after(lambda net: net.append(nn.ReLU())),
         "hooked": after(lambda net: net[1].register_forward_hook(lambda *_: torch.ones(()))),
         "backward": after(lambda net: net[1].register_full_backward_hook(lambda *_: None)),
@@ -251,6 +252,7 @@ def test_what_is_done_to_a_divided_model_is_done_or_refused(ranks: Callable[...,
     for found in ranks(changed, 2):
         assert found["replaced"].startswith("3 was replaced after the model was divided: do it inside the block")
         assert found["weight"].startswith("0.weight was replaced")
+        assert found["resized"].startswith("0.weight was resized after the model was divided")
         assert found["added"].startswith("4 was replaced")
         assert found["hooked"].startswith("a hook on 1 returns something, which would change what the model computes")
         assert found["backward"].startswith("a hook on the backward of 1 would never be called")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from weft.errors import UsageError
 from weft.run.loop.watched import Watched
@@ -24,6 +25,7 @@ class _Was:
     name: str
     module: nn.Module
     held: tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]
+    shapes: tuple[tuple[str, Tensor, torch.Size], ...]
     hooks: tuple[tuple[dict[Any, Any], frozenset[int]], ...]  # around forward, then around backward
 
 
@@ -39,6 +41,7 @@ class Unchanged:
                     name,
                     module,
                     tuple((table, tuple(table.items())) for table in held),
+                    tuple((key, x, x.shape) for table in held for key, x in table.items() if isinstance(x, Tensor)),
                     tuple((table, frozenset(table)) for table in hooks) if module is not model else (),  # those of the whole are called
                 )
             )
@@ -50,6 +53,10 @@ class Unchanged:
                 if len(table) != len(items) or any(table.get(key) is not value for key, value in items):
                     changed = [key for key, value in items if table.get(key) is not value] or [k for k in table if k not in dict(items)]
                     raise UsageError(f"{_path(was.name, changed[0])} was replaced after the model was divided: {INSIDE}")
+            with private.as_plain():
+                resized = next((key for key, x, shape in was.shapes if x.shape != shape), None)
+            if resized is not None:
+                raise UsageError(f"{_path(was.name, resized)} was resized after the model was divided: {INSIDE}")
             if any(table.keys() - before for table, before in was.hooks[2:]):
                 raise UsageError(
                     f"a hook on the backward of {was.name} would never be called, since the divided model runs as a whole: let a hook on "
