@@ -118,7 +118,7 @@ def compare(name: str, cls: Any, clock: int = 0) -> Row:
         return Row(name, "not compared", f"{type(error).__name__}: {' '.join(str(error).split())[:150]}")
     names = [v.name for v in (*graph.parameters, *graph.buffers)]
     ours = dict(expand_all(planned_.shards, names)["tensor"])
-    theirs = library_cuts(source.model, cls, kind, [v.name for v in graph.parameters])
+    theirs = library_cuts(source.model, cls, kind, [v.name for v in graph.parameters if v.value in graph.last_reader])
     differ = {name: word for name, (word, dim) in theirs.items() if ours.get(name) != dim}
     if not differ:
         return Row(name, "equal", compared=len(theirs))

@@ -55,12 +55,18 @@ OPEN = {
 }  # fmt: skip
 # What a model needs besides: a number for what its own class leaves open, so that it can be made of its sizes alone.
 ODD: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
 }
+# What forward is given beside or in place of tokens: states as wide as the model's; by model type, where it asks for them itself.
+STATES = ("inputs_embeds", "noise_embeds", "context_hidden_states", "encoder_hidden_states")
+ASKED = {
+    "t5gemma2_decoder": ("input_ids", "encoder_hidden_states"), "qwen3_omni_moe_talker_code_predictor": ("inputs_embeds",),
+}  # fmt: skip
 LAYERS = ("num_hidden_layers", "num_layers", "depth", "n_layers")
 # What goes with the width as it did, in steps of 16.
 INNER = ("intermediate_size", "ffn_hidden_size", "expert_dim", "mlp_hidden", "intermediate_size_mlp")
@@ -82,6 +88,7 @@ def shrunk(cls: Any, scale: int = 1) -> Any:
     if layers:
         kinds = _kinds(values, values[layers])
         changes |= {layers: len(kinds)} | {k: [v[i] for i in kinds] for k, v in _by_layer(values, values[layers])}
+    changes |= {key: shrunk(sub, scale) for key, sub in getattr(cls, "sub_configs", {}).items() if values.get(key) and _is_own(sub)}
     takes = set(inspect.signature(cls.__init__).parameters)
     changes = {k: v for k, v in changes.items() if k in takes or k in LAYERS or k in values} | ODD.get(cls.model_type, {})
     if "mrope_section" in inspect.getsource(_modeling(cls)):  # thirds of what is rotated: of time, height and width
@@ -95,6 +102,11 @@ def shrunk(cls: Any, scale: int = 1) -> Any:
     made._experts_implementation = "eager"  # which every dtype has; what runs in its place says `weft.capture.experts`
     made.use_cache = False
     return made
+
+
+def _is_own(cls: Any) -> bool:
+    """Whether a class of configurations says by itself which sizes there are."""
+    return cls.__name__ != "AutoConfig"
 
 
 def _changes(values: dict[str, Any], scale: int) -> Iterator[tuple[str, Any]]:
@@ -158,7 +170,8 @@ def model_of(cls: Any) -> tuple[Any, str]:
     for ending, learns in (("ForCausalLM", "next"), ("ForMaskedLM", "masked"), ("Model", "bare"), ("", "bare")):
         mine = [c for c in found if c.__name__.endswith(ending) and "PreTrained" not in c.__name__]
         if mine:
-            return min(mine, key=lambda c: len(c.__name__)), learns
+            kind = min(mine, key=lambda c: len(c.__name__))
+            return kind, "next" if "labels" in inspect.signature(kind.forward).parameters else learns
     raise ModelError(f"no class of {module.__name__} has the configuration {cls.__name__}")
 
 
@@ -179,15 +192,27 @@ def resolved(name: str, cls: Any, scale: int = 1, sequence: int = SEQUENCE) -> R
             raise ModelError(f"{kind.__name__} cannot be made so small: {said(error)}") from error
         return module
 
-    takes = getattr(kind, "main_input_name", "input_ids")
+    given = inspect.signature(kind.forward).parameters.items()
+    asked = ASKED.get(name) or tuple(k for k, p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and k != "self")
 
     def batch(size: int) -> dict[str, Tensor]:
-        if takes != "input_ids":
-            raise ModelError(f"{kind.__name__} takes {takes}")
         ids = random_tokens((size, sequence), VOCABULARY, seed=0)
-        return {"input_ids": ids} if learns == "bare" else {"input_ids": ids, "labels": ids.clone()}
+        made = {key: _of_input(kind, config, key, ids) for key in asked or ("input_ids",)}
+        return made if learns == "bare" else made | {"labels": ids.clone()}
 
     return Resolved(name, make, batch, bare_loss if learns == "bare" else None, BATCH)
+
+
+def _of_input(kind: Any, config: Any, key: str, ids: Tensor) -> Tensor:
+    """What forward is given by that name: tokens, states, or square images."""
+    draw = torch.Generator().manual_seed(len(key))
+    if key == "input_ids":
+        return ids
+    if key in STATES:
+        return torch.randn(*ids.shape, config.hidden_size, generator=draw)
+    if key == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
+        return torch.randn(len(ids), config.num_channels, size, size, generator=draw)
+    raise ModelError(f"{kind.__name__} takes {key}")
 
 
 def bare_loss(output: Any, batch: Any) -> Tensor:
