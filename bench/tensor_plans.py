@@ -119,6 +119,8 @@ def compare(name: str, cls: Any, clock: int = 0) -> Row:
     names = [v.name for v in (*graph.parameters, *graph.buffers)]
     ours = dict(expand_all(planned_.shards, names)["tensor"])
     theirs = library_cuts(source.model, cls, kind, [v.name for v in graph.parameters if v.value in graph.last_reader])
+    if not theirs:
+        return Row(name, "not compared", "the plan names no weight of two dimensions that a text alone reads")
     differ = {name: word for name, (word, dim) in theirs.items() if ours.get(name) != dim}
     if not differ:
         return Row(name, "equal", compared=len(theirs))
