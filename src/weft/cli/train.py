@@ -104,6 +104,7 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     from weft.cli.operands import load_cluster, load_model
     from weft.plan.layout import Layout
     from weft.run.build import Traced
+    from weft.train.compiled_trial import compiling_may_pay, weighed
     from weft.train.flow import Planned
     from weft.train.subject import sequence_of
     from weft.train.tokens import check_tokens
@@ -138,6 +139,10 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
                 if config.plan.trials == "auto" and world is None and api.runs_here(cluster):
                     trials = worthwhile(plan.candidates, config.train.steps_under(plan))
                 plan = api.tried(plan, trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message, world=world)
+                steps = config.train.steps_under(plan)
+                if config.plan.trials != 0 and world is None and api.runs_here(cluster) and compiling_may_pay(plan, steps):
+                    device = cluster.kind.torch
+                    plan = weighed(plan, steps, sequence_of(config), device=device, device_memory=limit, say=out.message)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.

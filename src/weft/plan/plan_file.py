@@ -65,6 +65,8 @@ _WORDS = {
     "neighbours": "whose devices lie side by side: branch, a replica's branches; data, replicas of a branch; pipeline, a replica's stages",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
+    "batch_norm": f"whose samples statistics are of, all or each replica's: {', '.join(CHOICES['batch_norm'])}",
+    "compile": f"what torch computes between collectives is compiled: {', '.join(CHOICES['compile'])}",
     "servers": "replicas that hold and update the weights for all, a part of them each; 0 is none",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",
 }

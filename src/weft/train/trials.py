@@ -150,6 +150,11 @@ def steps_within(seconds: float, step_s: float) -> int:
 
 def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
     """Seconds of each timed step, on one rank."""
+    return all_steps(world, plan_text, sequence, steps, device_memory)[WARM:]
+
+
+def all_steps(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
+    """The same with the steps before."""
     plan = parse_plan(plan_text)
     subject = resolve(plan.model, plan.batch_size, sequence)
     batch = subject.batch(plan.batch_size)
@@ -160,7 +165,7 @@ def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, devi
         began = time.perf_counter()
         _ = engine.step(batch).loss  # where the step runs on an accelerator, its loss is there when it has ended
         seconds.append(time.perf_counter() - began)
-    return seconds[WARM:]
+    return seconds
 
 
 def fastest(trials: Sequence[Trial]) -> Plan:
