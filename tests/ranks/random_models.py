@@ -195,10 +195,23 @@ def layout_of(seed: int, ranks: int) -> Layout:
     while ranks > 1:
         axes[rng.choice(names)] *= 2
         ranks //= 2
+    context, attention = _context_of(seed, axes)
     spatial = axes["spatial"]
     text = rng.choice([f"{spatial}", f"{spatial}x1", f"1x{spatial}"]) if spatial > 1 else "1"
     return Layout(
         axes["data"], axes["tensor"], axes["pipeline"], rng.choice([1, 2, 4]) if axes["pipeline"] > 1 else rng.choice([1, 1, 2]),
         rng.choice(["1f1b", "gpipe", "zb-h1"]) if axes["pipeline"] > 1 else "1f1b", rng.randrange(4), rng.choice(["none", "none", "full"]),
         "float64", sequence_parallel=rng.choice(["off", "on"]) if axes["tensor"] > 1 else "off", spatial=text,
+        context=context, attention=attention,
     )  # fmt: skip
+
+
+def _context_of(seed: int, axes: dict[str, int]) -> tuple[int, str]:
+    """Ranks that share a sequence, in place of some along another axis: of half of the transformers."""
+    rng = random.Random(seed + 3)
+    taken = rng.choice([axis for axis, n in axes.items() if n > 1])
+    if seed % 2 or rng.random() < 0.5:
+        return 1, "auto"
+    context = rng.choice([2, axes[taken]])
+    axes[taken] //= context
+    return context, rng.choice(["ring", "ring", "ulysses", "gather", "auto"])
