@@ -47,6 +47,7 @@ LAYOUTS = (
     "data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=zb-h1",
     "data=2 tensor=2",
 )  # fmt: skip
+AWAY_S = 1.0
 APART = 14  # steps between two faults: more than a jump of the loss is told by
 CONFIG = """
 [model]
@@ -281,11 +282,15 @@ def _when(number: int, parent: Path, watcher: Watcher) -> float:
 
 def _felt(fault: Fault, layout: str, watcher: Watcher, when: float, step: int, same: bool) -> Felt:
     noticed = next((t - when for t, _ in watcher.said if t > when), math.nan)
-    after = noticed if fault.how not in ("flip", "nan", "jump") and noticed == noticed else 0.0
-    done = max((rows for t, rows in watcher.told if t <= when), default=step)
+    after = 0.0 if math.isnan(noticed) else noticed
+    if fault.ranks == (-2,):  # what the ranks had under way is told before they end; then they begin again
+        after = AWAY_S
+    done = max([step, *(rows for t, rows in watcher.told if t <= when)])
     later = next((t - when for t, rows in watcher.told if t > when + after and rows > done), math.nan)
-    if fault.how in ("flip", "nan", "jump") or fault.ranks == (-2,):
-        noticed = math.nan  # said by rank 0 within the step, or by who starts the ranks again
+    if fault.ranks == (-2,):
+        noticed = math.nan  # said by who starts the ranks again
+    if fault.how in ("flip", "nan", "jump"):
+        noticed = later = math.nan  # said and mended by the ranks, within the step
     return Felt(fault.name, layout, noticed, later, same)
 
 
