@@ -77,7 +77,7 @@ def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: boo
     gradients = engine.gradients
     found: dict[int, dict[str, Any]] = {}
     for k in gradients.compressed:
-        number, bucket = gradients._order[k]
+        number, bucket = gradients.order[k]
         found[k] = {"ranks": gradients._sums[number].ranks, "names": bucket.names, "before": [], "after": []}
     for step in range(steps):
         gradients.before = {}
