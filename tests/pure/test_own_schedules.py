@@ -107,14 +107,14 @@ def test_what_a_file_moves_or_repeats_takes_its_time(cluster: Cluster, kept: str
     priced = price(pricer, layout)
     first, last = priced.costs
     (sent,) = sends_s(pricer, priced).values()
-    copy = pricer.state(layout, priced.sites, 0).moved_bytes * pricer.copies(layout).seconds_per_byte
+    copy = pricer.state(layout, priced.sites, 0).moved_bytes * pricer.devices.copies(layout).seconds_per_byte
     mine = {"": 0.0, "0DROP0 0R0": first.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
     there = 2 * sent + last.forward_s + last.backward_s
     assert timeline(pricer, priced).total_s == pytest.approx(first.forward_s + max(mine, there) + first.backward_s)
     alone = Layout(microbatches=1).with_schedule("mine.txt", f"0F0 {kept} 0B0")
     times = [clocked(pricer, price(pricer, one)).prediction.step_time_s for one in (alone, Layout())]
     whole = price(pricer, alone).costs[0]
-    copy = pricer.state(alone, (), 0).moved_bytes * pricer.copies(alone).seconds_per_byte
+    copy = pricer.state(alone, (), 0).moved_bytes * pricer.devices.copies(alone).seconds_per_byte
     mine = {"": 0.0, "0DROP0 0R0": whole.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
     assert times[0] - times[1] == pytest.approx(mine, rel=1e-6, abs=1e-12)
 
