@@ -61,6 +61,7 @@ def _step(world: World, layout: str) -> dict[str, Any]:
 
         setattr(Group, name, wrapped)
     engine = _engine(world, layout)
+    sent.clear()  # building agrees on who has the same weights
     most = [0]
     enter = Gathered.enter
 
