@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from weft.run.state.precision import set_products
 def test_it_is_set_on_gpus_that_have_such_units_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(allow_tf32=False))  # torch's own may be frozen by now
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for name in ("float32", "bfloat16", "float64"):
         set_products(name, torch.device("cuda"))
@@ -19,6 +22,7 @@ def test_it_is_set_on_gpus_that_have_such_units_and_asked_for(monkeypatch: pytes
     assert said == []
     set_products("tf32", torch.device("cuda"))
     assert said == ["high"]
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_a_gpu_without_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_a_sibling_does_not_take_the_place_of_what_can_be_imported(tmp_path: Pat
         ("def make(): raise SystemExit(7)\n", "make", "raises SystemExit: 7; .* belongs under if __name__"),
         ("raise SystemExit(7)\n", "make", "cannot be loaded: SystemExit: 7"),
         ("def make(): return nn.ReLU(), (torch.ones(0, 2),)\n", "make", "returns a batch of 0 samples"),
-        ("def make(): return nn.ReLU(), (torch.ones(2, 2),)\n", "make", "makes a batch of 2 samples, 4 are asked for"),
+        ("def make(): return nn.ReLU(), (torch.ones(2, 2),)\n", "make", "makes a batch of 2 samples, 4 were requested"),
     ],
 )
 def test_files_that_are_wrong(tmp_path: Path, text: str, factory: str, said: str) -> None:

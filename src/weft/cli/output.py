@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 UNKNOWN_WIDTH = 120
+SHORT = 16  # letters of a first column that are never broken
 
 
 class Output:
@@ -92,7 +93,9 @@ def show_table(table: Table, console: Console) -> None:
         pad_edge=False,
     )
     for i in table.filled:
-        drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold")
+        # Short words are not broken, whatever the others take.
+        least = max((len(row[i]) for row in table.rows if len(row[i]) <= SHORT), default=None) if i == 0 else None
+        drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold", min_width=least)
     for r, row in enumerate(table.rows):
         drawn.add_row(*(Text(row[i]) for i in table.filled), style="bold" if r in table.marked else None)
     console.print(drawn)
