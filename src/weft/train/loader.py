@@ -74,9 +74,10 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
         if number == 0 and world is not None and world.num_ranks > 1:
             check_batch_agrees(batch, world)
         samples = batch_size(batch)
-        few = samples < where.data_size and not hasattr(where, "sizes_of")
-        rows = batch if few else take(batch, rows_of_part(samples, where))
-        yield with_samples(rows, samples) if where.data_size > 1 else rows
+        in_loop = not hasattr(where, "sizes_of")
+        rows = batch if in_loop and samples < where.data_size else take(batch, rows_of_part(samples, where))
+        # An engine's stages may be arranged differently: where some have rows, none takes its own for a whole batch.
+        yield rows if in_loop and where.data_size == 1 else with_samples(rows, samples)
 
 
 class Sharded:
