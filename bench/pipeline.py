@@ -39,7 +39,9 @@ PAIRS = (
     ("zb-v", "ZBVZeroBubble", 2),
 )
 # All that weft runs, simulated and measured.
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved chunks=2", "breadth-first chunks=2", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-master")
+SCHEDULES = (
+    "sequential", "gpipe", "1f1b", "interleaved chunks=2", "breadth-first chunks=2", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-master",
+)  # fmt: skip
 
 TARGETS = (
     Target("small stages", 1.3, lambda r: r.case.startswith("gpt:")),
