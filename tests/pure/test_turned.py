@@ -14,6 +14,7 @@ from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.solve.search import search
+from weft.solve.timing import balanced
 
 GPU = Device("gpu", "gpu", (("float32", 1e13),), 1e11, 1e12, 1.0, 5e-6)
 NODES = Cluster("nodes", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 4, Link(1e-5, 1e9))))
@@ -36,6 +37,21 @@ def test_what_crosses_nodes_is_priced_by_the_port_that_it_shares() -> None:
     apart = [pricer.transfer_s(layout, 2e6, s, s + 1) for s in range(7)]
     assert apart == [pytest.approx(send_s(NODES, 1e6, 4 if s == 3 else 1, 1)) for s in range(7)]
     assert pricer.transfer_s(replace(layout, neighbours="branch"), 2e6) == send_s(NODES, 1e6, 2, 2)
+
+
+def test_the_price_of_a_schedule_does_not_depend_on_what_was_priced_before() -> None:
+    """zb-v has stages 7 and 8 on one rank, interleaved on the last and the first, of two nodes; each has 16 stages."""
+    layout = Layout(data=2, pipeline=8, microbatches=4, neighbours="pipeline", schedule="zb-v")
+    one, other = layout, replace(layout, schedule="interleaved", chunks=2)
+    sites = balanced(Pricer(LONG, NODES, 16), layout)
+
+    def sends_s(pricer: Pricer, layout: Layout) -> list[float]:
+        return [cost.tensor.total for cost in pricer.stages(layout, sites)]
+
+    alone = [sends_s(Pricer(LONG, NODES, 16), each) for each in (one, other)]
+    after = Pricer(LONG, NODES, 16)
+    assert [sends_s(after, each) for each in (one, other)] == alone
+    assert alone[0][7] < alone[1][7]
 
 
 def test_the_planner_turns_a_pipeline_whose_activations_outweigh_its_weights() -> None:

@@ -190,13 +190,14 @@ class Pricer(OperatorPricer):
         return self._state(layout, base)
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
+        places = self._stage_places(layout)
         key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.threads, layout.batch_norm,
-               layout.shares, tuple(sites))  # fmt: skip
+               layout.shares, tuple(sites), places)  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):
             sections = self._sections_of(layout, tuple(sites))
-            firsts = self._first_equal(layout, split, sections.first)
+            firsts = self._first_equal(layout, split, sections.first, places) if len(split) == len(places) else sections.first
 
             def base_at(i: int) -> Base:
                 return base_of(self, layout, split[i], sections.of(i))
@@ -212,11 +213,13 @@ class Pricer(OperatorPricer):
                     bases[i] = like(bases[first], i, partial(names, i), cache(partial(base_at, i)))
         return [(i, bases[i]) for i in wanted]
 
-    def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int]) -> Sequence[int]:
+    @staticmethod
+    def _stage_places(layout: Layout) -> tuple[int, ...]:
+        """[stage] -> its place in the pipeline, as the schedule has it; () where all are as far from one another."""
+        return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if layout.neighbours == PIPELINE else ()
+
+    def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
         """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
-        if len(split) != layout.num_stages or layout.neighbours != PIPELINE:  # it is what layers hold that is asked for; all are as far
-            return first
-        places = [ranks[0] for ranks in schedule_of(layout).ranks_of]
         known: dict[tuple[object, ...], int] = {}
         found = []
         for i, stage in enumerate(split):
