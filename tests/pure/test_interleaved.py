@@ -75,3 +75,6 @@ def test_sizes_that_cannot_be_are_named() -> None:
         build("interleaved", 7, 4, chunks=2)
     with pytest.raises(UsageError, match="gpipe has one stage a rank, not 2"):
         build("gpipe", 8, 4, chunks=2)
+    for name in ("interleaved", "1f1b"):
+        with pytest.raises(UsageError, match="with 0 chunks a rank; it needs at least 1"):
+            build(name, 8, 4, chunks=0)

@@ -77,6 +77,8 @@ def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks
         raise UsageError(f"unknown schedule {name}{nearest(name, NAMES, 0.4)}; known: {', '.join(NAMES)}")
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
+    if chunks < 1:
+        raise UsageError(f"{name} with {chunks} chunks a rank; it needs at least 1")
     if reason := refuse_sizes(name, num_microbatches):
         raise UsageError(reason)
     if chunks > 1 and chunks != chunks_of(name, chunks):
