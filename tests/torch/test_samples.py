@@ -50,6 +50,17 @@ class Labelled(Attending):
         return F.cross_entropy(F.layer_norm(h.mean(1 if self.layer.self_attn.batch_first else 0), (4,)), y)
 
 
+class Summing(nn.Module):
+    """A running sum along time."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layer, self.head, self.dim = nn.Linear(5, 4), nn.Linear(4, 3), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).cumsum(self.dim).tanh()).square().sum()
+
+
 class Contrasting(nn.Module):
     """Samples that the loss mixes on purpose, of two views each."""
 
@@ -73,6 +84,8 @@ CASES: list[tuple[Callable[[], nn.Module], Batch, str]] = [
     (partial(Attending, True), {"x": real(4, 6, 4)}, ""),
     (partial(Labelled, False), {"x": real(6, 8, 4), "y": torch.ones(8, dtype=torch.int64)}, "so that samples lie in dimension 1"),
     (partial(Labelled, True), {"x": real(8, 6, 4), "y": torch.ones(8, dtype=torch.int64)}, ""),
+    (partial(Summing, 0), {"x": real(6, 8, 5)}, "each of the 8 in dimension 1 goes through by itself"),
+    (partial(Summing, 1), {"x": real(8, 6, 5)}, ""),
     (Contrasting, {"x": real(8, 2, 5)}, ""),
 ]
 
