@@ -115,14 +115,12 @@ def fused(graph: Graph) -> Fused:
     chosen: dict[tuple[str, str], Along] = {}
     for _ in range(ROUNDS):
         found = _Followed(graph, offered, chosen, refused)
-        again = {**chosen, **found.chosen(offered)}
-        if again == chosen and not found.rigid:
-            break
         refused |= found.rigid
-        chosen = {key: along for key, along in again.items() if key not in refused}
-    else:
-        return Fused(rules)
-    return found.result()
+        again = {key: along for key, along in {**chosen, **found.chosen(offered)}.items() if key not in refused}
+        if again == chosen and not found.rigid:
+            return found.result()
+        chosen = again
+    return Fused(rules)
 
 
 def _offered(graph: Graph) -> dict[str, tuple[Along, ...]]:
