@@ -74,6 +74,12 @@ def names(table: str = "node") -> tuple[str, ...]:
     return tuple(_catalogue()[table])
 
 
+def section(table: str) -> Mapping[str, Any]:
+    """The figures of all that the catalogue has of a kind, by name."""
+    found: Mapping[str, Any] = _catalogue()[table]
+    return found
+
+
 def entry(table: str, name: str, where: str = "") -> dict[str, Any]:
     """The figures of a device or a link by its name in the catalogue, a machine's by the names of what it has.
 

@@ -15,6 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from weft.cluster.catalogue import section
 from weft.cluster.cluster import Device, Table
 from weft.errors import ConfigError
 from weft.plan.precision import PRECISIONS
@@ -172,7 +173,7 @@ def stack_of(device: Device, name: str = "") -> Stack:
     Raises:
         ConfigError: a name that is not known.
     """
-    known, name = _section("stack"), name or OWN
+    known, name = section("stack"), name or OWN
     if name not in known:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(known)}")
     given = {key: value for key, value in known[name].items() if key != "on"}
@@ -193,16 +194,9 @@ def parse_stack(name: str, given: Mapping[str, Any]) -> Stack:
 
 
 @cache
-def library(name: str = "onednn") -> Library:
-    """The library that computes on processors, by its name."""
-    return Library(**_section("library")[name])
-
-
-@cache
-def _section(kind: str) -> Mapping[str, Any]:
-    text = resources.files("weft.cluster").joinpath("catalogue.toml").read_text()
-    found: Mapping[str, Any] = tomllib.loads(text)[kind]
-    return found
+def onednn() -> Library:
+    """The library that computes on processors."""
+    return Library(**section("library")["onednn"])
 
 
 @cache
@@ -215,7 +209,7 @@ def protocols(name: str) -> Protocols:
     Raises:
         ConfigError: a name or a key that is not known, or a key that is missing.
     """
-    known = _section("protocol")
+    known = section("protocol")
     if name not in known:
         raise ConfigError(f"protocol {name!r} is unknown; use one of {', '.join(known)}")
     given = {**known.get(known[name].get("like", ""), {}), **known[name]}

@@ -15,15 +15,13 @@ from fractions import Fraction
 from math import prod, sqrt
 from typing import Any
 
-from weft.cost.calibration.efficiency import library
+from weft.cost.calibration.efficiency import onednn
 from weft.cost.pieces import shared_by_data, work_ways
 from weft.model.graph import Operator, Tensor
 from weft.model.sharding.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding.sharding import Sharding
 from weft.ops.windows import is_transposed
 from weft.plan.axis import DATA
-
-_ONEDNN = library()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,10 @@ def torch_kernel(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding
         return NEVER
     replicas = sharding.sizes.get(DATA, 1) if sharding is not None and shared_by_data(sharding, op.inputs[0]) else 1
     thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
-    wide = len(window) > 1 and min(window[-2:]) > _ONEDNN.wide
+    wide = len(window) > 1 and min(window[-2:]) > onednn().wide
     (groups,) = _given(op, "groups", 6)
-    moved = columns_bytes(op, tensors) / work_ways(sharding, op) * (_ONEDNN.moved_3d if len(window) == 3 else _ONEDNN.moved)
-    return TorchKernel(x[0] * replicas, prod(x[1:4]) <= _ONEDNN.small and not wide and groups == 1, thin, moved)
+    moved = columns_bytes(op, tensors) / work_ways(sharding, op) * (onednn().moved_3d if len(window) == 3 else onednn().moved)
+    return TorchKernel(x[0] * replicas, prod(x[1:4]) <= onednn().small and not wide and groups == 1, thin, moved)
 
 
 def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:
@@ -94,10 +92,10 @@ def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | No
     transposed = is_transposed(op)
     groups = 1 if transposed else max(1, tensors[op.inputs[0]].shape[-1 - len(window)] // tensors[op.inputs[1]].shape[1])
     out = max(1, out // max(1, x[-1 - len(window)] // into)) if groups > 1 else out
-    if groups > 1 and max(into, out) < _ONEDNN.block:
+    if groups > 1 and max(into, out) < onednn().block:
         return FULL if into == 1 and out == 1 and max(window) <= 3 else Filling(channels=sqrt(into * out))
     both = _filled(out) * _filled(into)
-    plain = both if into > _ONEDNN.first else _filled(out)
+    plain = both if into > onednn().first else _filled(out)
     forward, through = (both, plain) if transposed else (plain, both)
     passes = [made for value, made in zip(op.inputs[:2], (through, plain), strict=True) if value in grads]
     return Filling(forward, sum(passes) / len(passes) if passes else 1.0)
@@ -109,7 +107,7 @@ def _filled(channels: int) -> float:
     >>> _filled(64), _filled(3), _filled(20)
     (1.0, 5.333333333333333, 1.6)
     """
-    return -(-channels // _ONEDNN.block) * _ONEDNN.block / max(1, channels)
+    return -(-channels // onednn().block) * onednn().block / max(1, channels)
 
 
 def _window(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -149,7 +147,7 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
         return float(x.size_bytes + out.size_bytes)
     if op.inputs[0] not in grads:
         # Few channels are not laid anew.
-        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= _ONEDNN.block else 0))
+        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= onednn().block else 0))
     depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
     if depthwise and max(_window(op, tensors)) > 3:
         return float(out.size_bytes)
@@ -164,8 +162,8 @@ def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     x, window = tensors[op.inputs[0]], _window(op, tensors)
     if not _is_depthwise(op, tensors) or max(window, default=1) <= 3:
         return 0.0
-    padded = 4.0 * x.shape[1] * prod(window) * _ONEDNN.block**2
-    return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * _ONEDNN.block * prod(x.shape[1:])
+    padded = 4.0 * x.shape[1] * prod(window) * onednn().block**2
+    return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * onednn().block * prod(x.shape[1:])
 
 
 def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.cost.calibration.efficiency import library
+from weft.cost.calibration.efficiency import onednn
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.sharding.sharding import Sharding
 from weft.model.work import num_steps
@@ -21,9 +21,9 @@ IN_STEP = {2: 6.0, 1: 7.0}
 
 
 def _row_bytes(columns: int, width: int) -> int:
-    line = library().line // width
+    line = onednn().line // width
     filled = -(-columns // line) * line
-    return width * (filled + line * (filled % library().together == 0))
+    return width * (filled + line * (filled % onednn().together == 0))
 
 
 def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: int) -> int:
