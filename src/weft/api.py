@@ -414,7 +414,9 @@ def simulated(
     graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     priced = clocked(pricer, price(pricer, plan.layout, plan.stages))
-    return priced.prediction, step_timeline(pricer, priced) if steps == 1 else straggler_steps(pricer, priced, steps, late)
+    if steps == 1 and not late:
+        return priced.prediction, step_timeline(pricer, priced)
+    return priced.prediction, straggler_steps(pricer, priced, steps, late)
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:

@@ -166,3 +166,6 @@ def test_many_steps_of_a_plan_say_what_lateness_costs() -> None:
     assert even.total_s < late.total_s
     with pytest.raises(UsageError, match="replicas alone"):
         straggler_steps(pricer, price(pricer, Layout.parse("data=2 tensor=2")), 40, 1.0)
+    for steps, part in ((1, 0.5), (40, -1.0), (40, float("inf")), (40, float("nan"))):
+        with pytest.raises(UsageError, match=f"{steps} steps, late by {part:g}; it takes"):
+            straggler_steps(pricer, price(pricer, Layout.parse("data=4")), steps, part)

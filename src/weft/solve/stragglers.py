@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 from weft.cost.network.collectives import served_s, ways
 from weft.cost.step import Pricer
@@ -22,11 +23,12 @@ def straggler_steps(pricer: Pricer, priced: Priced, steps: int, late: float, see
     """`steps` steps in which ranks are late by `late` of a step's compute in the mean.
 
     Raises:
-        UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early.
+        UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early or for ever late.
     """
     layout = priced.layout
-    if layout.num_ranks != layout.data or steps < 2 or late < 0:
-        raise UsageError(f"{layout}: {steps} steps, late by {late:g}; it takes replicas alone (data=N), two steps or more, and late >= 0")
+    if layout.num_ranks != layout.data or steps < 2 or not 0 <= late < inf:
+        asked = f"{layout}: {steps} steps, late by {late:g}"
+        raise UsageError(f"{asked}; it takes replicas alone (data=N), two steps or more, and 0 <= late < inf")
     parts = dict(priced.prediction.parts)
     alone = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
     draw = random.Random(seed)
