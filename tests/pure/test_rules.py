@@ -51,6 +51,13 @@ def test_what_is_broadcast_stays_whole() -> None:
     assert parse("n -> n", [(1,)], [(1,)]) == Rule((("",),), (("",),)), "a dimension of one cannot be cut"
 
 
+def test_dimensions_that_may_be_missing_are_left_out_outermost_first() -> None:
+    text, x = "b* h s d, b* h? s? t -> b* h s d", (2, 3, 4, 5)
+    rows = [found.inputs[1] if (found := parse(text, [x, mask], [x])) else None for mask in ((6,), (4, 6), (3, 4, 6), (2, 3, 4, 6))]
+    assert rows == [("t",), ("s", "t"), ("h", "s", "t"), ("b-1", "h", "s", "t")]
+    assert parse(text.replace("?", ""), [x, (4, 6)], [x]) is None
+
+
 @pytest.mark.parametrize(
     ("text", "kernels"),
     [

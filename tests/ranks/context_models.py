@@ -198,3 +198,24 @@ def _classes(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def running() -> Made:
     ids = _ids(4, 7)
     return _OfIds(Running()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _classes
+
+
+class Banded(nn.Module):
+    """Grouped queries that see five positions back, by a mask of positions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split((16, 8, 8), -1))
+        back = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+        x = x + F.scaled_dot_product_attention(q, k, v, (back >= 0) & (back < 5), enable_gqa=True).transpose(1, 2).flatten(2)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def banded() -> Made:
+    ids = _ids(4, 11)
+    return _OfIds(Banded()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _classes

@@ -51,6 +51,8 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("t5", "context=2 attention=ulysses"),
         ("placed", "context=2"),
         ("running", "context=3"),
+        ("banded", "context=2 tensor=2 attention=ring"),
+        ("banded", "context=3"),
         ("running", "data=2 context=2"),
         ("gpt-tiny", "context=2 tensor=2 attention=ring"),
         ("llama", "context=3 attention=ring"),

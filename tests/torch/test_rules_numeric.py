@@ -143,6 +143,7 @@ def attention(draw: Draw) -> Case:
                 (
                     lambda: real(*full),
                     lambda: real(s, t),
+                    lambda: real(t),
                     lambda: real(b, 1, s, t),
                     lambda: real(b, 1, 1, t),
                     lambda: real(1, h, s, t),

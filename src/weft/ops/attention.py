@@ -80,7 +80,7 @@ def _scores(op: Operator, tensors: Tensors) -> Shape:
 
 OPS = (
     Op(
-        "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h s@ t& -> b* h s@ !e", _attention,
+        "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h? s@? t& -> b* h s@ !e", _attention,
         lowering="attention", repeats=True, draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps,
         autocast="lower",
     ),

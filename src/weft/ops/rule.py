@@ -11,6 +11,7 @@ cut. A mark behind a label says that cutting it needs more than the same operato
     x/  the output is an average over x              x^  vocabulary: look-ups and softmax over a cut class dimension
     x+  statistics over x (batch norm)               x~  windows slide along x: a rank reads its neighbours' edges
     x@  queries of attention: a rank's know which they are   x&  keys of attention
+    x?  a dimension that may be missing, and is then broadcast
     _   any placement will do, the values are not read
 """
 
@@ -91,6 +92,8 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
     def labels(entry: list[str], shape: tuple[int, ...]) -> list[str] | None:
         plain = [word for word in entry if not word.endswith("*")]
         spare = len(shape) - len(plain)
+        if absent := [word for word in plain if word.endswith("?")][: max(0, -spare)]:  # outermost first
+            entry, spare = [word for word in entry if word not in absent], spare + len(absent)
         if spare < 0 or (spare and len(plain) == len(entry)):
             return None
         found: list[str] = []
@@ -98,7 +101,7 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
             if word.startswith("!"):
                 found += [BLOCKED] * (spare if word.endswith("*") else 1)
                 continue
-            base = word.removesuffix("*")
+            base = word.rstrip("*?")
             name = base.rstrip("".join(MARKS))
             names = [f"{name}{i - spare}" for i in range(spare)] if word.endswith("*") else [name]
             if name != base:
