@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from math import inf
 
+import pytest
+
 from weft.world.hangs import STOPPED_S, HangWatch, Limits
 from weft.world.pace import Pace
 from weft.world.recorder import Moment, Recorder, Status
@@ -92,3 +94,13 @@ def test_a_pace_announces_steps_and_nothing_that_takes_long() -> None:
     with pace.step(), pace.long():
         pass
     assert [one < 1.0 for one in said[8:]] == [True, False, True, True]
+    said.clear()
+    with pace.long():  # an evaluation, of which a batch is captured
+        with pytest.raises(ValueError), pace.long():
+            raise ValueError
+        with pace.long():
+            pass
+        with pace.step():
+            pass
+        assert set(said) == {inf}
+    assert said[-1] < 1.0

@@ -31,6 +31,7 @@ class Pace:
         self._recorder, self.steady = recorder, True
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._lasts_s, self._keeps = inf, False
+        self._inside = 0  # of so many blocks of what takes long
 
     def announced(self, seconds: float) -> float:
         """What the next step may last, after one of `seconds`."""
@@ -43,7 +44,7 @@ class Pace:
     def step(self) -> Iterator[None]:
         """Around a step."""
         began = time.monotonic()
-        self._recorder.patience(self._lasts_s)
+        self._announce(self._lasts_s)
         yield
         self.announced(time.monotonic() - began)
         self._between()
@@ -54,10 +55,17 @@ class Pace:
 
     @contextmanager
     def long(self) -> Iterator[None]:
-        """Around what takes as long as it takes."""
+        """Around what takes as long as it takes; inside another such block it changes nothing."""
         self._recorder.patience(inf)
-        yield
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
         self._between()
 
     def _between(self) -> None:
-        self._recorder.patience(self._lasts_s if self._keeps else inf)
+        self._announce(self._lasts_s if self._keeps else inf)
+
+    def _announce(self, seconds: float) -> None:
+        self._recorder.patience(inf if self._inside else seconds)
