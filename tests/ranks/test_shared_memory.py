@@ -5,6 +5,8 @@ Every rank draws the inputs of all ranks from the same seeds, so it knows the re
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import random
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,9 @@ from torch import Tensor
 from weft.errors import RankError, RunError
 from weft.world import private
 from weft.world.group import Group
-from weft.world.pending import LostPeer
-from weft.world.shared_memory import library, native
+from weft.world.pending import LostPeer, is_lost
+from weft.world.shared_memory import library, native, segment
+from weft.world.shared_memory.meet import SharedMemory, _Buffers
 from weft.world.shared_memory.portable.channel import PortableChannel
 from weft.world.shared_memory.portable.slots import Streams
 from weft.world.world import World
@@ -485,6 +489,35 @@ def differing(world: World, folder: str) -> list[str]:
 
 def test_ranks_agree_on_what_all_can(ranks: Any, tmp_path: Path) -> None:
     assert ranks(differing, 3, str(tmp_path)) == [["PortableChannel", "3.0"]] * 3
+
+
+class Told(dict[str, str]):
+    """A store in which the other member has said what it says, before it ended."""
+
+    set = dict.__setitem__
+    get = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_member_that_ends_before_its_memory_is_mapped_is_lost(kind: str, index: int) -> None:
+    """And is no reason to wait for it over gloo. Nothing stays open."""
+    memory = SharedMemory(True, 10.0, native=kind == "shared_memory")
+    other = subprocess.Popen(["true"])
+    other.wait()
+    place = f"{other.pid}:3:4096"
+    said = {"host": segment.host(), "kind": "native" if memory.native is not None else "portable", "pid": other.pid}
+    told = {f"can/{1 - index}": json.dumps(said), "place": json.dumps([place, ""]), f"mapped/{1 - index}": '""'}
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="remote process exited") as caught:
+        memory.open(Told(told), index, (0, 1))
+    assert is_lost(caught.value)
+    buffers = _Buffers(SimpleNamespace(index=index, size=2), Told({f"buffer/0/{1 - index}": json.dumps(place)}))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        buffers(4, torch.float32)
+    del caught
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_without_a_compiler_there_is_a_reason_and_no_error(tmp_path: Path) -> None:

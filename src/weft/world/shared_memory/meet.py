@@ -23,6 +23,7 @@ __all__ = ["Channel", "SharedMemory"]
 
 Channel = NativeChannel | PortableChannel
 Work = NativeWork | PortableWork
+_ENDED = (FileNotFoundError, ProcessLookupError)  # what opening a process, or what it keeps, says once it is gone
 
 
 class Store(Protocol):
@@ -57,7 +58,7 @@ class SharedMemory:
         if reason:
             return reason
         engine = self.native if self.native is not None and all(one["kind"] == "native" for one in all_said) else self.portable
-        place = ""
+        pids, place = [one["pid"] for one in all_said], ""
         if index == 0:
             try:
                 made = segment.create(engine.segment_bytes(size))
@@ -65,17 +66,27 @@ class SharedMemory:
             except (OSError, AttributeError) as error:
                 reason = f"no segment: {error}"
             store.set("place", json.dumps([place, reason]))
+        try:
+            return self._mapped(store, engine, index, ranks, pids, made[0] if made is not None else None)
+        finally:
+            if made is not None:
+                segment.close_place(made[1])
+
+    def _mapped(
+        self, store: Store, engine: NativeEngine | PortableEngine, index: int, ranks: Sequence[int], pids: list[int], own: mmap.mmap | None
+    ) -> Channel | str:
+        """As `open`, once the segment is made: `own` on the member that made it."""
         place, reason = json.loads(store.get("place"))
         channel: Channel | None = None
         if not reason:
             try:
-                mapping = made[0] if made is not None else segment.attach(segment.Place.parse(place))
-                channel = engine.open(mapping, index, ranks, [one["pid"] for one in all_said], self._timeout_s)
+                mapping = own if own is not None else segment.attach(segment.Place.parse(place))
+                channel = engine.open(mapping, index, ranks, pids, self._timeout_s)
+            except _ENDED as error:
+                raise _lost(error) from error
             except (OSError, MemoryError) as error:
                 reason = f"rank {ranks[index]} cannot map memory of rank {ranks[0]}: {error}"
-        failed = [one for one in _told(store, "mapped", index, size, reason) if one]
-        if made is not None:
-            segment.close_place(made[1])
+        failed = [one for one in _told(store, "mapped", index, len(ranks), reason) if one]
         if failed or channel is None:
             return str(failed[0])
         channel.shared_buffer = _Buffers(channel, store)
@@ -94,10 +105,14 @@ class _Buffers:
         channel, key = self._channel, f"buffer/{self._count}"
         self._count += 1
         own, place = segment.create(max(1, numel * dtype.itemsize))
-        places = [segment.Place.parse(one) for one in _told(self._store, key, channel.index, channel.size, str(place))]
-        mappings = [own if i == channel.index else segment.attach(one) for i, one in enumerate(places)]
-        _told(self._store, f"{key}/mapped", channel.index, channel.size, True)
-        segment.close_place(place)
+        try:
+            places = [segment.Place.parse(one) for one in _told(self._store, key, channel.index, channel.size, str(place))]
+            mappings = [own if i == channel.index else segment.attach(one) for i, one in enumerate(places)]
+            _told(self._store, f"{key}/mapped", channel.index, channel.size, True)
+        except _ENDED as error:
+            raise _lost(error) from error
+        finally:
+            segment.close_place(place)
         sizes = {one.size for one in places}
         if len(sizes) > 1:
             raise RuntimeError(f"members ask for shared buffers of {sorted(sizes)} bytes")
@@ -109,3 +124,8 @@ def _told(store: Store, key: str, index: int, size: int, value: Any) -> list[Any
     """What every member says under `key`, in their order."""
     store.set(f"{key}/{index}", json.dumps(value))
     return [json.loads(store.get(f"{key}/{i}")) for i in range(size)]
+
+
+def _lost(error: OSError) -> RuntimeError:
+    """What a transport says of a member that is gone: it is no reason to take another transport, over which it would not come either."""
+    return RuntimeError(f"remote process exited before its memory was mapped: {error}")
