@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.lower.kernels.sample_positions import Box
+from weft.lower.kernels.sample_positions import Box, joined
 from weft.world.native_build import built
 
 SOURCE = Path(__file__).with_name("stream.c")
@@ -146,15 +146,7 @@ def scale_of(p: float, dtype: torch.dtype) -> float:
 @cache
 def _numbers(box: Box, order: tuple[int, ...]) -> Any:
     """Counts and distances of all dimensions in the order of memory, those that follow one another put together."""
-    found: list[tuple[int, int]] = []
-    for count, apart in (step for dim in order for step in box.dims[dim]):
-        if count == 1:
-            continue
-        if found and found[-1][1] == count * apart:
-            found[-1] = (found[-1][0] * count, apart)
-        else:
-            found.append((count, apart))
-    found = found or [(1, 1)]
+    found = joined(step for dim in order for step in box.dims[dim])
     array = c_int64 * MOST
     made = _Numbers(box.base % (1 << 64), len(found), array(*(n for n, _ in found)), array(*(step for _, step in found)))
     return ctypes.pointer(made)

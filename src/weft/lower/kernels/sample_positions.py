@@ -6,7 +6,7 @@ has. Out: `Box`, the numbers of the elements: row-major in the whole batch's ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -114,7 +114,7 @@ class Place:
                 each = fold.inner * apart
                 base += samples.start * each
                 inside = [(n, step * each) for n, step in samples.steps]
-                steps = _joined([(fold.outer, samples.total * each), *inside, (fold.inner, apart)])
+                steps = joined([(fold.outer, samples.total * each), *inside, (fold.inner, apart)])
             else:
                 steps = ((count, apart),)
             dims.append(steps)
@@ -128,7 +128,7 @@ class Place:
         return Box(base, tuple(dims))
 
 
-def _joined(steps: Sequence[tuple[int, int]]) -> Steps:
+def joined(steps: Iterable[tuple[int, int]]) -> Steps:
     """The same elements in as few steps as can be."""
     found: list[tuple[int, int]] = []
     for count, apart in steps:
