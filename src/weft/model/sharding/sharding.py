@@ -189,9 +189,9 @@ def part_length(form: Shard | Strided | Halo, length: int, n: int, index: int | 
     if isinstance(form, Strided):
         return length // form.size * piece(form.size, n, index or 0)[1]  # `inner` entries each, in runs of `size * inner`
     if isinstance(form, Shard):
-        if index is None:
-            return max(form.lengths) if form.lengths else piece(length, n, 0)[1]  # the first pieces are the longer ones
-        return form.sizes(length, n)[index] if form.lengths else piece(length, n, index)[1]
+        if form.lengths:
+            return max(form.lengths) if index is None else form.lengths[index]
+        return piece(length, n, index or 0)[1]  # the first pieces are the longer ones
     return max(part_of(form, length, n, i)[1] for i in (range(n) if index is None else (index,)))
 
 
