@@ -315,15 +315,14 @@ class _Ring(torch.autograd.Function):
             dropping = Dropping(draw.key(where.number), draw.box(where.place), ring.p)
         reads = _Reads(ring, q, mask, dropping)
         rows, going = Rows(q, v.shape[-1]), _Round(ring, trip, k, v)
-        while going.step < ring.size:
-            last = going.step == ring.size - 1
+        for step in range(ring.size):
+            last = step == ring.size - 1
             if not last:
                 going.send()
             for part in trip.parts[going.owner]:
                 attend(rows, part.row, reads.block(part, going.here))
-            if last:
-                break
-            going.receive()
+            if not last:
+                going.receive()
         out = rows.done(q.dtype)
         ctx.save_for_backward(q, k, v, mask, out, rows.top, rows.total)
         ctx.rest = ring, trip, dropping
