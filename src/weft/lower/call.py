@@ -180,9 +180,7 @@ class Call:
     def queries(self) -> tuple[Range, ...] | None:
         """Of attention whose queries are cut, the positions of those that this rank has."""
         for axis in self._cut_for(QUERIES):
-            placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
-            assert is_piece(placed)
-            return positions_of(placed, self.read(0).shape[placed.dim], group.size, group.index)
+            return self._positions(0, axis)[self.low.groups[axis].index]
         return None
 
     def round(self) -> tuple[Group, tuple[tuple[Range, ...], ...], tuple[tuple[Range, ...], ...]] | None:
@@ -190,13 +188,14 @@ class Call:
         for axis in self._cut_for(QUERIES):
             if not passed_round(self.low.sharding, self.op, self.rule, axis):
                 continue
-            group, rows, found = self.low.groups[axis], self.low.sharding.needs[self.op.name], []
-            for i in (0, 1):
-                form = rows[i][axis]
-                assert is_piece(form)
-                found.append(tuple(positions_of(form, self.read(i).shape[form.dim], group.size, rank) for rank in range(group.size)))
-            return group, found[0], found[1]
+            return self.low.groups[axis], self._positions(0, axis), self._positions(1, axis)
         return None
+
+    def _positions(self, i: int, axis: str) -> tuple[tuple[Range, ...], ...]:
+        """The positions that each rank along an axis has of operand `i`, which is cut there."""
+        form, n = self.low.sharding.needs[self.op.name][i][axis], self.low.groups[axis].size
+        assert is_piece(form)
+        return tuple(positions_of(form, self.read(i).shape[form.dim], n, rank) for rank in range(n))
 
     def share(self, axis: str) -> float:
         """The part that this rank has."""
@@ -210,6 +209,10 @@ class Call:
     def averages(self) -> list[str]:
         """Axes over which what an average is taken of is cut."""
         return self._cut_for("average")
+
+    def axis_of(self, label: str) -> str:
+        """The axis over which a label is cut; "" where it is not."""
+        return next((axis for axis, cut in self.cut.items() if cut == label), "")
 
     def _cut_for(self, kernel: str) -> list[str]:
         kernels = self.rule.kernels if self.cut else {}

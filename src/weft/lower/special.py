@@ -179,7 +179,7 @@ def _part(call: Call) -> fx.Node | None:
 def _units(call: Call) -> fx.Node | None:
     """A recurrence of which this rank has some of the hidden units."""
     op, low = call.op, call.low
-    axis, recurrence = next((axis for axis, label in call.cut.items() if label == UNITS), ""), call.record.recurrence
+    axis, recurrence = call.axis_of(UNITS), call.record.recurrence
     if not axis or recurrence is None:
         return None
     kind, group = op.target.split(".")[1].removesuffix("_cell"), low.groups[axis]
@@ -219,7 +219,7 @@ def _targets(call: Call) -> fx.Node | None:
 
 def _experts_here(call: Call, number: int) -> tuple[str, int, int]:
     """(axis over which `number` experts are spread, "" where they are not; the first of this rank; how many it has)."""
-    axis = next((axis for axis, label in call.cut.items() if label == EXPERT), "")
+    axis = call.axis_of(EXPERT)
     return (axis, *piece(number, call.low.groups[axis].size, call.low.groups[axis].index)) if axis else ("", 0, -1)
 
 
