@@ -8,12 +8,12 @@ operators without a rule, behind which nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
 from weft.model.graph import Graph, Operator
-from weft.model.joined import Joined
+from weft.model.joined import Joined, T
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
 from weft.ops.rule import HALO, Labels
@@ -95,15 +95,10 @@ def _made_of_parameters(graph: Graph) -> set[str]:
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
     """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
-    joined = Joined[Dim]()
-    slides: list[tuple[Dim, str]] = []
+    joined, slides = _lie_alike(graph, rules), list[tuple[Dim, str]]()
     for op in graph.operators:
         rule = rules[op.name]
-        if rule is None:
-            continue
-        for places in by_label(op, rule).values():
-            joined.add(places)
-        if record_of(op).windows is not None and (first := rule.inputs[0]):
+        if rule is not None and record_of(op).windows is not None and (first := rule.inputs[0]):
             image = len(first) - 2  # behind samples and channels
             for dim, label in enumerate(first):
                 if label in rule.kernels and dim >= 2 and image <= len(POSITIONS):
@@ -117,16 +112,20 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
 
 def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
     """(value, dimension) that is channels of an image, of what windows slide over or make, and whatever lies as these do."""
+    joined = _lie_alike(graph, rules)
+    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).windows is not None]
+    roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
+    return frozenset(place for place in joined.parent if joined.root(place) in roots)
+
+
+def _lie_alike(graph: Graph, rules: Mapping[str, Rule | None]) -> Joined[Dim]:
+    """Dimensions that any operator has one label for."""
     joined = Joined[Dim]()
-    slid: list[Dim] = []
     for op in graph.operators:
         rule = rules[op.name]
         for places in by_label(op, rule).values() if rule is not None else ():
             joined.add(places)
-        if rule is not None and record_of(op).windows is not None:
-            slid += [(value, 1) for value in (op.inputs[0], op.outputs[0])]
-    roots = {joined.root(place) for place in slid}
-    return frozenset(place for place in joined.parent if joined.root(place) in roots)
+    return joined
 
 
 def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) -> dict[Dim, int]:
@@ -142,13 +141,20 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
         for label, places in by_label(op, rule).items():
             if rule.kernels.get(label) != HALO:
                 joined.add(places)
-                said += [(place, multiplies, rule.units.get(label, 0)) for place in places]
-    strong: dict[Dim, int] = {}
-    weak: dict[Dim, int] = {}
-    for place, multiplies, units in said:
-        above, counts = joined.root(place), strong if multiplies else weak
-        counts[above] = gcd(counts.get(above, 0), graph.tensors[place[0]].shape[place[1]], units)
-    return {place: strong.get(above) or weak[above] for place in joined.parent if (above := joined.root(place)) in strong or above in weak}
+                units = rule.units.get(label, 0)
+                said += [((value, dim), multiplies, gcd(graph.tensors[value].shape[dim], units)) for value, dim in places]
+    return common(joined, said)
+
+
+def common(joined: Joined[T], said: Iterable[tuple[T, bool, int]]) -> dict[T, int]:
+    """[one] -> the greatest number that divides all that is said of whatever is joined with it. `said`: of whom, whether it has a say
+    before others, the number."""
+    strong: dict[T, int] = {}
+    weak: dict[T, int] = {}
+    for one, first, number in said:
+        above, counts = joined.root(one), strong if first else weak
+        counts[above] = gcd(counts.get(above, 0), number)
+    return {one: strong.get(above) or weak[above] for one in joined.parent if (above := joined.root(one)) in strong or above in weak}
 
 
 def labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:

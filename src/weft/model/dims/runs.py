@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import gcd
 
-from weft.model.dims.labels import Dim, by_label, meanings, ragged
+from weft.model.dims.labels import Dim, by_label, common, meanings, ragged
 from weft.model.graph import Graph, Operator
 from weft.model.joined import Joined
 from weft.model.work import operator_flops
@@ -280,9 +279,4 @@ class _Followed:
                     said.append(((place, number), multiplies, size))
             for those in by_start.values():
                 joined.add(those)
-        strong: dict[tuple[Dim, int], int] = {}
-        weak: dict[tuple[Dim, int], int] = {}
-        for node, multiplies, size in said:
-            counts, above = strong if multiplies else weak, joined.root(node)
-            counts[above] = gcd(counts.get(above, 0), size)
-        return {node: strong.get(joined.root(node)) or weak[joined.root(node)] for node, *_ in said}
+        return common(joined, said)
