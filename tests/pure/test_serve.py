@@ -257,6 +257,8 @@ def test_a_plan_is_read_back_as_it_was_written(vqa: tuple[Workflow, Machines]) -
     placed = cheapest(*vqa, Ask(40.0, 56.0))
     assert placed is not None
     assert parse_placed(format_placed(placed, "vqa.toml", "edge.toml")) == (placed, "vqa.toml", "edge.toml")
+    odd = 'a "b"\\\r\t\x01\x7f\n.toml'
+    assert parse_placed(format_placed(placed, odd, odd)) == (placed, odd, odd)
     with pytest.raises(ConfigError, match="no plan of a workflow"):
         parse_placed("x = 1")
 

@@ -20,6 +20,7 @@ from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.mixed import mixed, ordered
 from weft.cluster.resize import resized
 from weft.errors import ConfigError, UsageError, nearest
+from weft.plan.toml_text import quoted, quoted_key
 
 FORMAT = 1
 WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", "power_w")
@@ -295,11 +296,11 @@ def _fields(item: Any) -> list[str]:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return toml.quoted(value)
+        return quoted(value)
     if isinstance(value, float):
         return f"{value:.9g}"
     if isinstance(value, tuple) and value and isinstance(value[0][0], str):
-        return "{ " + ", ".join(f"{toml.key(key)} = {_value(number)}" for key, number in value) + " }"
+        return "{ " + ", ".join(f"{quoted_key(name)} = {_value(number)}" for name, number in value) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join("[" + ", ".join(_value(float(n)) for n in point) + "]" for point in value) + "]"
     return str(value)

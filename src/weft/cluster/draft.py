@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.cluster.catalogue import FORMAT, entry, names
-from weft.cluster.toml import quoted
 from weft.errors import UsageError
+from weft.plan.toml_text import quoted
 
 
 def draft(

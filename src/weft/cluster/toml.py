@@ -1,4 +1,4 @@
-"""TOML files of users: read, with errors that say where, and written. In: a path or text. Out: tables, or text."""
+"""TOML files of users, with errors that say where. In: a path or text. Out: tables."""
 
 from __future__ import annotations
 
@@ -36,21 +36,3 @@ def only(where: str, given: Mapping[str, Any], known: Collection[str], text: str
         if key not in known:
             line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
             raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, known)}; known: {', '.join(sorted(known))}")
-
-
-def quoted(text: str) -> str:
-    """As TOML has text: quoted, with its quotes escaped.
-
-    >>> quoted('a "b"')
-    '"a \\\\"b\\\\""'
-    """
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def key(text: str) -> str:
-    """As TOML has a key: quoted where it has to be.
-
-    >>> key("cpu-1"), key("two words")
-    ('cpu-1', '"two words"')
-    """
-    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else quoted(text)

@@ -23,7 +23,7 @@ from weft.plan.grid import AXES, PLAIN
 from weft.plan.layout import CHOICES, Layout, actions_of
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
-from weft.plan.toml_text import loads
+from weft.plan.toml_text import loads, quoted, quoted_key
 
 KIND = "weft plan"
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -127,7 +127,7 @@ def format_plan(plan: Plan) -> str:
         lines += [
             "",
             "[schedules]  # what the schedule is, a line a rank; this is what runs, whatever has become of the file",
-            f"{_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
+            f"{quoted_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -135,26 +135,26 @@ def format_plan(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     lines = [
         "# How weft trains this model on this cluster. To change it, edit it: keys are checked, and predictions are only notes.",
-        f"kind = {_string(KIND)}",
+        f"kind = {quoted(KIND)}",
         f"format_version = {FORMAT_VERSION}",
-        f"model = {_string(plan.model)}",
-        f"cluster = {_string(plan.cluster)}",
+        f"model = {quoted(plan.model)}",
+        f"cluster = {quoted(plan.cluster)}",
         f"batch_size = {plan.batch_size}  # samples a step, over all ranks",
     ]
     if plan.bucket_bytes:
         lines.append(f"bucket_bytes = {plan.bucket_bytes}  # of gradients that are summed at once")
     if plan.uncaptured:
-        lines.append(f"uncaptured = {_string(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
+        lines.append(f"uncaptured = {quoted(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
     if plan.stages:
-        sites = [_string(s) for s in shorten_sites(plan.stages)]
+        sites = [quoted(s) for s in shorten_sites(plan.stages)]
         lines += [
             "# site of the first operator of each stage after the first; {1..9..2} stands for 1, 3, 5, 7, 9",
             *_array("stages", sites),
         ]
     if plan.reasons:
-        lines += ["# what was chosen, and why", *_array("reasons", [_list(_string(a), _string(b)) for a, b in plan.reasons])]
+        lines += ["# what was chosen, and why", *_array("reasons", [_list(quoted(a), quoted(b)) for a, b in plan.reasons])]
     if plan.replicated_operators:
-        sites = [_string(s) for s in plan.replicated_operators]
+        sites = [quoted(s) for s in plan.replicated_operators]
         lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
     return lines
 
@@ -165,9 +165,9 @@ def _layout(plan: Plan) -> list[str]:
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)
         if field.name != "actions" and (field.name in _ALWAYS or value != field.default):
-            lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
+            lines.append(f"{field.name} = {quoted(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if plan.sums != Choices():
-        lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {_string(str(plan.sums))}"]
+        lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {quoted(str(plan.sums))}"]
     return lines
 
 
@@ -177,10 +177,10 @@ def _shards(plan: Plan) -> list[str]:
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
         said = "rank that owns it" if axis_of(axis).owns else "dimension that is cut"
-        lines += ["", f"[shards.{_key(axis)}]  # parameter = {said}; * stands for any layer number"]
+        lines += ["", f"[shards.{quoted_key(axis)}]  # parameter = {said}; * stands for any layer number"]
         if len(dict(cuts)) != len(cuts):
             raise UsageError(f"the plan cuts a parameter twice over axis {axis}")
-        lines += [f"{_key(name)} = {dim}" for name, dim in cuts]
+        lines += [f"{quoted_key(name)} = {dim}" for name, dim in cuts]
     return lines
 
 
@@ -245,8 +245,8 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     files = {name: schedules.take(name, "str") for name in schedules.data}
     for name in files:
         if name != words["schedule"]:
-            chosen = _string(words["schedule"])
-            raise schedules.error(name, f"[schedules] has {_string(name)}, and [layout] schedule = {chosen}; set that, or remove the table")
+            chosen = quoted(words["schedule"])
+            raise schedules.error(name, f"[schedules] has {quoted(name)}, and [layout] schedule = {chosen}; set that, or remove the table")
     for axis in sharded.data:
         if axis not in CUT_AXES:
             raise sharded.error(axis, f"[shards.{axis}] names no axis that cuts parameters; known: {', '.join(CUT_AXES)}")
@@ -366,7 +366,7 @@ def _cuts(table: _Table) -> tuple[tuple[str, int], ...]:
 
 
 def _candidate(candidate: Candidate) -> str:
-    head = [_string(str(candidate.layout)), _string(candidate.note)]
+    head = [quoted(str(candidate.layout)), quoted(candidate.note)]
     if not candidate.prediction:
         return _list(*head)
     p = candidate.prediction
@@ -375,7 +375,7 @@ def _candidate(candidate: Candidate) -> str:
 
 
 def _parts(parts: tuple[tuple[str, float], ...]) -> str:
-    return _list(*(_list(_string(name), _number(seconds)) for name, seconds in parts))
+    return _list(*(_list(quoted(name), _number(seconds)) for name, seconds in parts))
 
 
 def _array(key: str, rows: list[str]) -> list[str]:
@@ -390,16 +390,7 @@ def _number(number: float) -> str:
     return str(number) if isinstance(number, int) else repr(float(number))
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
-
-
-def _string(text: str) -> str:
-    """A TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _long_string(text: str) -> str:
     """A TOML string of several lines, each as it is in the text."""
-    lines = "\n".join(_string(line)[1:-1] for line in text.split("\n"))
+    lines = "\n".join(quoted(line)[1:-1] for line in text.split("\n"))
     return f'"""\n{lines}"""'

@@ -1,4 +1,4 @@
-"""TOML that others wrote, within bounds. In: text. Out: a dict, or one kind of error for whatever is wrong with it.
+"""TOML that others wrote, within bounds, and text for TOML of ours. In: text. Out: a dict, or one kind of error for what is wrong; text.
 
 The standard library's reader takes numbers of any length, on which Python gives up with another error, and keys of any depth, on which it
 spends time that grows with its square, and whoever reads the result recursion without end.
@@ -6,6 +6,7 @@ spends time that grows with its square, and whoever reads the result recursion w
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from typing import Any
@@ -29,3 +30,21 @@ def loads(text: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
         raise tomllib.TOMLDecodeError(str(error).partition(";")[0]) from error
+
+
+def quoted(text: str) -> str:
+    """A TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+
+    >>> quoted('a "b"')
+    '"a \\\\"b\\\\""'
+    """
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def quoted_key(text: str) -> str:
+    """As TOML has a key: quoted where it has to be.
+
+    >>> quoted_key("cpu-1"), quoted_key("two words")
+    ('cpu-1', '"two words"')
+    """
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else quoted(text)

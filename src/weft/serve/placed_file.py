@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.cluster import toml
-from weft.cluster.toml import key, quoted
 from weft.errors import ConfigError
+from weft.plan.toml_text import quoted, quoted_key
 from weft.serve.assign import Ask, Choice, Placed, Share
 
 KIND = "weft serve plan"
@@ -34,10 +34,10 @@ def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
         f"bound_gap = {placed.bound_gap!r}",
     ]
     for choice in placed.choices:
-        lines += ["", f"[operator.{key(choice.operator)}]", f"variant = {quoted(choice.variant)}"]
+        lines += ["", f"[operator.{quoted_key(choice.operator)}]", f"variant = {quoted(choice.variant)}"]
         for s in choice.shares:
             values = f"machines = {s.machines!r}, load = {s.load!r}, batch = {s.batch}, busy = {s.busy!r}"
-            lines.append(f"workers.{key(s.worker)} = {{ {values} }}")
+            lines.append(f"workers.{quoted_key(s.worker)} = {{ {values} }}")
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,6 @@ In: text. Out: dicts; and back. Written are text, whole numbers, numbers, boolea
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import tomllib
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.plan.toml_text import loads
+from weft.plan.toml_text import loads, quoted
 
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
@@ -98,7 +97,7 @@ def _value(value: object) -> str:
             text = repr(value)
             return text if any(c in text for c in ".e") else f"{text}.0"
         case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+            return quoted(value)
         case list() | tuple():
             return f"[{', '.join(_value(item) for item in value)}]"
         case _:
