@@ -16,59 +16,64 @@ from weft.run.loop.watched import Watched
 from weft.world import private
 
 INSIDE = "do it inside the block of weft.auto_parallelize, before the model is divided"
+AROUND_FORWARD = 2  # of a module's tables of hooks, the first are these
 
 
 @dataclass(frozen=True, slots=True)
-class _Was:
-    """A module of the model, with the tables of what it holds and of its hooks, and what was in them."""
+class _Hooks:
+    """A table of a module's hooks, with what was in it."""
 
-    name: str
-    module: nn.Module
-    held: tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]
-    shapes: tuple[tuple[str, Tensor, torch.Size], ...]
-    hooks: tuple[tuple[dict[Any, Any], frozenset[int]], ...]  # around forward, then around backward
+    module: str
+    table: dict[int, Any]
+    before: frozenset[int]
+    on_backward: bool
 
 
 class Unchanged:
     """What a module was when it was divided."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = []
+        self._held: list[tuple[str, dict[str, Any], tuple[tuple[str, Any], ...]]] = []
+        self._shapes: list[tuple[str, Tensor, torch.Size]] = []
+        self._hooks: list[_Hooks] = []
         for name, module in model.named_modules():
             held, hooks = private.tables_of(module)
-            self._modules.append(
-                _Was(
-                    name,
-                    module,
-                    tuple((table, tuple(table.items())) for table in held),
-                    tuple((key, x, x.shape) for table in held for key, x in table.items() if isinstance(x, Tensor)),
-                    tuple((table, frozenset(table)) for table in hooks) if module is not model else (),  # those of the whole are called
-                )
-            )
+            for table in held:
+                self._held.append((name, table, tuple(table.items())))
+                self._shapes += [(_path(name, key), x, x.shape) for key, x in table.items() if isinstance(x, Tensor)]
+            if module is not model:  # those of the whole are called
+                self._hooks += [_Hooks(name, table, frozenset(table), number >= AROUND_FORWARD) for number, table in enumerate(hooks)]
 
     def check(self) -> None:
-        """Raise UsageError where something was replaced or hooked."""
-        for was in self._modules:
-            for table, items in was.held:
-                if len(table) != len(items) or any(table.get(key) is not value for key, value in items):
-                    changed = [key for key, value in items if table.get(key) is not value] or [k for k in table if k not in dict(items)]
-                    raise UsageError(f"{_path(was.name, changed[0])} was replaced after the model was divided: {INSIDE}")
-            with private.as_plain():
-                resized = next((key for key, x, shape in was.shapes if x.shape != shape), None)
-            if resized is not None:
-                raise UsageError(f"{_path(was.name, resized)} was resized after the model was divided: {INSIDE}")
-            if any(table.keys() - before for table, before in was.hooks[2:]):
+        """Raise UsageError where something was replaced or hooked. Called at every call of the model."""
+        for name, table, items in self._held:
+            changed = [key for key, value in items if table.get(key) is not value]
+            if changed or len(table) != len(items):
+                changed += [key for key in table if key not in dict(items)]
+                raise UsageError(f"{_path(name, changed[0])} was replaced after the model was divided: {INSIDE}")
+        with private.as_plain():
+            resized = next((path for path, x, shape in self._shapes if x.shape != shape), None)
+        if resized is not None:
+            raise UsageError(f"{resized} was resized after the model was divided: {INSIDE}")
+        for one in self._hooked_since():
+            if one.on_backward and one.table.keys() - one.before:
                 raise UsageError(
-                    f"a hook on the backward of {was.name} would never be called, since the divided model runs as a whole: let a hook on "
+                    f"a hook on the backward of {one.module} would never be called, since the divided model runs as a whole: let a hook on "
                     "its forward see what it returns, or one on a parameter its gradient"
                 )
-            if any(before - table.keys() for table, before in was.hooks):
-                raise UsageError(f"a hook on {was.name} was removed after the model was divided: {INSIDE}")
+            if one.before - one.table.keys():
+                raise UsageError(f"a hook on {one.module} was removed after the model was divided: {INSIDE}")
 
     def watched(self) -> Watched:
         """The parts with hooks around forward that were registered since, and which these are."""
-        found = ((was.name, frozenset().union(*(table.keys() - before for table, before in was.hooks[:2]))) for was in self._modules)
-        return tuple((name, ids) for name, ids in found if ids)
+        found: dict[str, frozenset[int]] = {}
+        for one in self._hooked_since():
+            if ids := one.table.keys() - one.before if not one.on_backward else ():
+                found[one.module] = found.get(one.module, frozenset()) | ids
+        return tuple(found.items())
+
+    def _hooked_since(self) -> list[_Hooks]:
+        return [one for one in self._hooks if one.table.keys() != one.before]
 
 
 def _path(module: str, key: str) -> str:
