@@ -74,10 +74,11 @@ class Fingerprints:
         self._work = self._everyone.all_reduce(self._told.view(-1), wait=False).untimed()
 
     def differing(self) -> list[int]:
-        """The ranks to be doubted, the same on every rank; none where all agree."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """The ranks to be doubted, the same on every rank; none where all agree, or nothing was told."""
+        if self._work is None:
+            return []
+        self._work.wait()
+        self._work = None
         return doubted(self._told.tolist())
 
 
