@@ -152,6 +152,11 @@ class Op:
     autocast: str = ""
     decides: int | None = None
 
+    @property
+    def over_steps(self) -> bool:
+        """Whether it is layers of a recurrence over a sequence."""
+        return self.recurrence is not None and not self.recurrence.is_cell
+
     def __post_init__(self) -> None:
         words = (
             (self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.ragged, RAGGED), (self.autocast, AUTOCAST),

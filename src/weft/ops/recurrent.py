@@ -70,11 +70,6 @@ def num_layers(op: Operator, tensors: Tensors) -> float:
     return len(matrices(op, tensors)) / 2 / directions
 
 
-def gathers_steps(op: Operator) -> bool:
-    """Whether it is layers over a sequence: ranks that share the hidden units gather these in each step."""
-    return op.target.split(".")[1] in LAYERED
-
-
 def gathered_steps(op: Operator, tensors: Tensors) -> tuple[int, float]:
     """(how often a hidden state is gathered, its bytes): at the start, and in each step of each layer and direction."""
     x, state = tensors[op.inputs[0]].shape, tensors[op.outputs[-1]]
@@ -137,4 +132,3 @@ OPS = (
     _celled("gru_cell", 1, gates=6, runs=3),
     _celled("rnn_tanh_cell rnn_relu_cell", 1),
 )
-LAYERED = frozenset(name for op in OPS if op.recurrence is not None and not op.recurrence.is_cell for name in op.names.split())

@@ -10,10 +10,9 @@ from __future__ import annotations
 from math import prod
 
 from weft.cluster.cluster import Cluster
-from weft.model.dims.sequences import sequences
+from weft.model.dims.sequences import passes_round, sequences
 from weft.model.graph import Graph
 from weft.ops import record_of
-from weft.ops.rule import QUERIES
 from weft.plan.axis import RING
 from weft.plan.choice import AUTO
 
@@ -56,8 +55,7 @@ def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
 
 def attention_ways(graph: Graph) -> tuple[str, ...]:
     """Words for `attention` that a search tells apart: by what moves fewer bytes, or round; the latter where attention is one operator."""
-    fused = any(rule is not None and QUERIES in rule.kernels.values() for rule in graph.rules.values())
-    return (AUTO, RING) if fused else (AUTO,)
+    return (AUTO, RING) if passes_round(graph.rules) else (AUTO,)
 
 
 def _grid(shape: tuple[int, ...], ranks: int) -> str | None:

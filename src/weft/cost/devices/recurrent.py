@@ -14,7 +14,7 @@ from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.sharding.sharding import Sharding
 from weft.model.work import num_steps
 from weft.ops import record_of
-from weft.ops.recurrent import UNITS, gathers_steps, matrices, num_layers
+from weft.ops.recurrent import UNITS, matrices, num_layers
 
 # What a step of an LSTM keeps (two states behind the output) and of a GRU (one), in sizes of a state.
 IN_STEP = {2: 6.0, 1: 7.0}
@@ -65,7 +65,7 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
 
 def in_units(sharding: Sharding | None, op: Operator) -> bool:
     """Whether the hidden units of layers are cut, which then are gathered in every step."""
-    return sharding is not None and UNITS in sharding.ops[op.name].values() and gathers_steps(op)
+    return sharding is not None and UNITS in sharding.ops[op.name].values() and record_of(op).over_steps
 
 
 def extra_bytes(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, alone: float, ways: float) -> float:

@@ -116,7 +116,7 @@ def _through(
         return
     label = next(iter(labels))
     place = next(place for _, place, row in rows if row is not None)
-    if record.recurrence and not record.recurrence.is_cell and here[0][0] == 0 and not label:
+    if record.over_steps and here[0][0] == 0 and not label:
         time = 1 if bool(op.args[-1]) else 0
         found.steps = found.steps or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
     if not label or len(labels) > 1 or rule.kernels.get(label) in ("statistics", "vocabulary", "running"):

@@ -90,6 +90,11 @@ def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Ru
                     yield (value, dim), Run(shapes[value][dim])
 
 
+def passes_round(rules: Mapping[str, Rule | None]) -> bool:
+    """Whether keys of any attention can be passed round the ranks: of that which is one operator."""
+    return any(rule is not None and QUERIES in rule.kernels.values() for rule in rules.values())
+
+
 def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
     """Dimensions that are heads of attention, where it reads and makes them."""
     found = set[Place]()
@@ -134,7 +139,7 @@ def _seeds(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[Place]:
             continue
         for value, row in labelled(op, rule):
             yield from ((value, dim) for dim, label in enumerate(row) if rule.kernels.get(label) in (QUERIES, KEYS))
-        if record.recurrence is not None and not record.recurrence.is_cell:
+        if record.over_steps:
             yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps come whole, and samples do not
         if record.looks_up and op.inputs[1] in follows:
             yield from ((op.inputs[1], dim) for dim in range(1, len(graph.tensors[op.inputs[1]].shape)))

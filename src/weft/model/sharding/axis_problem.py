@@ -20,7 +20,7 @@ from weft.ops import Rule, draws, record_of, windows_of
 from weft.ops.attention import heads_of
 from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
-from weft.ops.recurrent import UNITS, gathered_steps, gathers_steps
+from weft.ops.recurrent import UNITS, gathered_steps
 from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
 from weft.plan.axis import GATHER, RING, ULYSSES
 from weft.plan.choice import AUTO
@@ -160,7 +160,7 @@ class AxisProblem(AxisValues):
 
     def _handing_on(self, op: Operator, choice: Choice) -> list[Choice]:
         """Layers of a recurrence cut by hidden units gather these in every step, so that the whole output costs nothing more."""
-        if choice.label != UNITS or not gathers_steps(op):
+        if choice.label != UNITS or not record_of(op).over_steps:
             return []
         return [replace(choice, makes=(D if op.outputs[0] in self.grads else R, *choice.makes[1:]))]
 
@@ -201,11 +201,6 @@ class AxisProblem(AxisValues):
         if self.attention == RING:
             ways[RING] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
         return ways[self.attention] or choices
-
-    @property
-    def passes_round(self) -> bool:
-        """Whether keys of any attention can be passed round: of that which is one operator."""
-        return any(rule is not None and QUERIES in rule.kernels.values() for rule in self.rules.values())
 
     def _passing_round(self, op: Operator, rule: Rule, choice: Choice) -> Choice | None:
         """Attention cut by its queries with keys and values in pieces too, that go round; None where they cannot lie so."""
@@ -277,7 +272,7 @@ class AxisProblem(AxisValues):
         needs = self._needs(op, rule, label, added)
         if needs is None or (record.statistics and not self._lie(op, needs)):
             return None
-        if label == UNITS and gathers_steps(op):
+        if label == UNITS and record.over_steps:
             seconds += self._gathered_s(op)
         if kernel == "extreme":
             seconds += self._summed_s(self._bytes(op.outputs[0]))

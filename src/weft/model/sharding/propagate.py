@@ -26,6 +26,7 @@ from math import prod
 
 from weft.errors import LayoutError
 from weft.model.dims.labels import expert_weights
+from weft.model.dims.sequences import passes_round
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer
 from weft.model.sharding.axis_problem import AxisProblem, Choice
@@ -160,7 +161,7 @@ def _check_axis(problem: AxisProblem) -> None:
         cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())
     if not cuts:
         raise LayoutError(f"{nothing_to_cut(row, n)}; leave it out, or use fewer ranks")
-    if row.cuts_sequences and problem.attention == RING and not problem.passes_round:
+    if row.cuts_sequences and problem.attention == RING and not passes_round(problem.rules):
         raise LayoutError(
             f"{row.name}={n} attention=ring passes keys round where attention is one operator (scaled_dot_product_attention), and this "
             "model has none; use attention=gather, or a fused implementation"
