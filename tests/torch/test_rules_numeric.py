@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.lower.special import BY_WORD
 from weft.ops import RECORDS, Rule, rule_of
+from weft.ops.rule import KERNELS
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 SIZES = st.sampled_from((1, 2, 3, 4, 6))
@@ -496,7 +497,10 @@ def test_cut_operators_are_the_operator(family: Callable[[Draw], Case]) -> None:
     @given(st.data())
     def holds(drawn: st.DataObject) -> None:
         torch.manual_seed(0)
-        wrong = check(family(drawn.draw))
+        one = family(drawn.draw)
+        rule = rule_of(one.op, one.graph.tensors)
+        assert rule is None or set(rule.kernels.values()) <= set(KERNELS)
+        wrong = check(one)
         assert not wrong, "\n".join(wrong)
 
     holds()

@@ -21,10 +21,47 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 HALO, QUERIES, KEYS = "halo", "queries", "keys"
-MARKS = {"/": "average", "^": "vocabulary", "+": "statistics", "~": HALO, "@": QUERIES, "&": KEYS}
-POSITIONAL = (HALO, QUERIES, KEYS)  # kernels of labels that are positions: axes that cut features or samples leave these alone
-ORDERED = ("vocabulary", "counted", "running")  # kernels that ask of a rank where its one piece begins: pieces lie in the order of ranks
-MIXING = ("statistics", "counted", "running")  # kernels that take other pieces into account: of samples, other microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a label is said to need when it is cut, in `Rule.kernels`, and what others ask of that.
+
+    `mark`: in the notation. `positional`: of labels that are positions, which axes that cut features or samples leave alone. `ordered`: it
+    asks of a rank where its one piece begins, so that pieces lie in the order of ranks. `mixing`: it takes other pieces into account; of
+    samples, other microbatches. `several`: it talks along several axes, one after another.
+    """
+
+    name: str
+    mark: str = ""
+    positional: bool = False
+    ordered: bool = False
+    mixing: bool = False
+    several: bool = False
+
+
+KERNELS = {
+    one.name: one
+    for one in (
+        Kernel("average", "/", several=True),
+        Kernel("summands", several=True),
+        Kernel("statistics", "+", mixing=True, several=True),
+        Kernel("vocabulary", "^", ordered=True),
+        Kernel("counted", ordered=True, mixing=True),
+        Kernel("running", ordered=True, mixing=True),
+        Kernel("extreme"),
+        Kernel("apart"),
+        Kernel("groups"),
+        Kernel(HALO, "~", positional=True),
+        Kernel(QUERIES, "@", positional=True),
+        Kernel(KEYS, "&", positional=True),
+    )
+}
+MARKS = {kernel.mark: name for name, kernel in KERNELS.items() if kernel.mark}
+POSITIONAL = frozenset(name for name, kernel in KERNELS.items() if kernel.positional)
+ORDERED = frozenset(name for name, kernel in KERNELS.items() if kernel.ordered)
+MIXING = frozenset(name for name, kernel in KERNELS.items() if kernel.mixing)
+SEVERAL = frozenset(name for name, kernel in KERNELS.items() if kernel.several)
 BLOCKED = ""  # a dimension without a label stays whole
 Labels = tuple[str, ...]
 

@@ -177,7 +177,7 @@ class _Followed:
                     yield _Label.along(graph, op, along)
                     continue
                 kernel = rule.kernels.get(name)
-                rigid = kernel in (*ORDERED, *POSITIONAL) or name in rule.units or op.function is not None or not rows.isdisjoint(dims)
+                rigid = kernel in ORDERED | POSITIONAL or name in rule.units or op.function is not None or not rows.isdisjoint(dims)
                 yield _Label.of_dims(graph, op, name, dims, rigid)
 
     def _follow(self) -> None:

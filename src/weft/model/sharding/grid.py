@@ -13,6 +13,7 @@ from typing import Protocol
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
 from weft.ops.attention import heads_of
+from weft.ops.rule import SEVERAL
 from weft.plan.axis import Axis, axis_of
 from weft.plan.grid import NESTED
 from weft.plan.placement import Placement, Shard, is_full, is_shard
@@ -25,9 +26,6 @@ class Decided(Protocol):
     ops: dict[str, dict[str, str]]
     forms: dict[str, dict[str, Placement]]
     needs: dict[str, list[dict[str, Placement | None]]]
-
-
-SEVERAL = ("average", "statistics", "summands")  # kernels that talk along several axes, one after another
 
 
 def nested(
