@@ -14,7 +14,6 @@ from weft.units import format_seconds
 
 if TYPE_CHECKING:
     from weft.cli.setting import Setting
-    from weft.cluster.cluster import Cluster
     from weft.plan.plan import Plan
 
 _LATE = "So many steps of replicas alone (data=N), late by a part of a step in the mean: 20x0.5."
@@ -47,10 +46,11 @@ def simulate(
         from weft.report.gantt import gantt
         from weft.report.tables import prediction_record
 
-        chosen, machines, setting = _chosen(subject, layout, cluster, (batch, sequence), out)
+        chosen, setting = _chosen(subject, layout, cluster, (batch, sequence), out)
         steps, part = _parse_stragglers(late)
-        model, given, source = setting.resolved, setting.given, setting.source
-        prediction, timeline = api.simulated(chosen, model, given, cluster=machines, source=source, steps=steps, late=part)
+        prediction, timeline = api.simulated(
+            chosen, setting.resolved, setting.given, cluster=setting.cluster, source=setting.source, steps=steps, late=part
+        )
         if target is not None:
             write_file(Path(target), timeline.to_perfetto())
             out.message(f"written to {target}; open it in ui.perfetto.dev")
@@ -70,26 +70,22 @@ def simulate(
 
 def _chosen(
     subject: str, layout: str | None, cluster: str | None, sizes: tuple[int | None, int | None], out: Output
-) -> tuple[Plan, Cluster, Setting]:
-    """The plan, its machines, and what it is about. `sizes`: samples of a batch, and tokens of a sample."""
+) -> tuple[Plan, Setting]:
+    """The plan, and what it is about. `sizes`: samples of a batch, and tokens of a sample."""
     from weft.cli.operands import load_cluster, load_model
-    from weft.cli.setting import Setting
+    from weft.cli.setting import Setting, setting_of
     from weft.plan.layout import Layout
     from weft.plan.plan_file import read_plan
-    from weft.report.run_folder import MACHINE
 
     batch, sequence = sizes
     if not subject.endswith(".toml"):
         machines = load_cluster(cluster or "here", out)
         setting = Setting(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
-        return setting.plan(layout=Layout.parse(layout) if layout is not None else None), machines, setting
+        return setting.plan(layout=Layout.parse(layout) if layout is not None else None), setting
     if layout is not None:
         raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
     chosen = read_plan(subject)
-    # A run folder says what its plan was made for.
-    beside = Path(subject).with_name(MACHINE)
-    machines = load_cluster(cluster or (str(beside) if beside.exists() else chosen.cluster), out)
-    return chosen, machines, Setting(chosen.model, machines, chosen.batch_size, sequence)
+    return chosen, setting_of(chosen, Path(subject), out, cluster, sequence)
 
 
 def _parse_stragglers(text: str | None) -> tuple[int, float]:
