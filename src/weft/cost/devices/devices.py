@@ -81,9 +81,9 @@ class Devices(ABC):
         """Whether what is kept is all of 16 bits."""
         return not self.casts and bool(PRECISIONS[precision].products)
 
-    @abstractmethod
     def widths(self, precision: str) -> Widths:
-        """Of a parameter's state."""
+        """Of a parameter's state: all of it as wide as what is trained."""
+        return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
 
     @abstractmethod
     def operator_seconds(

@@ -38,11 +38,9 @@ class Gpus(Devices):
     layers_moved = 2  # copies run beside the compute, and one comes meanwhile
 
     def widths(self, precision: str) -> Widths:
-        """Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
-        if precision == "float64":
-            return Widths(8.0, 8.0, 0.0, 8.0)
+        """Of 16-bit weights there are float32 copies. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
         if not PRECISIONS[precision].products:
-            return Widths(4.0, 4.0, 0.0)
+            return super().widths(precision)
         return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
 
     def operator_seconds(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from weft.cost.devices.compute import Rates, Seconds, optimizer_s
 from weft.cost.devices.convolutions import FULL
 from weft.cost.devices.copies import COPY_MOVES, Copies
-from weft.cost.devices.devices import Array, Devices, Talk, Widths
+from weft.cost.devices.devices import Array, Devices, Talk
 from weft.cost.devices.kept import ProcessorMemory
 from weft.cost.devices.kernels import Kernel, scaled
 from weft.model.work import Work
@@ -35,9 +35,6 @@ class Processors(Devices):
     ties_hide = False
     tells_cores = True
     layers_moved = 1
-
-    def widths(self, precision: str) -> Widths:
-        return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
 
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]

@@ -1,6 +1,6 @@
 """What follows from a pipeline's stages whatever the batch. In: what is known of a graph, its parts, stages. Out: a `Section` of each.
 
-A section is worked out when it is first asked for, and once for stages that are alike (`alike`): a search asks many pipelines
+A section is worked out when it is first asked for, and once for stages that are alike (`equal_stages`): a search asks many pipelines
 for their first stage alone, and of a deep model most others are the same.
 """
 
