@@ -95,7 +95,7 @@ def _made_of_parameters(graph: Graph) -> set[str]:
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
     """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
-    joined, slides = _lie_alike(graph, rules), list[tuple[Dim, str]]()
+    joined, slides = _joined_dims(graph, rules), list[tuple[Dim, str]]()
     for op in graph.operators:
         rule = rules[op.name]
         if rule is not None and record_of(op).windows is not None and (first := rule.inputs[0]):
@@ -112,13 +112,13 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
 
 def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
     """(value, dimension) that is channels of an image, of what windows slide over or make, and whatever lies as these do."""
-    joined = _lie_alike(graph, rules)
+    joined = _joined_dims(graph, rules)
     slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).windows is not None]
     roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
     return frozenset(place for place in joined.parent if joined.root(place) in roots)
 
 
-def _lie_alike(graph: Graph, rules: Mapping[str, Rule | None]) -> Joined[Dim]:
+def _joined_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> Joined[Dim]:
     """Dimensions that any operator has one label for."""
     joined = Joined[Dim]()
     for op in graph.operators:
