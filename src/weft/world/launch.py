@@ -34,10 +34,9 @@ import torch
 
 from weft.errors import RunError, UsageError
 from weft.world import encoding, matmul_backend, recorder
-from weft.world.children import ForkedRanks, LostKeeper, PreparedRanks
+from weft.world.children import LARGEST_MESSAGE, ForkedRanks, LostKeeper, PreparedRanks
 from weft.world.group import SHARED
 from weft.world.hangs import Limits
-from weft.world.prepared import LARGEST_MESSAGE
 from weft.world.prepared_rank import FRESH, IMPORTING, Made, Task, run_rank
 from weft.world.watch import Recovery, Stops, caught_signals, stopped, supervise
 from weft.world.world import TRANSPORT, World

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from weft.world.children import LARGEST_MESSAGE
 from weft.world.kept import Held
 from weft.world.prepared_rank import Made, Task, die_with_parent, enter, found, run_rank, sent
 
-LARGEST_MESSAGE = 1 << 16
 Terminal = tuple[int, int, int] | None
 
 

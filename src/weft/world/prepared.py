@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from weft.world.children import LARGEST_MESSAGE
 from weft.world.nest import run_nest
 from weft.world.prepared_rank import Task, run_rank
-
-LARGEST_MESSAGE = 1 << 16
 
 
 @dataclass

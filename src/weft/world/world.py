@@ -32,9 +32,8 @@ from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
-ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost
+ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
 REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
-TOLD_S = 0.5  # after which who waits for rank 0 looks whether it is still there
 TRANSPORTS = ("", "gloo", SHARED, "portable")
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
@@ -174,18 +173,10 @@ class World:
         """What a store has under `key`, once it is there. Raises LostPeer where a rank is lost meanwhile."""
         store = self._store if store is None else store
         until = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                store.wait([key], timedelta(seconds=ASK_S))
-                return bytes(store.get(key))
-            except dist.DistNetworkError as error:
-                raise LostPeer(f"rank {self.rank} lost the store: {error}") from error
-            except RuntimeError:  # not there yet
-                pass
-            if self._is_over:
-                raise LostPeer(f"rank {self.rank} waits for {key}, and another rank is lost")
+        while not self._answered(store, key, ASK_S, key):
             if time.monotonic() > until:
                 raise LostPeer(f"Timed out after {self._timeout_s:g} s: nobody told rank {self.rank} {key}")
+        return bytes(store.get(key))
 
     def beat(self) -> None:
         """Tells the launcher that this rank makes progress; a thread of the rank does so by itself."""
@@ -233,27 +224,26 @@ class World:
                 raise
             self._store.set(key, json.dumps(["", text]))
             return text
-        until = time.monotonic() + self._timeout_s
-        while not self._answered(key, min(TOLD_S, until - time.monotonic())):
-            if self._is_over:
-                raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and another rank is lost")
-            if self.recorder.ended(0) and not self._answered(key, 0.0):  # it may have answered, and returned, since
-                raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and rank 0 has ended")
+        until, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
+        while not self._answered(self._store, key, min(ASK_S, until - time.monotonic()), what):
+            if self.recorder.ended(0) and not self._answered(self._store, key, 0.0, what):  # it may have answered, and returned, since
+                raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
             if time.monotonic() >= until:
-                raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for what rank 0 chooses; did rank 0 end?")
-        kind, text = json.loads(self._ask(key))
+                raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
+        kind, text = json.loads(self._store.get(key))
         if kind:
             raise getattr(errors, kind, RunError)(text)
         return str(text)
 
-    def _answered(self, key: str, wait_s: float) -> bool:
-        """Whether the store has `key`, after at most `wait_s`."""
-        assert self._store is not None
+    def _answered(self, store: Any, key: str, wait_s: float, what: str) -> bool:
+        """Whether a store has `key`, after at most `wait_s`. Raises LostPeer where who waits for `what` loses a rank or the store."""
         try:
-            self._store.wait([key], timedelta(seconds=max(0.001, wait_s)))
+            store.wait([key], timedelta(seconds=max(0.001, wait_s)))
         except dist.DistNetworkError as error:
-            raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and lost the store: {error}; did rank 0 end?") from error
-        except RuntimeError:
+            raise LostPeer(f"rank {self.rank} waits for {what}, and lost the store: {error}; did rank 0 end?") from error
+        except RuntimeError as error:  # not there yet
+            if self._is_over:
+                raise LostPeer(f"rank {self.rank} waits for {what}, and another rank is lost") from error
             return False
         return True
 
