@@ -16,7 +16,6 @@ from weft.plan.plan_file import format_plan
 from weft.train import trials
 from weft.units import format_count, format_seconds
 from weft.world.launch import Launcher, engine_modules
-from weft.world.world import World
 
 COMPILING_S = 120.0  # that ranks may take to compile, before it is known; a GPT of 10 M took less
 PATIENCE_S = 900.0  # after which a rank that compiles has failed
@@ -72,7 +71,7 @@ def weighed(
             say(f"trying {one.layout}")
             try:
                 found = launcher.launch(
-                    _on_rank, one.layout.num_ranks, format_plan(one), sequence, trials.num_steps(one), device_memory,
+                    trials.all_steps, one.layout.num_ranks, format_plan(one), sequence, trials.num_steps(one), device_memory,
                     threads=one.layout.threads, device=device, timeout_s=PATIENCE_S, show=False,
                 )  # fmt: skip
             except WeftError as error:
@@ -93,7 +92,3 @@ def _together(found: list[list[float]]) -> Timed:
     steps = [max(times) for times in zip(*found, strict=True)]
     step_s = median(steps[trials.WARM :])
     return Timed(step_s, sum(steps[: trials.WARM]) - trials.WARM * step_s)
-
-
-def _on_rank(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
-    return trials.all_steps(world, plan_text, sequence, steps, device_memory)
