@@ -68,13 +68,13 @@ class AxisValues:
         self.copied_into = copied_into(graph)
         # Statistics are written by the operator that reads them: what is moved is a copy, in which the write would be lost.
         self.still = written_buffers(graph) - self.copied_into
+        self.row = axis_of(axis)
+        self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # asked often
         # Where ranks cut pieces once more, dimensions have no runs.
-        self.fused = graph.fused if axis_of(axis).cuts_weights and not others.again else Fused(graph.rules)
+        self.fused = graph.fused if self.cuts_weights and not others.again else Fused(graph.rules)
         self.rules = self.fused.rules
         self.ragged = ragged(graph, self.rules)
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
-        self.row = axis_of(axis)
-        self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # asked often
         self._shards: dict[tuple[str, int], Shard | Strided] = {}
         if self.row.follows:
             # Every operator that can follow does, whatever its latency: that is what the axis is for.

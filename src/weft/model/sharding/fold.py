@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,7 +194,8 @@ def propagate(
     samples: bool = False,
     attention: str = AUTO,
 ) -> Sharding:
-    """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
+    """As `weft.model.sharding.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
+    whole_of = partial(propagate_whole, prices=prices, sequence=sequence, samples=samples, attention=attention)
     owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # layers of branches are balanced, so all count
     folded = None if owns else graph.fold
     while folded is not None:
@@ -202,12 +203,11 @@ def propagate(
             given = _given(graph, folded, shards)
         except KeyError:
             break
-        small = propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, attention=attention)
-        found = folded.expand(small)
+        found = folded.expand(whole_of(folded.small, sizes, given))
         if found is not None:
             return found
         folded = folded.later if folded is graph.fold else None
-    return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, attention=attention)
+    return whole_of(graph, sizes, shards)
 
 
 def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:

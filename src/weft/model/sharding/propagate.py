@@ -115,7 +115,7 @@ def propagate(
 def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
     """The solution of an axis before all others, to which it leaves nothing: the same whatever they are, so found once for a graph."""
     fixed = None if problem.fixed is None else tuple(problem.fixed.items())
-    key = (problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples, problem.others.again)
+    key = (problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples)
     solved: dict[object, tuple[dict[str, Choice], dict[str, Placement]]] = problem.graph.solved_first
     if key not in solved:
         solved[key] = solve(problem)
