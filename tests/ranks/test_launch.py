@@ -246,7 +246,7 @@ def swapped(world: World) -> None:
 
 def test_a_rank_that_returns_early_is_named(ranks: Any) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(fails, 2, "return", 1, timeout_s=1.0)
+        ranks(fails, 2, "return", 1, timeout_s=3.0)
     assert "rank 1 did not take part" in str(caught.value)
     with pytest.raises(RankError) as caught:
         ranks(fails, 2, "return", 1, timeout_s=30.0)
