@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.errors import UsageError
+from weft.lower.redistribute import moved
+from weft.plan.placement import R
 from weft.run.loop.checkpoints import state_like
 from weft.run.loop.cut import Cut
 from weft.run.state.spans import block_of
@@ -42,6 +44,31 @@ def guard_optimizers() -> None:
 
     Optimizer.state_dict = state_dict  # type: ignore[method-assign]
     Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def full_optimizer_state(optimizer: Optimizer, main: bool) -> dict[str, Any] | None:
+    """An optimizer's state dict with whole tensors, on the CPU, where `main` is set; None elsewhere. Every rank calls it."""
+    told: dict[str, Any] = _state_dict_as_it_is(optimizer)
+    state = {}
+    for place, slots in told["state"].items():
+        # Gathers run on every rank, one tensor at a time.
+        gathered = {slot: _gathered(x) if isinstance(x, Cut) else x for slot, x in slots.items()}
+        if main:
+            state[place] = {slot: x.detach().cpu().clone() if isinstance(x, Tensor) else x for slot, x in gathered.items()}
+    return {**told, "state": state} if main else None
+
+
+def _state_dict_as_it_is(optimizer: Optimizer) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
+    return found
+
+
+def _gathered(x: Cut) -> Tensor:
+    with private.as_plain():
+        part = x.detach().as_subclass(Tensor)
+        for form, group in reversed(x.whole.cuts):
+            part = moved(part, form, R, group)
+    return part
 
 
 def _in_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:

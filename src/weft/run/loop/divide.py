@@ -19,7 +19,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
 from weft.capture.fakes import fake_mode
 from weft.capture.modes import training_modes
@@ -29,11 +30,12 @@ from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, build
 from weft.run.loop.cut import CutParameter, FullTensor
-from weft.run.loop.cut_optimizer import guard_optimizers
+from weft.run.loop.cut_optimizer import full_optimizer_state, guard_optimizers
 from weft.run.loop.forward import ByGraphs, Captures
-from weft.run.loop.module import OWN, ShardedModule, sharded_module_of
+from weft.run.loop.module import OWN, ShardedModule, sharded_modules_of, tensors_outside
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
+from weft.run.loop.wrappers import guard_wrappers
 from weft.run.reduce.exchange import Exchange
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place
@@ -41,6 +43,7 @@ from weft.run.state.precision import set_products
 from weft.run.state.spans import block_of, shape_of
 from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import keep_replicated
+from weft.world.current import current_world
 from weft.world.world import World
 
 
@@ -58,6 +61,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
             f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
             "staleness and servers do not apply; use weft.parallelize"
         )
+    guard_wrappers()
     set_products(layout.precision, world.device)
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")
@@ -83,19 +87,27 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     _cut_what_is_loaded(model, parts)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+def full_state_dict(model: nn.Module | Optimizer) -> dict[str, Any] | None:
     """Parameters and buffers of the whole of a divided model under its own names, on rank 0; None elsewhere. Every rank calls it.
 
+    Of an optimizer its state dict as plain PyTorch has it, which its `load_state_dict` takes in any layout.
+
     Raises:
-        UsageError: a model that is not divided.
+        UsageError: a model that is not divided, and has no divided module inside.
     """
-    divided = sharded_module_of(model)
-    if divided is None:
+    if isinstance(model, Optimizer):
+        return full_optimizer_state(model, current_world().rank == 0)
+    inside = sharded_modules_of(model)
+    if not inside:
         raise UsageError(
             f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
             "an engine has full_state_dict() of its own"
         )
-    return divided.way.full_state()
+    states = [(prefix, one.way.full_state()) for prefix, one in inside]
+    outside = {name: x.detach().cpu().clone() for name, x in tensors_outside(model).items()}
+    if inside[0][1].world.rank != 0:
+        return None
+    return outside | {prefix + name: x for prefix, state in states for name, x in (state or {}).items()}
 
 
 def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:

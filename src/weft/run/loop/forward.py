@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from weft.capture.modes import Modes, modes_of
 from weft.capture.nesting import BatchForm, batch_size_of, count_samples, is_value, leaves, rebuild, tensors_of
-from weft.errors import Infeasible, ModelError
+from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
 from weft.plan.axis import DATA, axis_of, sample_axes
@@ -28,6 +28,7 @@ from weft.plan.placement import D, R, is_shard, piece
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
 from weft.run.captures import Asked, captured_in
+from weft.run.expects import Expects
 from weft.run.loop.gathered_weights import GatheredWeights
 from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
@@ -280,6 +281,7 @@ class ByGraphs:
     captures: Captures
     unchanged: Unchanged
     exchange: Exchange | None = None
+    expects: Expects = field(default_factory=Expects)
     forwards: Recent[Forward] = field(default_factory=lambda: Recent(1 + MOST_FORMS))
 
     @property
@@ -364,6 +366,13 @@ class ByGraphs:
             )
         if len(set(digests)) == 1:
             return have, Given.WHOLE
+        beside = {(place, number) for place, number in zip(places, digests, strict=True)}
+        if self.expects.whole or len(beside) > len(set(places)):
+            who = "all of them" if self.expects.whole else "those with the same samples"
+            raise UsageError(
+                f"ranks call the model with different batches, and {who} need the same: let every rank load and shuffle "
+                "alike (the same seed on every rank, no DistributedSampler)"
+            )
         n = max(places) + 1
         samples = sum(dict(zip(places, counts, strict=True)).values())
         if counts != [piece(samples, n, place)[1] for place in places]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.errors import UsageError
 from weft.plan.plan import Plan
 from weft.run.loop.forward import ByGraphs
 from weft.run.uncaptured.replicated import ByItself
+from weft.world import private
 from weft.world.world import World
 
 OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
@@ -54,6 +55,10 @@ class ShardedModule:
         if self.world.num_ranks > 1:
             self._check_summed()
         return self.way.compute(args, kwargs)
+
+    def expect_full_batches(self) -> None:
+        """From here on every rank calls the module with the whole batch, and what they call it with is the same."""
+        self.way.expects.whole = True
 
     def _check_summed(self) -> None:
         """Raise where a parameter trains whose gradient nobody sums."""
@@ -92,7 +97,24 @@ def sharded_module_of(model: nn.Module) -> ShardedModule | None:
     return found if isinstance(found, ShardedModule) else None
 
 
-def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[None]:
+def sharded_modules_of(model: nn.Module) -> list[tuple[str, ShardedModule]]:
+    """The divided modules that a module is or has, with the prefix of their names in it: `backbone.`, empty for itself."""
+    found = ((name, sharded_module_of(module)) for name, module in model.named_modules())
+    return [(f"{name}." if name else "", one) for name, one in found if one is not None]
+
+
+def tensors_outside(model: nn.Module) -> dict[str, Tensor]:
+    """What a state dict has of a module that its divided parts have not, by name."""
+    prefixes = tuple(prefix for prefix, _ in sharded_modules_of(model))
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        own = f"{name}." if name else ""
+        if not any(own.startswith(prefix) for prefix in prefixes):
+            found.update((own + key, x) for key, x in private.direct_state(module).items())
+    return found
+
+
+def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[Any]:
     """A block whose backwards add gradients up on this rank; the first backward behind it sums all of them over ranks, in one exchange.
 
     Without it every `backward()` sums its own, and gradients add up just the same. Where weights lie in pieces (`zero=`) each backward sums
@@ -107,6 +129,8 @@ def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[N
     ...     with weft.accumulate(net, last=number == 2):
     ...         (net(torch.ones(4, 2)).mean() / 2).backward()
     """
-    divided = sharded_module_of(model)
-    exchange = None if divided is None else divided.way.exchange
-    return nullcontext() if last or exchange is None else exchange.holding()
+    blocks = ExitStack()
+    for _, one in [] if last else sharded_modules_of(model):
+        if one.way.exchange is not None:
+            blocks.enter_context(one.way.exchange.holding())
+    return blocks

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan, check_uncaptured
 from weft.run.build import Source, in_precision
+from weft.run.expects import Expects
 from weft.run.reduce.exchange import Exchange
 from weft.run.reduce.summing import choose_sums
 from weft.run.state.checkpoint import Piece, full_piece
@@ -222,10 +223,11 @@ class ByItself:
     outputs: Mapping[str, Output]
     exchange: Exchange | None
     draw: Draw
+    expects: Expects = field(default_factory=Expects)
 
     def check(self) -> None:
         """Raise where what trains now is not what is exchanged, or samples meet in statistics of a rank's part."""
-        if self.plan.layout.data == 1:
+        if self.plan.layout.data == 1 or self.expects.whole:
             return
         for name, p in self.model.named_parameters():
             if p.requires_grad and self.held.get(name) is not p:
@@ -248,11 +250,12 @@ class ByItself:
         theirs = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's, around the call
         autocast = products_of(layout.precision) or theirs
         self.draw.step += 1
-        drawing = nullcontext() if layout.data == 1 else _drawing(self.draw, self.world.rank, device)
+        drawing = nullcontext() if layout.data == 1 or self.expects.whole else _drawing(self.draw, self.world.rank, device)
         double = doubled(layout.precision == "float64", self.own)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), double, drawing:
             output = self.called(*args, **kwargs)
-        return output if self.exchange is None else self._joined(output, have, share)
+        alone = self.exchange is None or self.expects.whole  # then all ranks compute all of it
+        return output if alone else self._joined(output, have, share)
 
     def _samples(self, given: Any) -> tuple[int, float]:
         """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""

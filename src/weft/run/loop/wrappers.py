@@ -1,0 +1,43 @@
+"""Other ways of training in parallel refuse a divided module: they would sum its gradients a second time, or take parts for wholes.
+
+In: torch's wrappers of modules. Out: each raises when it is given a module that is divided, or has one inside. torch has no hook for when a
+module is wrapped, so what makes the wrapper is wrapped itself, once a process and not before a model is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+from torch import nn
+
+from weft.errors import UsageError
+from weft.run.loop.module import sharded_modules_of
+
+
+@cache
+def guard_wrappers() -> None:
+    """From here on torch's own wrappers take no divided module."""
+    kinds: list[Any] = [nn.DataParallel, nn.parallel.DistributedDataParallel]
+    try:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        kinds.append(FullyShardedDataParallel)
+    except ImportError:  # a torch without it
+        pass
+    for kind in kinds:
+        kind.__init__ = _guarded(kind.__init__, kind.__name__)
+
+
+def _guarded(make: Callable[..., None], name: str) -> Callable[..., None]:
+    @wraps(make)
+    def __init__(self: Any, module: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, nn.Module) and sharded_modules_of(module):
+            raise UsageError(
+                f"{name} is given {type(module).__name__}, which weft has divided, and whose gradients are summed over ranks already. "
+                f"Leave {name} out; Accelerate, transformers' Trainer and Lightning leave it out with weft.adapters (docs/scripts.md)"
+            )
+        make(self, module, *args, **kwargs)
+
+    return __init__
