@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.calibration.efficiency import stack_of
+from weft.cost.devices.devices import Widths
 from weft.cost.network.collectives import algorithms
 from weft.cost.network.network import Group, collective_s
-from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, summing_s
+from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, compressed_s, summing_s
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.compression import Compression
@@ -98,6 +99,29 @@ def test_compressed_sums_cost_their_messages_and_their_packing(num: int) -> None
     gathered = collective_s(cluster, "all_gather", num * 8 * chosen, group)
     touched = ENCODE_BYTES["topk"] * count + ADD_BYTES["topk"] * num * chosen
     assert _summing(cluster, f"data={num} compress=topk:0.02") == pytest.approx(gathered + touched / bandwidth)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_host_compresses_once(zero: int) -> None:
+    """Two hosts of four: their sums inside, a quarter of the bucket packed and sent by each rank, and a quarter kept back."""
+    node = Level("node", 4, Link(1e-6, 1e10))
+    cluster = Cluster("hosts", CPU, (node, Level("network", 2, Link(1e-5, 1e8))))
+    count, layout = GRAPH.num_trainable, Layout(data=8, compress="int8", zero=zero)
+    quarter = ceil(count / 4)
+    message = -(-quarter // 2) + 4 * ceil(-(-quarter // 2) / 512)
+    host, rail, inside = replace(cluster, levels=(node,)), Group(2, 4, 8), Group(4)
+    found, touched = compressed_s(Pricer(GRAPH, cluster, 8), Compression("int8"), count, Group(8), zero, Widths(4.0, 4.0, 4.0))
+    want = collective_s(host, "reduce_scatter", 4 * count, inside) + collective_s(cluster, "all_to_all", 4 * message, rail)
+    if not zero:
+        want += collective_s(host, "all_gather", 4 * count, inside) + collective_s(cluster, "all_gather", 2 * message, rail)
+    assert found == pytest.approx(want)
+    assert touched == pytest.approx(
+        ENCODE_BYTES["int8"] * quarter + ADD_BYTES["int8"] * 2 * -(-quarter // 2)
+        + (0 if zero else ENCODE_BYTES["int8"] * -(-quarter // 2) + ADD_BYTES["int8"] * quarter)
+    )  # fmt: skip
+    pricer = Pricer(GRAPH, cluster, 8)
+    kept = pricer.predict(layout, pricer.stages(layout), ()).memory.gradients / (4 * count) - 1
+    assert kept == pytest.approx(1 / 4 + (0 if zero else 1 / 8))
 
 
 def test_compressing_pays_where_the_network_is_slow_and_only_there() -> None:

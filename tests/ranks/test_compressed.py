@@ -122,6 +122,30 @@ def _through(kind: str, x: np.ndarray) -> np.ndarray:
     return out
 
 
+class OverHosts:
+    """The same of ranks that are hosts' in turn, `inside` each: a host's sum first, piece by piece, and then the pieces between hosts."""
+
+    def __init__(self, kind: str, num: int, zero: int, inside: int) -> None:
+        self.hosts = [range(h, h + inside) for h in range(0, num, inside)]
+        self.zero, self.rails = zero, [Reference(kind, len(self.hosts), zero) for _ in range(inside)]
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        sums = []
+        for host in self.hosts:
+            total = gradients[host[0]]
+            for rank in host[1:]:
+                total = total + gradients[rank]
+            sums.append(total)
+        if not self.zero:
+            pieces = [np.array_split(total, len(self.rails)) for total in sums]
+            return np.concatenate([rail.step([p[j] for p in pieces]) for j, rail in enumerate(self.rails)])
+        out = np.zeros_like(sums[0]).reshape(len(gradients), -1)
+        for j, rail in enumerate(self.rails):
+            own = [host[j] for host in self.hosts]
+            out[own] = rail.step([s.reshape(out.shape)[own].reshape(-1) for s in sums]).reshape(len(own), -1)
+        return out.reshape(-1)
+
+
 class Reference:
     """One bucket's exchange over all ranks, in one process."""
 
@@ -196,13 +220,50 @@ def test_every_transport_gives_the_same(ranks: Callable[..., list[Any]], layout:
     _same(ranks(_run, parsed.num_ranks, layout, True, env={"WEFT_TRANSPORT": transport}), parsed, True)
 
 
-def _same(results: list[dict[str, Any]], parsed: Layout, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        ("data=4 compress=int8 microbatches=2", False),
+        ("data=4 compress=topk:0.05", False),
+        ("data=4 zero=1 compress=int8", False),
+        ("data=4 zero=1 compress=bfloat16", False),
+        ("data=2 pipeline=2 microbatches=2 compress=int8", True),
+    ],
+)
+def test_a_host_sums_before_it_compresses(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
+    """Ranks two by two on emulated hosts: bit for bit what one process makes of it; and the broken twin, in which each compresses."""
+    parsed, env = Layout.parse(layout), {"WEFT_TRANSPORT": "boxes=2"}
+    results = ranks(_run, 4, layout, tied, env=env)
+    _same(results, parsed, tied, 2)
+    if not tied:
+        with pytest.raises(AssertionError):
+            _same(results, parsed, tied)
+
+
+def test_unequal_hosts_compress_each_rank(ranks: Callable[..., list[Any]]) -> None:
+    parsed = Layout.parse("data=3 compress=int8")
+    _same(ranks(_run, 3, str(parsed), False, env={"WEFT_TRANSPORT": "boxes=2,1"}), parsed, False)
+
+
+def test_the_network_carries_a_host_once(ranks: Callable[..., list[Any]]) -> None:
+    """Of two hosts of two ranks: half of the bucket's bytes, there and back, where each rank sent all of it."""
+    size = 33 * 71 + 71 + 71 * 3 + 3
+    half = -(-size // 2)
+    piece = -(-half // 2)
+    want = 2 * (piece + 4 * -(-piece // BLOCK))
+    sent = ranks(_sent, 4, ["data=4 compress=int8"], env={"WEFT_TRANSPORT": "boxes=2"})[0][0]
+    assert sent == {"exchange_into": want, "all_gather_into": want}
+
+
+def _same(results: list[dict[str, Any]], parsed: Layout, tied: bool, inside: int = 1) -> None:
     groups = _by_group(results)
     assert len(groups) > 2 * tied
     assert any(len(members) > 2 for members, _ in groups) or not tied or parsed.pipeline == 1
     for (members, _), by_rank in groups.items():
         assert set(by_rank) == set(members)
-        reference = Reference(parsed.compress, len(members), parsed.zero)
+        nested = inside > 1 and len(members) > 2
+        what = (parsed.compress, len(members), parsed.zero)
+        reference = OverHosts(*what, inside) if nested else Reference(*what)
         for step in range(STEPS):
             want = reference.step([by_rank[r]["before"][step] for r in members])
             for r in members:
@@ -386,6 +447,13 @@ def _verified(world: World, layout: str, tied: bool, spoil: str = "") -> list[An
 def test_verification_says_what_it_compares(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
     """Sums before they are compressed, the exchange, and weights after an update with what an emulation of it gives."""
     ok, said, kinds = ranks(_verified, Layout.parse(layout).num_ranks, layout, tied)[0]
+    assert ok, said
+    assert kinds == ["exchange", "gradients", "input_gradients", "loss", "optimizer", "weights"]
+
+
+@pytest.mark.parametrize("layout", ["data=4 compress=int8", "data=4 zero=1 compress=topk:0.05"])
+def test_verification_knows_hosts(ranks: Callable[..., list[Any]], layout: str) -> None:
+    ok, said, kinds = ranks(_verified, 4, layout, False, env={"WEFT_TRANSPORT": "boxes=2"})[0]
     assert ok, said
     assert kinds == ["exchange", "gradients", "input_gradients", "loss", "optimizer", "weights"]
 

@@ -57,7 +57,7 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
             assert not buffer[1 + numel :].any()
             assert torch.equal(out, total[own * me : own * me + own])
             assert torch.equal(gathered, torch.cat([part[:own] for part in parts]))
-    parts_of = (chosen.levels._box, chosen.levels._rail)
+    parts_of = (chosen.levels.box, chosen.levels.rail)
     return [(str(part.ranks), SHARED if part.shares_memory else "gloo") for part in parts_of if part is not None and part.size > 1]
 
 
@@ -92,7 +92,7 @@ def bytes_between(world: World) -> int:
     group.choose(chosen)
     seen: list[int] = []
     assert chosen.levels is not None
-    rail = chosen.levels._rail
+    rail = chosen.levels.rail
     assert rail is not None
     inner = rail.all_reduce
     rail.all_reduce = lambda x, **given: (seen.append(x.nbytes), inner(x, **given))[1]  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from weft.cost.calibration.efficiency import Stack
 from weft.cost.devices.compute import Seconds
 from weft.cost.memory.memory import StageMemory, StageState, memory_of
 from weft.cost.network.axes import stages_apart
-from weft.cost.network.network import send_s
+from weft.cost.network.network import by_host, send_s
 from weft.cost.operators.operators import OperatorPricer
 from weft.cost.operators.parts import even_sites
 from weft.cost.stages.base import Base, Ends, Load, base_of, like
@@ -32,7 +32,7 @@ from weft.model.dims.labels import expert_weights
 from weft.model.graph import statistics
 from weft.model.stages.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
-from weft.plan.axis import PIPELINE
+from weft.plan.axis import DATA, PIPELINE
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 from weft.schedules import schedule_of
@@ -287,6 +287,7 @@ class Pricer(OperatorPricer):
             state, layout, index, self.devices.widths(layout.precision),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
             noted_bytes=max(0.0, base.state.kept_bytes - state.kept_bytes) if puts_off else 0.0,
+            summed_inside=by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:

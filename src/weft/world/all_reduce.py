@@ -22,13 +22,13 @@ ProgramOf = Callable[[str, str, int], Program]  # (collective, algorithm, ranks)
 
 
 class Sums:
-    """The sums of one group by `choices`. All members make it, alike."""
+    """The sums of one group by `choices`. All members make it, alike. `levels`: ready for sums in two levels, whatever the choices."""
 
-    def __init__(self, group: Group, choices: Choices, program_of: ProgramOf) -> None:
+    def __init__(self, group: Group, choices: Choices, program_of: ProgramOf, levels: bool = False) -> None:
         self._group, self._choices, self._program_of = group, choices, program_of
         self._made: dict[tuple[str, str], Program] = {}
         self._programs = Programs(group.runner)
-        boxes = group.boxes if NAME in choices.names else ()
+        boxes = group.boxes if levels or NAME in choices.names else ()
         nested = max(map(len, boxes), default=0) > 1
         if nested and len(boxes) == 1:  # on one host, but in a run over several, which has gloo there
             group.connect()
@@ -37,7 +37,7 @@ class Sums:
 
     def connect(self) -> None:
         """Connects now what will be needed; all members must come."""
-        if any(name != NATIVE for name in self._choices.names):
+        if self.levels is not None or any(name != NATIVE for name in self._choices.names):
             self._group.runner.lane.connect()
         if self.levels is not None:
             self.levels.connect()

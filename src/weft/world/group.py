@@ -46,6 +46,7 @@ from weft.world.recorder import Recorder
 
 if TYPE_CHECKING:
     from weft.world.all_reduce import Sums
+    from weft.world.levels import Levels
     from weft.world.runner import Runner
 
 SHARED = "shared_memory"
@@ -167,6 +168,11 @@ class Group:
             self._runner = Runner(self, self.apart("programs"))
         return self._runner
 
+    @property
+    def levels(self) -> Levels | None:
+        """What sums inside hosts and between them, where it was chosen and the members lie so."""
+        return self._sums.levels if self._sums is not None else None
+
     def choose(self, sums: Sums | None) -> None:
         """From now on sums that are not waited for at once, and what scatters and gathers them, go as `sums` says; None: natively."""
         self._sums = sums
@@ -267,8 +273,8 @@ class Group:
         """
         if self.size > 1:
             self.connect()
-        if self._sums is not None and self._sums.levels is not None:
-            return self._sums.levels.shared_buffer(numel, dtype)
+        if self.levels is not None:
+            return self.levels.shared_buffer(numel, dtype)
         if not self.shares_memory:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         at = self.recorder.start(recorder.CONNECT, self.slot, DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)

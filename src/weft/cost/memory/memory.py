@@ -203,9 +203,11 @@ def memory_of(
     scratch_bytes: float = 0.0,
     optimizer_states: int = 2,
     noted_bytes: float = 0.0,
+    summed_inside: int = 1,
 ) -> StageMemory:
     """The bytes of one rank of a stage (`stage` counts chunks too).
 
+    `summed_inside`: replicas of one host, where several hosts have them.
     `noted_bytes`: what was made again or came back for the input part of a microbatch's backward and stays for its weights part.
     """
     schedule = schedule_of(layout)
@@ -228,7 +230,7 @@ def memory_of(
     parameters += widths.weight * served_copies(layout) * state.num_trainable
     how = Compression.parse(layout.compress)
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
-        gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
+        gradients += widths.gradient * state.num_trainable * (1 / summed_inside + 1 / data * (how.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
     if layout.servers:  # what arrives there of a bucket, from all others
         gradients += min(BUCKET_BYTES, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers

@@ -110,6 +110,21 @@ def path(cluster: Cluster, group: Group) -> Path:
     return Path(inside, -(-group.size // inside), first, network, first.bandwidth_bytes_per_s * first.efficiency, slowest)
 
 
+def by_host(cluster: Cluster, group: Group) -> tuple[Group, Group]:
+    """(the members of one node, those with the same place on every node); of a group inside one node, or with unequal numbers of members
+    on its nodes: (one member, the group).
+
+    >>> from weft.cluster.cluster import Cluster
+    >>> [part.size for part in by_host(Cluster.parse("4xdgx-a100-40"), Group(16, 2))]
+    [4, 4]
+    """
+    where, unit = path(cluster, group), cluster.levels[0].size
+    if len(cluster.levels) == 1 or where.nodes == 1 or where.inside * where.nodes != group.size or straddles(group, unit):
+        return Group(1), group
+    inside = Group(where.inside, group.stride, max(where.inside * group.stride, min(unit, group.total)))
+    return inside, Group(where.nodes, group.stride * where.inside, group.total)
+
+
 def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, rules: Protocols | None = None) -> float:
     """Seconds of collective `name` on a tensor of `size_bytes` in all (its whole, however it is cut) in every group at once.
 

@@ -4,7 +4,8 @@ Sums run in buckets behind the last backward where a framework overlaps them, in
 2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
 none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. To servers gradients are pushed bucket
 by bucket, and weights are pulled after the update, when nothing hides them; a server's port passes all of it. Compressed sums are exchanged
-in pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Where updates come late,
+in pieces and gathered (`run.compressed`), between hosts once the ranks of each have summed, and what packs and unpacks them takes the
+compute's time. Where updates come late,
 sums of a step hide behind the next steps too. On GPUs what hides takes a part of its time from the compute that it hides behind. Not
 modelled: buckets that start late, and ranks that are late by chance, for which late updates are.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from weft.cost.devices.compute import Seconds
 from weft.cost.devices.devices import Widths
 from weft.cost.network.collectives import served_s, ways
-from weft.cost.network.network import Group
+from weft.cost.network.network import Group, by_host
 from weft.plan.axis import DATA, EXPERT
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
@@ -147,9 +148,18 @@ def bucket_s(pricer: Pricer, layout: Layout, group: Group, size_bytes: float, wi
 
 def compressed_s(pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths) -> tuple[float, float]:
     """(seconds of the network, bytes of memory that packing touches) of summing one bucket of `num_elements` compressed."""
-    n, size = group.size, ceil(num_elements)
+    host, rail = by_host(pricer.cluster, group)
+    inside_s = pricer.collective("reduce_scatter", widths.gradient * num_elements, host)
+    if not zero:
+        inside_s += pricer.collective("all_gather", widths.gradient * num_elements, host)
+    seconds, touched = _between_s(pricer, how, ceil(num_elements / host.size), rail, zero, round(widths.gradient))
+    return inside_s + seconds, touched
+
+
+def _between_s(pricer: Pricer, how: Compression, size: int, group: Group, zero: int, width: int) -> tuple[float, float]:
+    """The same among ranks that each compress their `size` elements."""
+    n = group.size
     piece = -(-size // n)
-    width = round(widths.gradient)
     if how.kind == "topk" and not zero:
         arrived = n * how.sent(size)
         seconds = pricer.collective("all_gather", n * how.message_bytes(size, width), group)

@@ -8,6 +8,7 @@ model is updated with what that gives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -17,8 +18,8 @@ from weft.plan.compression import BLOCK, Compression
 from weft.run.reduce.overlapped import Gradients
 
 
-class Emulated:
-    """One bucket's exchange between `num` ranks, step after step. `sharded`: nobody gathers the sums."""
+class _Between:
+    """One bucket's exchange between `num` that compress, step after step. `sharded`: nobody gathers the sums."""
 
     def __init__(self, how: Compression, num: int, sharded: bool) -> None:
         self._how, self._num, self._sharded = how, num, sharded
@@ -26,7 +27,7 @@ class Emulated:
         self._rests_of_sums: list[Tensor] = []
 
     def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum that arrives of flat gradients, one tensor a rank."""
+        """The sum that arrives of flat gradients, one tensor each."""
         size = gradients[0].numel()
         whole = self._how.kind == "topk" and not self._sharded
         length = size if whole else -(-size // self._num)
@@ -61,6 +62,27 @@ class Emulated:
         return torch.cat(found)
 
 
+class Emulated:
+    """One bucket's exchange between members in `boxes` (their indices) of one size, of which each sums first. `sharded`: as there."""
+
+    def __init__(self, how: Compression, boxes: Sequence[Sequence[int]], sharded: bool) -> None:
+        self._boxes, self._sharded = boxes, sharded
+        self._rails = [_Between(how, len(boxes), sharded) for _ in boxes[0]]  # of the members with the same place in their boxes
+
+    def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum that arrives of flat gradients, one tensor a member."""
+        sums = [reduce(torch.add, [gradients[i] for i in box]) for box in self._boxes]  # in the members' order
+        if not self._sharded:
+            each = zip(self._rails, zip(*(torch.tensor_split(s, len(self._rails)) for s in sums), strict=True), strict=True)
+            return torch.cat([rail.exchange(parts) for rail, parts in each])
+        rows = [s.view(len(gradients), -1) for s in sums]
+        out = torch.empty_like(rows[0])
+        for rail, members in zip(self._rails, zip(*self._boxes, strict=True), strict=True):
+            of_rail = list(members)
+            out[of_rail] = rail.exchange([row[of_rail].view(-1) for row in rows]).view(len(members), -1)
+        return out.view(-1)
+
+
 class Lossy:
     """All compressed buckets of one rank, whose gradients it lets be shown as the run has them, summed as they were, or emulated.
 
@@ -72,7 +94,10 @@ class Lossy:
         gradients.before = {}
         # In one order on all ranks, as groups are connected.
         self._order = sorted(gradients.compressed, key=lambda k: (gradients.compressed[k].over.ranks, k))
-        self._emulated = {k: Emulated(how, one.over.size, one.sharded) for k, one in gradients.compressed.items()}
+        self._emulated = {
+            k: Emulated(how, [[one.over.ranks.index(rank) for rank in box] for box in one.boxes], one.sharded)
+            for k, one in gradients.compressed.items()
+        }
         self._known: dict[int, dict[str, Tensor]] = {}
 
     def compare(self) -> float:

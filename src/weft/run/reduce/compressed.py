@@ -15,11 +15,13 @@ which indices meet on the way; other types than float32 and float64, which are s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from weft.plan.compression import BLOCK, Compression
-from weft.run.state.parameters import Bucket, FlatGroup
+from weft.world.group import Boxes
 from weft.world.world import Group, Work
 
 DTYPES = (torch.float32, torch.float64)
@@ -86,27 +88,29 @@ def _scaled(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Compressed:
-    """One bucket of a flat group. In every step `start`, `meet` and `finish`, in the same order on all ranks of the sum.
+    """A bucket, which the first parameter in it names: `size` flat gradients where `place` says. In every step `start`, `meet` and
+    `finish`, in the same order on all ranks of the sum.
 
-    `start` waits for nobody; `meet` for what the others have started. `sharded`: this rank wants its own piece of the sum only.
+    `start` waits for nobody; `meet` for what the others have started. `sharded`: this rank wants its own piece of the sum only. `early`:
+    others of the sum run the same program, so that it may be met while backward goes on.
     """
 
-    def __init__(self, how: Compression, group: FlatGroup, bucket: Bucket, over: Group, sharded: bool) -> None:
-        self._how, self._group, self._bucket, self.over, self.sharded = how, group, bucket, over, sharded
-        self.early = not group.members[0].across  # others of the sum run the same program, so that it may be met while backward goes on
-        size = bucket.stop - bucket.start
+    def __init__(
+        self, how: Compression, name: str, size: int, place: Callable[[], Tensor], over: Group, sharded: bool, early: bool
+    ) -> None:
+        self._how, self.name, self._place, self.over, self.sharded, self.early = how, name, place, over, sharded, early
         self._gathers = how.kind == "topk" and not sharded
         self._length = size if self._gathers else -(-size // over.size)  # of what one message is of
-        like = group.grad
+        like = place()
         self._rest = like.new_zeros(self._length * (1 if self._gathers else over.size)) if how.keeps else None
         self._rest_of_sum = like.new_zeros(self._length) if how.keeps and not sharded and not self._gathers else None
         self._work: Work | None = None
         self._arrived = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def name(self) -> str:
-        """The first parameter in it."""
-        return self._bucket.names[0]
+    def boxes(self) -> Boxes:
+        """The members, each alone, as nobody's gradients are summed before they are compressed."""
+        return tuple((rank,) for rank in self.over.ranks)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -117,7 +121,7 @@ class Compressed:
     @property
     def flat(self) -> Tensor:
         """Where its gradients lie."""
-        return self._group.grad[self._bucket.start : self._bucket.stop]
+        return self._place()
 
     def start(self) -> None:
         """Send what the bucket holds."""
@@ -149,7 +153,7 @@ class Compressed:
         """Add up what arrived of this rank's piece, and send the sum."""
         if self._gathers:
             return
-        total = self._group.grad.new_zeros(self._length)
+        total = self.flat.new_zeros(self._length)
         for message in self._wait():
             add(self._how, message, total)
         if self.sharded:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.layout import Layout
+from weft.run.reduce.between_hosts import BetweenHosts
 from weft.run.reduce.compressed import Compressed
 from weft.run.state.checkpoint.piece import Piece, full_piece
 
@@ -19,7 +20,7 @@ from weft.run.state.checkpoint.piece import Piece, full_piece
 class Residuals:
     """The rests of one rank's buckets."""
 
-    def __init__(self, compressed: Iterable[Compressed], layout: Layout, rank: int) -> None:
+    def __init__(self, compressed: Iterable[Compressed | BetweenHosts], layout: Layout, rank: int) -> None:
         axes = f"data={layout.data} tensor={layout.grid or layout.tensor} pipeline={layout.pipeline}"
         self._name = f"{axes} zero={layout.zero} compress={layout.compress} rank={rank}"
         self._found = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.residuals.items()}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.compression import Compression
+from weft.run.reduce.between_hosts import BetweenHosts, compressed
 from weft.run.reduce.compressed import DTYPES, Compressed
 from weft.run.reduce.scattered import Scattered
 from weft.run.state.parameters import Bucket, FlatGroup
@@ -61,8 +62,8 @@ class Gradients:
         self.push: Callable[[int, Tensor, bool], None] | None = None  # of servers: (place in the order, bucket, whether it is summed)
         # By place in the order; and those of this step that were started, that are met, in that order.
         self.compressed = {k: made for k, (g, bucket) in enumerate(self.order) if (made := self._compress(compress, g, bucket))}
-        self._started: list[Compressed] = []
-        self._met: list[Compressed] = []
+        self._started: list[Compressed | BetweenHosts] = []
+        self._met: list[Compressed | BetweenHosts] = []
         self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
         self._scattered = {
             number: Scattered(group, over, not by_program)
@@ -73,11 +74,14 @@ class Gradients:
         for name in (*self._views, *self._scatters):
             self._hook(name)
 
-    def _compress(self, how: Compression | None, number: int, bucket: Bucket) -> Compressed | None:
+    def _compress(self, how: Compression | None, number: int, bucket: Bucket) -> Compressed | BetweenHosts | None:
         over, group = self._sums[number], self.groups[number]
         if how is None or how.kind == "none" or over is None or over.size == 1 or group.grad.dtype not in DTYPES:
             return None
-        return Compressed(how, group, bucket, over, self._sharded)
+        start, stop = bucket.start, bucket.stop
+        return compressed(
+            how, bucket.names[0], stop - start, lambda: group.grad[start:stop], over, self._sharded, early=not group.members[0].across
+        )
 
     def _hook(self, name: str) -> None:
         # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
@@ -168,12 +172,12 @@ class Gradients:
             return
         if over is None or over.size == 1 or not self.exchange:
             return
-        if (compressed := self.compressed.get(self._next)) is not None:
+        if (one := self.compressed.get(self._next)) is not None:
             if self.before is not None:
                 self.before[self._next] = whole.clone()
-            compressed.start()
+            one.start()
             self._meet(backward=True)
-            self._started.append(compressed)
+            self._started.append(one)
         elif self._sharded:
             self._works.append(over.reduce_scatter_into(whole.view(over.size, -1)[over.index], whole, wait=False))
         else:
@@ -207,8 +211,8 @@ class Gradients:
         for work in self._works:
             work.wait()
         self._works.clear()
-        for compressed in self._met:
-            compressed.finish()
+        for one in self._met:
+            one.finish()
         self._met.clear()
         for scattered in self._scattered.values():
             scattered.wait()

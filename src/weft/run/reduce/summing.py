@@ -14,7 +14,7 @@ from weft.world.world import World
 
 def choose_sums(plan: Plan, world: World, groups: Sequence[FlatGroup]) -> None:
     """Let sums go as the plan says; before the groups are connected, on all ranks."""
-    choices = plan.all_reduce
+    choices, compresses = plan.all_reduce, plan.layout.compress != "none"
     for ranks in sorted({group.sum_ranks for group in groups if len(group.sum_ranks) > 1}):
         over = world.group(ranks)
-        over.choose(None if choices.names == (NATIVE,) else Sums(over, choices, build))
+        over.choose(Sums(over, choices, build, levels=compresses) if compresses or choices.names != (NATIVE,) else None)
