@@ -13,9 +13,10 @@ import pytest
 from processes import gone
 
 from weft.errors import RunError, UsageError
-from weft.world.join import agent_of, first_host, join
+from weft.world.join import agent_of, join
 from weft.world.launch import Launcher
 from weft.world.recorder import process_state
+from weft.world.started import first_host
 from weft.world.world import World
 
 CODE = """
@@ -39,7 +40,7 @@ def port() -> int:
 
 
 def start(env: Mapping[str, str]) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI"))}
     return subprocess.Popen(
         [sys.executable, "-c", CODE], env={**kept, **env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -69,7 +70,19 @@ def slurm(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("variables", [torchrun, slurm])
+def open_mpi(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Of mpirun inside a SLURM job, whose batch script all ranks inherit."""
+    names = {"RANK": rank, "SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": num_ranks}
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "2"}
+    return slurm | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"MASTER_PORT": str(port)}
+
+
+def hydra(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    names = {"PMI_RANK": rank, "PMI_SIZE": num_ranks, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": num_ranks, "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RESTART_COUNT": "2"}
+
+
+@pytest.mark.parametrize("variables", [torchrun, slurm, open_mpi, hydra])
 def test_ranks_join_by_their_variables(variables: Callable[[int, int, int], dict[str, str]], port: int) -> None:
     processes = [start(variables(rank, 2, port)) for rank in range(2)]
     for rank, process in enumerate(processes):
@@ -128,6 +141,11 @@ def test_wrong_variables_are_named(port: int, change: dict[str, str | None], sai
     env = {name: value for name, value in {**torchrun(0, 2, port), **change}.items() if value is not None}
     with pytest.raises(UsageError, match=said):
         join(env, "cpu")
+
+
+def test_ranks_of_mpirun_on_several_hosts_are_told_what_they_need() -> None:
+    with pytest.raises(UsageError, match="WEFT_TRANSPORT=mpi"):
+        join({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "cpu")
 
 
 def test_no_variables_are_a_world_of_one(launcher: Launcher) -> None:

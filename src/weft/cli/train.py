@@ -46,10 +46,12 @@ def train(
       weft train examples/gpt_text.toml
       weft train examples/gpt_text.toml steps=100 --layout "data=2"
     """
+    from weft.world.started import started_rank
+
     with output(as_json) as out:
         given = {"plan.layout": layout, "plan.device_memory": device_memory}
         summary = run(config, [*(changes or ()), *(f"{key}={value}" for key, value in given.items() if value is not None)], out)
-        if not int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
+        if not started_rank(os.environ):
             out.table(summary_of(summary))
             against = components_table(summary)
             if against.rows:
@@ -68,10 +70,11 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     from weft.train.config import Config
     from weft.train.flow import train as train_all
     from weft.world.current import current_world
+    from weft.world.started import started_rank
 
     config = Config.read(path, changes)
-    started = {"RANK", "SLURM_PROCID"} & set(os.environ)  # by torchrun or srun, which start the ranks on many machines
-    world = current_world() if started else None
+    # Started by torchrun, mpirun or srun, which start the ranks on many machines.
+    world = current_world() if started_rank(os.environ) is not None else None
 
     def planner(config: Config, known: Plan | None) -> Planned:
         planned = make_plan(config, known, out, world)

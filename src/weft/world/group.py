@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.errors import RunError, UsageError
 from weft.world import private, recorder
 from weft.world.connection import Apart, Connection
+from weft.world.mpi import MPI
 from weft.world.pending import (
     DONE,
     DTYPES,
@@ -83,6 +84,7 @@ class Group:
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
+        self.levels: Levels | None = None  # what sums inside hosts and between them, where it was chosen and the members lie so
         self._apart = defaultdict[str, list[Group]](list)
 
     @property
@@ -104,7 +106,7 @@ class Group:
             self._transport, kind = self._open(self.ranks, Connection())
             self._nccl = kind == "nccl"
             self.shares_memory = kind == SHARED
-            if not self.shares_memory:
+            if kind in ("gloo", "nccl"):
                 self._transport = ProcessGroup(self._transport, self._nccl, self.size)
             if self._nccl:  # its members meet in the first collective, and wait for one another there
                 self._transport.all_reduce(torch.zeros(1, device=self.device), "sum", True).wait()
@@ -113,7 +115,7 @@ class Group:
         self.recorder.done(at)
         if self._sums is not None:
             self._sums.connect()
-        self._staged = kind == "gloo" and self.device.type != "cpu"
+        self._staged = kind in ("gloo", MPI) and self.device.type != "cpu"
 
     def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connects now what messages go over, for all `pairs` of (sender, receiver) by index. All members must come, with the same pairs.
@@ -168,14 +170,9 @@ class Group:
             self._runner = Runner(self, self.apart("programs"))
         return self._runner
 
-    @property
-    def levels(self) -> Levels | None:
-        """What sums inside hosts and between them, where it was chosen and the members lie so."""
-        return self._sums.levels if self._sums is not None else None
-
     def choose(self, sums: Sums | None) -> None:
         """From now on sums that are not waited for at once, and what scatters and gathers them, go as `sums` says; None: natively."""
-        self._sums = sums
+        self._sums, self.levels = sums, sums.levels if sums is not None else None
 
     def explained(self, error: BaseException) -> RunError:
         """`error` of the transport, with the collective that it broke."""

@@ -1,4 +1,4 @@
-"""Joining ranks that torchrun or srun started, on one machine or many. In: environment variables. Out: the World of this process.
+"""Joining ranks that torchrun, mpirun or srun started, on one machine or many. In: environment variables. Out: the World of this process.
 
 All ranks meet at MASTER_ADDR:MASTER_PORT. Under torchrun its agent serves that store; otherwise rank 0 does, on that address only.
 Not modelled: authentication. Whoever reaches the port can join, so the address must lie in a network that is trusted.
@@ -7,29 +7,27 @@ Not modelled: authentication. Whoever reaches the port can join, so the address 
 from __future__ import annotations
 
 import os
-import re
 import select
 import socket
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from weft.errors import RunError, UsageError
-from weft.world import matmul_backend, private
+from weft.world import matmul_backend, mpi, private
 from weft.world.prepared_rank import pick_device
+from weft.world.started import as_torchrun, starting_process
 from weft.world.world import TRANSPORT, World
 
 MEET_S = 300.0
 ORPHANED = 4  # the exit code of a worker whose agent is gone
 LARGEST_PORT = 65535
-SLURM_PORTS = (20000, 20000)  # first, count
 
 
 def join(environment: Mapping[str, str], device: str) -> World:
     """The world of these variables; a world of one rank where there are none. See `World.from_environment`."""
-    env = _from_slurm(environment) if "RANK" not in environment and "SLURM_PROCID" in environment else dict(environment)
+    env = as_torchrun(environment)
     if matmul_backend.PRODUCTS in env:
         matmul_backend.apply(env[matmul_backend.PRODUCTS])
     if "RANK" not in env:
@@ -44,13 +42,12 @@ def join(environment: Mapping[str, str], device: str) -> World:
     place = pick_device(device, local_rank)
     if num_ranks == 1:
         return World(device=place, generation=generation, threads=torch.get_num_threads())
-    if "MASTER_ADDR" not in env:
-        raise UsageError("MASTER_ADDR is missing: ranks started by hand need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
-    address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
-    if not 0 < port <= LARGEST_PORT:  # 0 would be any free port, which the other ranks cannot know
-        raise UsageError(f"MASTER_PORT is {port}; ports are 1 to {LARGEST_PORT}, so set one that is free on the host of rank 0")
-    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listener = _listen(address, port) if serves else None
+    if env.get(TRANSPORT) == mpi.MPI:
+        mpi.check_started(rank, num_ranks)
+        mpi.end_together()
+        listener, address, port = _met_by_mpi(rank, num_ranks)
+    else:
+        listener, address, port = _met_by_address(env, rank)
     try:
         store = private.tcp_store(address, port, num_ranks, MEET_S, listener.detach() if listener is not None else None)
     except RuntimeError as error:
@@ -76,21 +73,31 @@ def join(environment: Mapping[str, str], device: str) -> World:
     )
 
 
+def _met_by_address(env: Mapping[str, str], rank: int) -> tuple[socket.socket | None, str, int]:
+    """(what this rank serves the store on, where it is): MASTER_ADDR and MASTER_PORT."""
+    if "MASTER_ADDR" not in env:
+        raise UsageError(
+            "MASTER_ADDR is missing: ranks started by hand need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, those of mpirun on several "
+            "hosts the last two, or WEFT_TRANSPORT=mpi"
+        )
+    address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    if not 0 < port <= LARGEST_PORT:  # 0 would be any free port, which the other ranks cannot know
+        raise UsageError(f"MASTER_PORT is {port}; ports are 1 to {LARGEST_PORT}, so set one that is free on the host of rank 0")
+    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return _listen(address, port) if serves else None, address, port
+
+
+def _met_by_mpi(rank: int, num_ranks: int) -> tuple[socket.socket | None, str, int]:
+    """The same, on any free port of rank 0's host, which MPI tells the others."""
+    _, here = mpi.local_ranks()
+    listener = _listen("127.0.0.1" if here == num_ranks else socket.gethostname(), 0) if rank == 0 else None
+    address, port = mpi.told_address(lambda: listener.getsockname()[:2] if listener is not None else ("", 0))
+    return listener, address, port
+
+
 def agent_of(pid: int) -> int:
     """The torchrun agent that started a process: its nearest ancestor without the variables that an agent gives its workers; 0: none."""
-    try:
-        worker = _given_by_agent(pid)
-        while worker:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if not _given_by_agent(pid):
-                return pid
-    except (OSError, ValueError, IndexError):  # no /proc, or somebody else's process
-        pass
-    return 0
-
-
-def _given_by_agent(pid: int) -> bool:
-    return b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
+    return starting_process(pid, "TORCHELASTIC_RUN_ID")
 
 
 def _end_with(agent: int) -> None:
@@ -107,41 +114,10 @@ def _end_with(agent: int) -> None:
     threading.Thread(target=wait, daemon=True, name="weft-agent").start()
 
 
-def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list.
-
-    >>> first_host("node[007-010,12],login1")
-    'node007'
-    """
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
-    if found is None:
-        raise UsageError(f"the node list {nodes!r} names no host; set MASTER_ADDR to the host of rank 0")
-    return found[1] + (found[2] or "") + (found[3] or "")
-
-
-def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """SLURM's variables under torchrun's names."""
-    env = dict(environment)
-    first, count = SLURM_PORTS
-    names = {
-        "RANK": "SLURM_PROCID",
-        "WORLD_SIZE": "SLURM_NTASKS",
-        "LOCAL_RANK": "SLURM_LOCALID",
-        "TORCHELASTIC_RESTART_COUNT": "SLURM_RESTART_COUNT",
-    }
-    env |= {ours: env[theirs] for ours, theirs in names.items() if theirs in env}
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-    if "MASTER_ADDR" not in env and nodes:
-        env["MASTER_ADDR"] = first_host(nodes)
-    # Jobs that share a node must not share a port.
-    env.setdefault("MASTER_PORT", str(first + int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0) % count))
-    return env
-
-
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
     if text is None or not text.strip().isdecimal():
-        raise UsageError(f"{name} is {'missing' if text is None else repr(text)}; torchrun and srun set it to a whole number")
+        raise UsageError(f"{name} is {'missing' if text is None else repr(text)}; torchrun, mpirun and srun set it to a whole number")
     return int(text)
 
 

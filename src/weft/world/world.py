@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft import errors
 from weft.errors import RunError, UsageError, WeftError
-from weft.world import private
+from weft.world import mpi, private
 from weft.world.connection import Connection
 from weft.world.group import SHARED, Boxes, Group
 from weft.world.kept import Kept
@@ -34,7 +34,7 @@ from weft.world.shared_memory.meet import Channel, SharedMemory
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
 REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
-TRANSPORTS = ("", "gloo", SHARED, "portable")
+TRANSPORTS = ("", "gloo", SHARED, "portable", mpi.MPI)
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
 
@@ -56,9 +56,9 @@ class World:
     take before it fails by itself. `threads` is what each rank computes with; without `may_add_threads` never with more. With
     `catch_sigterm` the first look at `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport`
     is that of tensors on the host: gloo; shared_memory (or portable: without the C library) for every group whose members share a host;
-    empty for shared memory where all ranks share one; boxes=2 (or boxes=2,3) for gloo, and boxes of so many neighbours as if each were
-    a host. With both at once a rank that waits in gloo does nothing for those that wait for it in shared memory, so what mixes them
-    does so in a thread of its own.
+    empty for shared memory where all ranks share one; mpi for MPI, where mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for
+    gloo, and boxes of so many neighbours as if each were a host. With both at once a rank that waits in gloo does nothing for those
+    that wait for it in shared memory, so what mixes them does so in a thread of its own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -103,6 +103,8 @@ class World:
         if transport not in TRANSPORTS and not self._boxes:
             raise UsageError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS[1:])} or boxes=N")
         self._transport = "gloo" if self._boxes else transport
+        if transport == mpi.MPI:
+            mpi.check_started(rank, num_ranks)
         self._shared: SharedMemory | None = None
         self._one_host: bool | None = None
         self._questions = 0
@@ -252,6 +254,8 @@ class World:
         assert self._store is not None
         index = ranks.index(self.rank)
         name = "group/" + ",".join(map(str, ranks)) + str(lane)
+        if self._transport == mpi.MPI:
+            return mpi.MpiChannel(ranks, name, self._timeout_s), mpi.MPI
         if self.device.type == "cuda" and dist.is_nccl_available():
             places = {self._ask(f"place/{rank}") for rank in ranks}
             if len(places) == len(ranks):
@@ -279,7 +283,7 @@ class World:
         assert self._store is not None
         if self.device.type == "cuda":
             return str(self._ask(f"place/{rank}").decode()).rpartition("/")[0]
-        return str(rank) if self._transport == "gloo" else str(self._ask(f"host/{rank}").decode())
+        return str(rank) if self._transport in ("gloo", mpi.MPI) else str(self._ask(f"host/{rank}").decode())
 
     def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Connection) -> Channel | str:
         if lane.of_box:

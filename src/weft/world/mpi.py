@@ -1,0 +1,164 @@
+"""MPI as a transport, through mpi4py. In: ranks that mpirun or srun started. Out: where they meet, and channels of groups of them.
+
+A channel has the calls of `process_group.ProcessGroup`. Messages and collectives are started without waiting, so that both ends may send;
+who waits asks MPI again and again and sleeps in between, since MPI's own waiting takes a whole core. Not modelled: tensors on a GPU, which
+are staged through the host; progress while nobody waits, which is the MPI library's matter; replacing a lost rank: MPI ends the job.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UsageError
+
+MPI = "mpi"
+SPIN_S, SLEEP_S = 100e-6, 50e-6
+_NAMES = {
+    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T", torch.int32: "INT32_T", torch.int16: "INT16_T",
+    torch.int8: "INT8_T", torch.uint8: "UINT8_T",
+}  # fmt: skip
+_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+_ADDRESS_BYTES = 256
+_LEAST_TAGS = 32767  # that every MPI has
+
+
+def library() -> Any:
+    """mpi4py's module of MPI, started with threads where the library has them.
+
+    Raises:
+        UsageError: there is no mpi4py, or no MPI library for it.
+    """
+    try:
+        mpi: Any = import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"transport mpi needs mpi4py and an MPI library ({str(error).splitlines()[0]}); pip install 'weft[mpi]' beside the MPI that "
+            "starts the ranks, or leave WEFT_TRANSPORT out: ranks that mpirun starts then use shared memory, gloo and NCCL"
+        ) from error
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UsageError("this MPI library was built without MPI_THREAD_MULTIPLE, which sums beside backward need; use another, or gloo")
+    return mpi
+
+
+def check_started(rank: int, num_ranks: int) -> None:
+    """Raise UsageError unless MPI knows these ranks by these numbers."""
+    world = library().COMM_WORLD
+    if (world.rank, world.size) != (rank, num_ranks):
+        raise UsageError(
+            f"transport mpi: this is rank {rank} of {num_ranks}, and for MPI {world.rank} of {world.size}; start the ranks with mpirun or "
+            "srun, not with weft.launch or torchrun"
+        )
+
+
+def told_address(find: Callable[[], tuple[str, int]]) -> tuple[str, int]:
+    """What `find` returns on rank 0, an address and a port, on all ranks."""
+    world = library().COMM_WORLD
+    room = bytearray(_ADDRESS_BYTES)
+    if world.rank == 0:
+        address, port = find()
+        text = f"{port} {address}".encode()
+        room[: len(text)] = text
+    world.Bcast(room, 0)
+    port_text, _, address = room.rstrip(b"\0").decode().partition(" ")
+    return address, int(port_text)
+
+
+def local_ranks() -> tuple[int, int]:
+    """(this rank among those of its host, how many these are)."""
+    mpi = library()
+    here = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    return int(here.rank), int(here.size)
+
+
+def end_together() -> None:
+    """From now on an exception that nobody catches ends all ranks: by itself MPI waits at a rank's end for the others."""
+    mpi, before = library(), sys.excepthook
+
+    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+    sys.excepthook = ended
+
+
+class Request:
+    """An operation under way."""
+
+    __slots__ = ("_keep", "_request", "_timeout_s")
+
+    def __init__(self, request: Any, keep: object, timeout_s: float) -> None:
+        self._request, self._keep, self._timeout_s = request, keep, timeout_s
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self._keep is not None and self._request.Test():
+            self._keep = None
+        return self._keep is None
+
+    def wait(self) -> None:
+        """Returns when it has ended. Raises RuntimeError where it does not in time."""
+        begun = time.monotonic()
+        while not self.is_completed():
+            passed = time.monotonic() - begun
+            if passed > self._timeout_s:
+                raise RuntimeError(f"Timed out after {self._timeout_s:g} s in MPI")
+            if passed > SPIN_S:
+                time.sleep(SLEEP_S)
+
+
+class MpiChannel:
+    """One group's collectives and messages. All of `ranks` make it, with the same `name`; nobody else does."""
+
+    def __init__(self, ranks: Sequence[int], name: str, timeout_s: float) -> None:
+        self._mpi, self._timeout_s = library(), timeout_s
+        world = self._mpi.COMM_WORLD
+        most = world.Get_attr(self._mpi.TAG_UB) or _LEAST_TAGS
+        self._tags = int(most) + 1
+        # Other connections between the same ranks may be made at the same time, in another thread.
+        self._comm = world.Create_group(world.group.Incl(list(ranks)), zlib.crc32(name.encode()) % self._tags)
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this type can be added."""
+        return dtype in _NAMES
+
+    def all_reduce(self, x: Tensor, op: str, wait: bool) -> Request:
+        return self._started(self._comm.Iallreduce(self._mpi.IN_PLACE, self._typed(x), getattr(self._mpi, _OPS[op])), x)
+
+    def broadcast(self, x: Tensor, source: int, wait: bool) -> Request:
+        return self._started(self._comm.Ibcast(self._bytes(x), source), x)
+
+    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> Request:
+        return self._started(self._comm.Iallgather(self._bytes(x), self._bytes(out)), out, x)
+
+    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Request:
+        unit = x.element_size()
+        sent, got = ((self._memory(t), [n * unit for n in each], self._mpi.BYTE) for t, each in ((x, sizes), (out, arriving)))
+        return self._started(self._comm.Ialltoallv(list(sent), list(got)), out, x)
+
+    def send(self, x: Tensor, to: int, tag: int) -> Request:
+        return self._started(self._comm.Isend(self._bytes(x), to, tag % self._tags), x)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Request:
+        return self._started(self._comm.Irecv(self._bytes(x), source, tag % self._tags), x)
+
+    def _started(self, request: Any, *keep: Tensor) -> Request:
+        return Request(request, keep, self._timeout_s)
+
+    def _memory(self, x: Tensor) -> Any:
+        return self._mpi.memory.fromaddress(x.data_ptr(), x.nbytes)
+
+    def _bytes(self, x: Tensor) -> list[Any]:
+        return [self._memory(x), self._mpi.BYTE]
+
+    def _typed(self, x: Tensor) -> list[Any]:
+        return [self._memory(x), getattr(self._mpi, _NAMES[x.dtype])]

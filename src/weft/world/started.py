@@ -1,0 +1,103 @@
+"""Who started this process as one of several ranks. In: environment variables. Out: the same under torchrun's names.
+
+torchrun, Open MPI's mpirun, that of MPICH and Intel MPI (Hydra), and srun. An mpirun inside a SLURM job is asked before srun: there all
+ranks of a host inherit the batch script's own number.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.errors import UsageError
+
+PORTS = (20000, 20000)  # first, count
+
+
+class Starter(NamedTuple):
+    """The variables of one; `local_size`: ranks of this host, where it says so."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+
+
+TORCHRUN = Starter("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SRUN = Starter("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+STARTERS = (
+    TORCHRUN,
+    Starter("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Starter("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    SRUN,
+)
+
+
+def starter_of(environment: Mapping[str, str]) -> Starter | None:
+    """Who started this process; None where it is the only one."""
+    return next((one for one in STARTERS if one.rank in environment), None)
+
+
+def started_rank(environment: Mapping[str, str]) -> int | None:
+    """The number of this rank; None where nobody started several.
+
+    >>> started_rank({"PMI_RANK": "3"}), started_rank({})
+    (3, None)
+    """
+    who = starter_of(environment)
+    return int(environment[who.rank]) if who is not None else None
+
+
+def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of whoever started the ranks, under torchrun's names; where all are on one host, with an address to meet at."""
+    env, who = dict(environment), starter_of(environment)
+    if who is None or who is TORCHRUN:
+        return env
+    env |= {ours: env[theirs] for ours, theirs in zip(TORCHRUN, who, strict=True) if theirs in env}
+    if "SLURM_RESTART_COUNT" in env:
+        env["TORCHELASTIC_RESTART_COUNT"] = env["SLURM_RESTART_COUNT"]
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    first, count = PORTS
+    job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
+    if nodes:
+        env.setdefault("MASTER_ADDR", first_host(nodes))
+    elif who is not SRUN and env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE"):
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        job = starting_process(os.getpid(), who.rank)
+    # Jobs that share a node must not share a port.
+    env.setdefault("MASTER_PORT", str(first + job % count))
+    return env
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list.
+
+    >>> first_host("node[007-010,12],login1")
+    'node007'
+    """
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
+    if found is None:
+        raise UsageError(f"the node list {nodes!r} names no host; set MASTER_ADDR to the host of rank 0")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def starting_process(pid: int, variable: str) -> int:
+    """The process that gave `variable` to a process: its nearest ancestor without it; 0: none."""
+    try:
+        given = _has(pid, variable)
+        while given:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            given = _has(pid, variable)
+            if not given:
+                return pid
+    except (OSError, ValueError, IndexError):  # no /proc, or somebody else's process
+        pass
+    return 0
+
+
+def _has(pid: int, variable: str) -> bool:
+    environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return b"\0" + variable.encode() + b"=" in environment
