@@ -282,7 +282,7 @@ def test_stages_of_another_model_are_refused() -> None:
 
 def test_nothing_fits() -> None:
     tiny = replace(GPUS, device=replace(GPU, memory_bytes=2e5))
-    said = r"layouts? fits gpus: the leanest, .* needs 474 KiB .*, which has 195 KiB. What would do: devices of 477 KiB each"
+    said = r"layouts? fits gpus: the leanest, .* needs 505 KiB .*, which has 195 KiB. What would do: devices of 508 KiB each"
     with pytest.raises(Infeasible, match=said):
         search(gpt(4), tiny, 16, "gpt")
 

@@ -32,6 +32,32 @@ def test_borders_between_nodes_are_as_far_apart_as_nodes(pipeline: int, far: lis
     assert [stages_apart(NODES, layout, s, s + 1) for s in range(pipeline - 1)] == far
 
 
+@pytest.mark.parametrize("text", ["data=2 pipeline=8", "pipeline=16", "data=4 pipeline=4", "data=8 pipeline=2", "data=6 pipeline=2"])
+def test_replicas_side_by_side_cross_where_ranks_lie_on_two_nodes(text: str) -> None:
+    """Against every rank and where it lies; borders that are priced as if nodes had no end are not these."""
+    layout = Layout.parse(text)
+    stride = layout.stage_ranks
+    for s in range(layout.pipeline - 1):
+        crosses = any(r // 4 != (r + stride) // 4 for r in range(s * stride, (s + 1) * stride))
+        assert stages_apart(NODES, layout, s, s + 1) == (max(stride, 4) if crosses else stride)
+
+
+def test_stages_of_half_a_node_hand_on_between_nodes_at_every_second_border() -> None:
+    """2 MB a microbatch through a port of 1 GB/s: 2 ms, and through those of two devices of 200 GB/s 5 us."""
+    pricer, layout = Pricer(LONG, NODES, 16), Layout(data=2, pipeline=8, microbatches=8)
+    near, far = 3e-6 + 1e6 / 2e11, 1e-5 + 2e6 / 1e9
+    assert [pricer.transfer_s(layout, 2e6, s, s + 1) for s in range(7)] == [pytest.approx(far if s % 2 else near) for s in range(7)]
+
+
+def test_a_step_of_stages_in_a_node_has_its_borders_where_they_lie() -> None:
+    """A node of all ranks has no border that is slow; stages at the ends of four nodes wait for theirs, each microbatch."""
+    layout = Layout(data=2, pipeline=8, microbatches=8)
+    one = replace(NODES, levels=(replace(NODES.levels[0], size=16),))
+    slow, fast = (search(LONG, cluster, 16, "long", layout=layout) for cluster in (NODES, one))
+    sent = Pricer(LONG, NODES, 16).transfer_s(layout, 2 * 512 * 64 * 4, 1, 2)
+    assert step_s(slow) - step_s(fast) > 8 * sent
+
+
 def test_what_crosses_nodes_is_priced_by_the_port_that_it_shares() -> None:
     pricer, layout = Pricer(LONG, NODES, 16), Layout(data=2, pipeline=8, microbatches=2, neighbours="pipeline")
     apart = [pricer.transfer_s(layout, 2e6, s, s + 1) for s in range(7)]

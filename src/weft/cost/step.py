@@ -32,7 +32,7 @@ from weft.model.dims.labels import expert_weights
 from weft.model.graph import statistics
 from weft.model.stages.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
-from weft.plan.axis import DATA, PIPELINE
+from weft.plan.axis import DATA
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 from weft.schedules import schedule_of
@@ -53,6 +53,7 @@ class Pricer(OperatorPricer):
 
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
+    before: int = 0  # of a part of a mixed cluster: how many ranks lie on those before it
     _kinds: dict[tuple[object, ...], Kinds] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Sections] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
@@ -213,10 +214,10 @@ class Pricer(OperatorPricer):
                     bases[i] = like(bases[first], i, partial(names, i), cache(partial(base_at, i)))
         return [(i, bases[i]) for i in wanted]
 
-    @staticmethod
-    def _stage_places(layout: Layout) -> tuple[int, ...]:
-        """[stage] -> its place in the pipeline, as the schedule has it; () where all are as far from one another."""
-        return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if layout.neighbours == PIPELINE else ()
+    def _stage_places(self, layout: Layout) -> tuple[int, ...]:
+        """[stage] -> its place in the pipeline, as the schedule has it; () where that does not matter."""
+        matters = layout.pipeline > 1 and self.devices.exposed_sends
+        return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if matters else ()
 
     def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
         """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
@@ -224,7 +225,7 @@ class Pricer(OperatorPricer):
         found = []
         for i, stage in enumerate(split):
             ends = (stage.sends, stage.receives)
-            far = tuple(tuple(stages_apart(self.cluster, layout, places[i], places[other]) for other, _ in one) for one in ends)
+            far = tuple(tuple(self.apart(layout, places[i], places[other]) for other, _ in one) for one in ends)
             found.append(known.setdefault((first[i], far), i))
         return found
 
@@ -301,7 +302,12 @@ class Pricer(OperatorPricer):
         """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; or every
         rank of it."""
         parts = layout.data * (layout.replica_ranks if self.devices.scatters_sends else 1)
-        return send_s(self.cluster, size_bytes / parts, stages_apart(self.cluster, layout, here, there), layout.stage_stride)
+        return send_s(self.cluster, size_bytes / parts, self.apart(layout, here, there), layout.stage_stride)
+
+    def apart(self, layout: Layout, here: int, there: int) -> int:
+        """How far apart two places of the pipeline lie, as `stages_apart` has it."""
+        first = self.before // layout.stage_stride
+        return stages_apart(self.cluster, layout, here - first, there - first)
 
     def predict(
         self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None,

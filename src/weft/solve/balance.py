@@ -83,12 +83,13 @@ def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: in
     return tuple(ends[1:-1]), slowest
 
 
-def runs_s(units_s: Sequence[float], crossings_s: Sequence[float]) -> Matrix:
-    """Seconds of a stage of units i to j - 1, at [i, j] of n + 1 by n + 1, crossings at both its ends included; infinite where i >= j."""
+def runs_s(units_s: Sequence[float], crossings_s: Sequence[float], behind_s: Sequence[float] | None = None) -> Matrix:
+    """Seconds of a stage of units i to j - 1, at [i, j] of n + 1 by n + 1, crossings at both its ends included; infinite where i >= j.
+    `behind_s`: crossings at its end, where they are not those at its beginning."""
     n = len(units_s)
     before = np.concatenate([[0.0], np.cumsum(np.asarray(units_s, dtype=float))])
-    cross = np.concatenate([[0.0], np.asarray(crossings_s, dtype=float), [0.0]])
-    seconds: Matrix = before[None, :] - before[:, None] + cross[None, :] + cross[:, None]
+    enter, leave = (np.array([0.0, *cross, 0.0]) for cross in (crossings_s, crossings_s if behind_s is None else behind_s))
+    seconds: Matrix = before[None, :] - before[:, None] + leave[None, :] + enter[:, None]
     seconds[np.tri(n + 1, dtype=bool)] = np.inf
     return seconds
 

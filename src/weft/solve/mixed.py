@@ -39,9 +39,10 @@ class MixedPricer(Pricer):
     @cached_property
     def pricers(self) -> tuple[Pricer, ...]:
         """One for each part; what follows from the graph and its sharding they share."""
-        found = []
+        found: list[Pricer] = []
         for part in self.cluster.parts:
-            one = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack)
+            before = sum(earlier.cluster.num_devices for earlier in found)
+            one = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, before=before)
             one.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
             one._shardings, one._same, one._parts, one._kinds = self._shardings, self._same, self._parts, self._kinds
             one._sections, one._splits = self._sections, self._splits
@@ -103,7 +104,8 @@ class MixedPricer(Pricer):
         """Seconds to hand one microbatch's `size_bytes` from a stage to another."""
         here, there = self.owner(layout, stage), self.owner(layout, to)
         if here is there:
-            return here.transfer_s(layout, size_bytes) if here is not self else super().transfer_s(layout, size_bytes)
+            places = schedule_of(layout).ranks_of
+            return here.transfer_s(layout, size_bytes, places[stage][0], places[to][0])
         width = layout.stage_ranks
         return send_s(self._between, size_bytes / width, width, width)
 

@@ -83,7 +83,7 @@ def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     )  # fmt: skip
     if key not in pricer.balanced:
         tried = places(pricer, layout)
-        if isinstance(pricer, MixedPricer) and pricer.aligned(layout):
+        if (isinstance(pricer, MixedPricer) and pricer.aligned(layout)) or len(set(_borders(pricer, layout))) > 1:
             starts, _ = arrange(_stages_s(pricer, layout, tried))
         else:
             units = unit_seconds(pricer, layout, tried).sum(axis=0)
@@ -109,15 +109,28 @@ def fitted(pricer: Pricer, layout: Layout) -> Priced:
 
 
 def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
-    """[stage][i, j]: seconds of a stage of units i to j - 1 on the devices of that stage."""
-    known: dict[int, NDArray[np.float64]] = {}
+    """[stage][i, j]: seconds of a stage of units i to j - 1 on the devices of that stage, with its own borders."""
+    known: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+    crossing: dict[tuple[int, int], list[float]] = {}
+    far = _borders(pricer, layout)
     found = []
     for k in range(layout.num_stages):
-        one = owner(pricer, layout, k)
-        if id(one) not in known:
-            known[id(one)] = runs_s(unit_seconds(one, layout, tried).sum(axis=0).tolist(), crossings_s(one, layout, tried))
-        found.append(known[id(one)])
+        one, ends = owner(pricer, layout, k), (far[max(0, k - 1)], far[min(k, len(far) - 1)])
+        if (id(one), *ends) not in known:
+            for apart in ends:
+                if (id(one), apart) not in crossing:
+                    at = far.index(apart)
+                    crossing[id(one), apart] = crossings_s(one, layout, tried, at % layout.pipeline, (at + 1) % layout.pipeline)
+            units = unit_seconds(one, layout, tried).sum(axis=0).tolist()
+            known[(id(one), *ends)] = runs_s(units, *(crossing[id(one), apart] for apart in ends))
+        found.append(known[(id(one), *ends)])
     return found
+
+
+def _borders(pricer: Pricer, layout: Layout) -> list[int]:
+    """How far apart each stage and the next lie, with chunks one after the other, whatever the schedule."""
+    p = layout.pipeline
+    return [pricer.apart(layout, s % p, (s + 1) % p) for s in range(layout.num_stages - 1)]
 
 
 def places(pricer: Pricer, layout: Layout) -> list[Cut]:
@@ -156,15 +169,15 @@ def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Second
     return cast(Seconds2, np.diff(sums[:, ends], axis=1))
 
 
-def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[float]:
-    """Seconds that a stage's border at each cut costs for one microbatch, both ways."""
+def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut], here: int = 0, there: int = 1) -> list[float]:
+    """Seconds that the border between two places of the pipeline costs at each cut for one microbatch, both ways."""
     tensors, batched = pricer.graph.tensors, pricer.inventory.batched
     known: dict[tuple[tuple[int, bool], ...], float] = {}
     found = []
     for cut in tried:
         alike = tuple([(tensors[v].size_bytes, v in batched) for v in cut.values])
         if alike not in known:
-            known[alike] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values))
+            known[alike] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values), here, there)
         found.append(known[alike])
     return found
 

@@ -6,9 +6,10 @@ groups of unequal strides, which arise where axes between those named are left o
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from weft.cluster.cluster import Cluster
 from weft.cost.network.network import Group
-from weft.plan.axis import PIPELINE
 from weft.plan.layout import Layout
 
 
@@ -29,20 +30,22 @@ def group_of(layout: Layout, *axes: str) -> Group:
 
 
 def stages_apart(cluster: Cluster, layout: Layout, here: int, there: int) -> int:
-    """How far apart the ranks of two places of a pipeline are, at the most: where these are neighbours, a few lie on two nodes, as far
-    apart as the nodes are. Not modelled: the same of stages that are smaller than a node and not their replicas' neighbours, all of
-    whose borders count as those inside of nodes.
+    """How far apart the ranks of two places of a pipeline are, at the most: where some lie on two nodes, as far apart as these are.
+    Not modelled: stages across a node's end, of which all ranks count as sending between nodes.
 
-    >>> four = Cluster.parse("4xperlmutter")
-    >>> [stages_apart(four, Layout.parse(f"data=2 pipeline=8 neighbours={near}"), 1, 2) for near in ("branch", "pipeline")]
-    [4, 1]
+    >>> four, near, wide = Cluster.parse("4xperlmutter"), "data=2 pipeline=8 neighbours=pipeline", "data=2 pipeline=8"
+    >>> [[stages_apart(four, Layout.parse(text), s, s + 1) for s in range(4)] for text in (near, wide)]
+    [[1, 1, 1, 4], [2, 4, 2, 4]]
     """
-    stride, span, unit = layout.stage_stride, layout.stage_stride * layout.pipeline, 1
-    if layout.neighbours != PIPELINE:
-        return stride
-    for level in cluster.levels:
-        below, unit = unit, unit * level.size
-        whole = span % unit == 0 or unit % span == 0 or span == layout.num_ranks
+    return _apart(tuple([level.size for level in cluster.levels]), layout.stage_stride, layout.pipeline, layout.num_ranks, here, there)
+
+
+@lru_cache(maxsize=65536)
+def _apart(sizes: tuple[int, ...], stride: int, pipeline: int, num_ranks: int, here: int, there: int) -> int:
+    span, unit, below = stride * pipeline, 1, 1
+    for size in sizes:
+        below, unit = unit, unit * size
+        whole = span % unit == 0 or unit % span == 0 or span == num_ranks
         if whole and all((here * stride + r) // unit == (there * stride + r) // unit for r in (0, stride - 1)):
-            return max(stride, below)
+            break
     return max(stride, below)
