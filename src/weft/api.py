@@ -163,10 +163,10 @@ def runs_here(cluster: Cluster) -> bool:
     return cluster.num_devices <= cluster.node_size and (cluster.kind.shares_hosts or cluster.num_devices <= torch.cuda.device_count())
 
 
-def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:
+def _fastest(chosen: Plan, trials: Sequence[Trial], cluster: Cluster) -> Plan:
     """The plan of the fastest trial, as a choice among the candidates of `chosen`."""
-    best = fastest(found)
-    words = "; ".join(trial_words(one) for one in found)
+    best = fastest(trials)
+    words = "; ".join(trial_words(one) for one in trials)
     mine = chosen.reasons
     if best is not chosen:
         fitting, refused = ([c for c in chosen.candidates if bool(c.note) is barred] for barred in (False, True))

@@ -164,8 +164,8 @@ def report(subject: Plan | str | Path, target: str | Path = "report.html") -> Pa
     return page
 
 
-def _plan(given: Plan | str | Path) -> Plan:
-    return given if isinstance(given, Plan) else read_plan(given)
+def _plan(source: Plan | str | Path) -> Plan:
+    return source if isinstance(source, Plan) else read_plan(source)
 
 
 def _setting(plan: Plan, model: Model | None, batch: Any, loss: Loss | None, cluster: Cluster | str | None) -> Setting:

@@ -9,13 +9,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
     """What a message says after an unknown word: ` (did you mean ring?)`, or nothing where no known word is `cutoff` alike.
 
     >>> nearest("rng", ("ring", "tree")), nearest("zzz", ("ring", "tree"))
     (' (did you mean ring?)', '')
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -29,7 +29,7 @@ OFF = {"tree": (0.1, 1e-9), "recursive_doubling": (0.18, 0.21), "halving_doublin
 
 def run(program: Program, size: float, hop: Hop) -> float:
     """Seconds of the program's own messages."""
-    pieces = {value for held in (*program.given, *program.wants) for value in held}
+    pieces = {value for held in (*program.initial, *program.wants) for value in held}
     wire = Wire(hop.latency_s, hop.byte_s, (), hop.message_s)
     return deliver(program, lambda _: size / len(pieces), lambda *_: wire, hop.add_byte_s).seconds
 
@@ -67,7 +67,7 @@ def test_forms_over_nodes(machines: str) -> None:
     off["hierarchical"] = 0.15 if hops.queue > 1 else 1e-6
     for name in FORMS:
         program = build("all_reduce", name, (hops.inside, hops.nodes) if name == "hierarchical" else hops.size)
-        pieces = {value for held in (*program.given, *program.wants) for value in held}
+        pieces = {value for held in (*program.initial, *program.wants) for value in held}
         for size in (1e3, 1e5, 1e7, 1e9):
             part = size / len(pieces)
             want = deliver(program, lambda _, part=part: part, wires(cluster), hops.near.add_byte_s).seconds  # type: ignore[misc]

@@ -188,7 +188,7 @@ def test_a_chart_leaves_out_what_is_not_a_number() -> None:
 
 
 def test_a_bar_is_as_long_as_its_parts() -> None:
-    text = stacked_bar([("a", 1.0, ""), ("b", 3.0, "")], whole=8.0)
+    text = stacked_bar([("a", 1.0, ""), ("b", 3.0, "")], total=8.0)
     assert "width:12.500%" in text
     assert "width:37.500%" in text
 

@@ -26,13 +26,15 @@ rank 1: chunk(0)>0 chunk(0)<0
 
 
 def places(program: Program) -> list[Value]:
-    return sorted({value for row in program.actions for action in row for value in [action.value]} | {v for g in program.given for v in g})  # type: ignore[union-attr]
+    return sorted(
+        {value for row in program.actions for action in row for value in [action.value]} | {v for g in program.initial for v in g}
+    )  # type: ignore[union-attr]
 
 
 def carried_out(program: Program, every: tuple[Route, ...], order: list[int]) -> list[dict[Value, Counter[int]]]:
     """What each rank holds at the end. Ranks move in turns of `order`; what a send reads is read when it is received, unless copied."""
     lineup = places(program)
-    held: list[list[Counter[int]]] = [[Counter(dict(g.get(v, {}))) for v in lineup] for g in program.given]
+    held: list[list[Counter[int]]] = [[Counter(dict(g.get(v, {}))) for v in lineup] for g in program.initial]
     wire: dict[tuple[int, int, int], object] = {}
     ended: set[tuple[int, int]] = set()  # (rank, step) of sends that were received
     at = [0] * program.num_ranks
@@ -106,7 +108,7 @@ def test_summands_in_a_row_are_added_in_the_order_of_ranks() -> None:
     for rank, route in enumerate(routes(build("all_reduce", "naive", 5), [Value("chunk", (0,))])):
         (added,) = [step for step in route.steps if isinstance(step, Sum)]
         assert added.peers == tuple(r for r in range(5) if r != rank)
-        assert added.own == rank
+        assert added.place == rank
 
 
 def test_sends_that_would_stop_the_ranks_leave_from_copies() -> None:

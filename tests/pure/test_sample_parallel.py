@@ -99,7 +99,7 @@ def test_it_is_searched_where_products_are_unlike() -> None:
     assert has_mixed_traffic(alexnet(BATCH), BATCH)
     assert not has_mixed_traffic(gpt(4, hidden=512, sequence=512, vocabulary=4096, batch=64), 64)
     for unlike in (False, True):
-        frames = list(Space(node(1e10), 64, unlike=unlike).bases())
+        frames = list(Space(node(1e10), 64, mixed_traffic=unlike).bases())
         assert any(f.sample_parallel == "on" for f in frames) is unlike
         assert all(64 // f.data % (f.microbatches * f.tensor) == 0 for f in frames if f.sample_parallel == "on")
 

@@ -66,7 +66,7 @@ def test_what_is_kept_is_what_its_order_keeps_whatever_each_stage_does(name: str
     for one in (layout, as_file(layout)):
         for rank in range(p):
             now = schedule_of(one)
-            assert (now.held(rank).kept @ sizes[list(now.stages_of[rank])]).max() == most[rank]
+            assert (now.held(rank).in_flight @ sizes[list(now.stages_of[rank])]).max() == most[rank]
 
 
 @given(st.sampled_from(SEVERAL), st.integers(1, 4), st.integers(1, 10), st.integers(2, 3), st.integers(0, 1 << 20))
@@ -98,14 +98,14 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
             last = action
         mine = list(schedule.stages_of[rank])
         now = schedule.held(rank)
-        found = now.kept @ kept[mine] + now.backward @ beside[mine] + now.entering @ x[mine] + now.returning @ g[mine]
+        found = now.in_flight @ kept[mine] + now.backward @ beside[mine] + now.entering @ x[mine] + now.returning @ g[mine]
         assert found.max() == most
 
 
 def test_a_file_that_moves_what_it_keeps_to_the_host_keeps_no_more() -> None:
     texts = ("0F0 0F1 0B0 0B1", "0F0 0OFFLOAD0 0F1 0B1 0LOAD0 0B0")
     layouts = [Layout(microbatches=2).with_schedule("mine.txt", text) for text in texts]
-    assert [schedule_of(layout).held(0).kept.max() for layout in layouts] == [2, 1]
+    assert [schedule_of(layout).held(0).in_flight.max() for layout in layouts] == [2, 1]
 
 
 @pytest.mark.parametrize(("name", "kept"), [("gems-mast", 5.0), ("chimera", 7.0)])

@@ -128,7 +128,7 @@ def test_broken_twins_of_every_schedule(name: str) -> None:
     with pytest.raises(ProgramError, match=rf"rank 0 step {step + 1}: {last} reads .*, which is not held: {last} at step {step} freed it"):
         check(edit(program, 0, [*row[: step + 1], *row[step:]]))
     with pytest.raises(ProgramError, match=r"wanted dw\(0\) has contribution 0 twice"):
-        check(replace(program, given=({Value("dw", (0,)): {0: 1}}, *program.given[1:])))
+        check(replace(program, initial=({Value("dw", (0,)): {0: 1}}, *program.initial[1:])))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "sequential"])

@@ -231,10 +231,10 @@ def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, schedule: str
         for c in priced.costs
     )
     priced = replace(priced, costs=uneven)
-    part, whole = (clocked(pricer, priced, whole=whole).prediction.step_time_s for whole in (False, True))
+    part, whole = (clocked(pricer, priced, in_full=whole).prediction.step_time_s for whole in (False, True))
     assert 0.985 * whole <= part <= whole * (1 + 1e-9)
     even = replace(priced, costs=(priced.costs[0],) * len(priced.costs))
-    part, whole = (clocked(pricer, even, whole=whole).prediction.step_time_s for whole in (False, True))
+    part, whole = (clocked(pricer, even, in_full=whole).prediction.step_time_s for whole in (False, True))
     assert part == pytest.approx(whole, rel=1e-9)
 
 

@@ -53,7 +53,7 @@ def whole_of(x: Tensor) -> Tensor:
     """A result, put together from all ranks' parts."""
     if not isinstance(x, Cut):
         return x.detach()
-    part, whole = x.detach().as_subclass(Tensor), x.whole
+    part, whole = x.detach().as_subclass(Tensor), x.full
     for dim, group in reversed(whole.cuts):
         part = group.all_gather(part.contiguous(), dim)
     return part
@@ -78,7 +78,7 @@ def gradient(out: list[Tensor], x: Tensor) -> Tensor | None:
         return None
     total = torch.zeros((), dtype=torch.float64)
     for o in made:
-        shape = o.whole.shape if isinstance(o, Cut) else tuple(o.shape)
+        shape = o.full.shape if isinstance(o, Cut) else tuple(o.shape)
         weights = torch.linspace(0.3, 1.7, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         own = (o.abs() if o.is_complex() else o).to(torch.float64)
         total = total + (own * weights).sum()

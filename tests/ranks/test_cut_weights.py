@@ -108,7 +108,7 @@ def parts_alone(world: World) -> list[float]:
     with weft.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
         net = Mixed()
     whole = float(net.up.weight.norm())
-    with private.as_plain():
+    with private.as_base_tensor():
         return [float(net.up.weight.norm()), whole]
 
 
@@ -135,7 +135,7 @@ def refused(world: World) -> dict[str, str]:
         "uniform_": lambda: nn.init.xavier_uniform_(w),
         "normal_": lambda: nn.init.normal_(w),
         "norm": lambda: w.norm(dim=0),
-        "rms_norm": lambda: nn.functional.rms_norm(w, list(w.whole.shape)),
+        "rms_norm": lambda: nn.functional.rms_norm(w, list(w.full.shape)),
         "softmin": lambda: nn.functional.softmin(w, dim=0),
         "linalg_inv": lambda: torch.linalg.inv(square),
         "fft_fft": lambda: torch.fft.fft(w.T),

@@ -98,7 +98,7 @@ def _counted(world: World, name: str, layout: str) -> tuple[int, int]:
         return isend(x, to, tag=tag)
 
     engine._everyone.isend = counting  # type: ignore[method-assign]
-    engine._executors.made.held.clear()
+    engine._executors.cache.held.clear()
     engine._executor = engine._executors.of(plan.microbatch_sizes)
     engine.forward_backward(subject.batch)
     tensors, own = engine.parts.graph.tensors, engine.plan.layout

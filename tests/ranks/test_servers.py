@@ -69,7 +69,7 @@ def _verified(world: World, layout: str, spoil: str) -> Any:
 
 
 def _taken(self: Servers, tag: int, own: torch.Tensor) -> None:
-    lane = self._served.lanes[self._mine]
+    lane = self._served.groups[self._mine]
     for work in [lane.irecv(torch.empty_like(own), rank, tag) for rank in self._others]:
         work.wait()
 

@@ -188,7 +188,7 @@ def _collectives(world: World, kind: str, layout: str, rows: bool) -> tuple[int,
             in_forward.extend(begun)
 
     runner.forward = forward  # type: ignore[method-assign]
-    engine._executors.made.held.clear()
+    engine._executors.cache.held.clear()
     engine.step(mine, whole=not rows)
     return len(in_forward), in_forward.count("called")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.world.attention_backend import scaled_dot_product_attention
-from weft.world.matmul_backend import OWN
+from weft.world.matmul_backend import HIGHEST
 
 WAY = "high"  # torch's name of one that is not its own
 
@@ -43,7 +43,7 @@ def _heads(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(2, 3, length, 16, generator=generator, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("length", "within"), [(64, OWN), (1024, WAY)])
+@pytest.mark.parametrize(("length", "within"), [(64, HIGHEST), (1024, WAY)])
 def test_short_sequences_are_torchs_own(length: int, within: str) -> None:
     seen: list[str] = []
 
@@ -65,7 +65,7 @@ def test_short_sequences_are_torchs_own(length: int, within: str) -> None:
     assert (before, behind, inside) == ([WAY], [WAY], [within])
     assert torch.get_float32_matmul_precision() == WAY
     want = _heads(length)
-    torch.set_float32_matmul_precision(OWN)
+    torch.set_float32_matmul_precision(HIGHEST)
     F.scaled_dot_product_attention(*want, is_causal=True).square().mean().backward()
     for got, x in zip((q, k, v), want, strict=True):
         assert got.grad is not None

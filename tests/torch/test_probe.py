@@ -18,7 +18,7 @@ import torch
 
 from weft.capture.capture import capture
 from weft.cluster import doctor as doctor_module
-from weft.cluster.block import FEW, WHOLE
+from weft.cluster.block import FEW, TRANSFORMER
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
 from weft.cluster.probe import here, kept, probe, sampling, waits
@@ -268,14 +268,14 @@ def test_the_price_of_the_block_is_that_of_its_operators() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.start, self.block = torch.nn.Parameter(torch.zeros(WHOLE.hidden)), Layers(WHOLE)
+            self.start, self.block = torch.nn.Parameter(torch.zeros(TRANSFORMER.hidden)), Layers(TRANSFORMER)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block(x + self.start)
 
-    graph = capture(Learned(), (torch.randn(3, WHOLE.sequence, WHOLE.hidden),), lambda out, _: out.sum()).graph
+    graph = capture(Learned(), (torch.randn(3, TRANSFORMER.sequence, TRANSFORMER.hidden),), lambda out, _: out.sum()).graph
     captured = list(work(graph).values())[1:-1]
-    priced = list(block_work(WHOLE, 3))
+    priced = list(block_work(TRANSFORMER, 3))
     for kind in {w.kind for w in captured}:
         for name in ("flops", "backward_flops", "bytes", "backward_bytes"):
             want, got = (sum(getattr(w, name) for w in works if w.kind == kind) for works in (captured, priced))
@@ -286,10 +286,12 @@ def test_the_price_of_the_block_is_that_of_its_operators() -> None:
 def test_what_the_block_took_prices_every_operator() -> None:
     apart = Speed(1, 2, (("float32", 1e11),), 1e10, 1e-6)
     rates = Rates.of(apart, "float32")
-    assert rates.whole == rates.begins == 1.0
-    alone = sum(rates.seconds(w).total for w in block_work(WHOLE, 2 * WHOLE.sequences))
-    slower = Rates.of(replace(apart, rates=((WHOLE.rate("float32"), 2 / (1.25 * alone)),)), "float32")  # blocks/s of one thread's batch
-    assert slower.whole == pytest.approx(1.25)
+    assert rates.sized == rates.begins == 1.0
+    alone = sum(rates.seconds(w).total for w in block_work(TRANSFORMER, 2 * TRANSFORMER.sequences))
+    slower = Rates.of(
+        replace(apart, rates=((TRANSFORMER.rate("float32"), 2 / (1.25 * alone)),)), "float32"
+    )  # blocks/s of one thread's batch
+    assert slower.sized == pytest.approx(1.25)
     assert slower.begins == pytest.approx(1.25)
     assert slower.seconds(Work("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(Work("linear", 1e9)).total)
 
@@ -297,11 +299,11 @@ def test_what_the_block_took_prices_every_operator() -> None:
 def test_two_blocks_tell_what_begins_from_what_follows_sizes() -> None:
     """Blocks of which sizes take 1.1 times and beginnings 1.7 times as long as alone: both are found."""
     apart = Speed(1, 1, (("float32", 1e11),), 1e10, 1e-5, (("start.linear", 5e4), ("weights.linear", 2e10)))
-    told = replace(Rates.of(apart, "float32"), whole=1.1, begins=1.7)
-    took = {b: sum(told.seconds(w).total for w in block_work(b, b.sequences)) for b in (WHOLE, FEW)}
+    told = replace(Rates.of(apart, "float32"), sized=1.1, begins=1.7)
+    took = {b: sum(told.seconds(w).total for w in block_work(b, b.sequences)) for b in (TRANSFORMER, FEW)}
     measured = replace(apart, rates=(*apart.rates, *((b.rate("float32"), 1 / seconds) for b, seconds in took.items())))
     found = Rates.of(measured, "float32")
-    assert (found.whole, found.begins) == (pytest.approx(1.1), pytest.approx(1.7))
+    assert (found.sized, found.begins) == (pytest.approx(1.1), pytest.approx(1.7))
     few = sum(found.seconds(w).total for w in block_work(FEW, FEW.sequences))
     assert few == pytest.approx(took[FEW])
 

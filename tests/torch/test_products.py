@@ -9,7 +9,7 @@ import torch
 from weft.errors import UsageError
 from weft.world import matmul_backend
 from weft.world.launch import launch
-from weft.world.matmul_backend import OWN, PRODUCTS, WAYS, Products, Way
+from weft.world.matmul_backend import HIGHEST, PRODUCTS, WAYS, Products, Way
 from weft.world.world import World
 
 
@@ -20,10 +20,10 @@ def precision(world: World) -> str:
 @pytest.mark.parametrize(
     ("ways", "chosen"),
     [
-        ((Way("high", 1.02, 1.0), Way("medium", 1.11, 1.9)), OWN),
+        ((Way("high", 1.02, 1.0), Way("medium", 1.11, 1.9)), HIGHEST),
         ((Way("high", 1.4, 1.0), Way("medium", 1.6, 1.9)), "medium"),
         ((Way("high", 1.4, 1.0), Way("medium", 3.9, 700.0)), "high"),
-        ((), OWN),
+        ((), HIGHEST),
     ],
 )
 def test_the_fastest_exact_way_is_taken(ways: tuple[Way, ...], chosen: str) -> None:
@@ -32,7 +32,7 @@ def test_the_fastest_exact_way_is_taken(ways: tuple[Way, ...], chosen: str) -> N
 
 def test_a_narrow_product_is_seen_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin that must fail: one way rounds its operands to bfloat16, as a processor with such instructions would."""
-    state = {"now": OWN}
+    state = {"now": HIGHEST}
     plain = torch.Tensor.__matmul__
 
     def narrow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_what_was_found_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytes
 
 def test_where_nothing_can_be_kept_torchs_own_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert matmul_backend.products(tmp_path / "file" / "folder").chosen == OWN
+    assert matmul_backend.products(tmp_path / "file" / "folder").chosen == HIGHEST
 
 
 def test_ranks_multiply_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_ranks_multiply_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(matmul_backend, "products", lambda: Products((Way("medium", 2.0, 1.0),)))
     assert launch(precision, 1) == ["medium"]
     assert launch(precision, 2, env={PRODUCTS: "high"}) == ["high"] * 2
-    monkeypatch.setenv(PRODUCTS, OWN)
-    assert launch(precision, 1) == [OWN]
+    monkeypatch.setenv(PRODUCTS, HIGHEST)
+    assert launch(precision, 1) == [HIGHEST]
     assert matmul_backend.environment({PRODUCTS: "high"}, "cpu") == matmul_backend.environment({}, "cuda") == {}
 
 

@@ -188,7 +188,7 @@ def test_broken_twin_padding_is_put_on_every_rank(monkeypatch: pytest.MonkeyPatc
     right = kernel.windowed
 
     def alone(target: Any, windows: Any, parts: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        inner = [x.narrow(2, part.made[0] - part.read[0], part.made[1] - part.made[0]) if part.dim == 2 else x for part in parts]
+        inner = [x.narrow(2, part.output[0] - part.read[0], part.output[1] - part.output[0]) if part.dim == 2 else x for part in parts]
         return target(inner[0], *args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr("weft.lower.call.windowed", alone)

@@ -151,8 +151,8 @@ def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[st
     engine.forward_backward(given_batch)
     _equal(engine.full_gradients() or {}, _gradients(make, given_batch))
     (runner,) = engine._executor.runners.values()
-    assert runner.late is not None
-    assert late <= runner.late.names
+    assert runner.delayed is not None
+    assert late <= runner.delayed.names
 
 
 @pytest.mark.parametrize(("make", "batch", "late"), CASES)
@@ -256,8 +256,8 @@ def test_notes_are_gone_after_the_step() -> None:
     engine = _engine(lambda: Deep([6, 8, 4]), (x,))
     engine.forward_backward((x,))
     (runner,) = engine._executor.runners.values()
-    assert runner.late is not None
-    assert not runner.late.notes
+    assert runner.delayed is not None
+    assert not runner.delayed.notes
 
 
 def test_weights_that_move_are_not_late() -> None:
@@ -275,8 +275,8 @@ def test_weights_that_move_are_not_late() -> None:
     engine = _engine(Computed, (x,))
     engine.forward_backward((x,))
     (runner,) = engine._executor.runners.values()
-    assert runner.late is not None
-    assert not runner.late.names
+    assert runner.delayed is not None
+    assert not runner.delayed.names
     _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))
 
 

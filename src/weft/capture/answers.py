@@ -34,7 +34,7 @@ class Answers:
 
     def __init__(self, told: Sequence[bool] | None = None, guesses: bool = False) -> None:
         self._told, self._guesses = told, guesses
-        self.given: list[bool] = []
+        self.answers: list[bool] = []
         self._of: dict[int, tuple[object, bool]] = {}  # by what was asked, alive, so that no identity is used again
         self.of_torch: BaseException | None = None  # what a call of torch raised last, maybe since tensors here have no values
         self.raised = False  # whether the model's own code ended the trace
@@ -49,26 +49,26 @@ class Answers:
         return self._of[id(asked)][1]
 
     def _next(self) -> bool | None:
-        if self._told is None or len(self.given) >= _MOST:
+        if self._told is None or len(self.answers) >= _MOST:
             return None
-        if len(self.given) < len(self._told):
-            self.given.append(self._told[len(self.given)])
+        if len(self.answers) < len(self._told):
+            self.answers.append(self._told[len(self.answers)])
         elif self._guesses:
-            self.given.append(False)
+            self.answers.append(False)
         else:
             return None
-        return self.given[-1]
+        return self.answers[-1]
 
     def again(self) -> None:
         """From the first on, for a second call of the model; no others are given."""
         if self._told is not None:
-            self._told, self._guesses, self.given = self.given, False, []
+            self._told, self._guesses, self.answers = self.answers, False, []
             self._of.clear()
 
     @property
     def are_used_up(self) -> bool:
         """Whether as much was asked as there are answers."""
-        return self._told is None or len(self.given) >= len(self._told)
+        return self._told is None or len(self.answers) >= len(self._told)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Answers:
             self._told = told
 
 
-def with_checks_passed(run: Callable[[Answers], T], is_same: Callable[[T, T], bool]) -> T:
+def with_checks_passed(run: Callable[[Answers], T], equal: Callable[[T, T], bool]) -> T:
     """What `run` makes with the answers with which the model goes on.
 
     Raises:
@@ -111,9 +111,9 @@ def with_checks_passed(run: Callable[[Answers], T], is_same: Callable[[T, T], bo
             raise
     with _aside():
         answers, found, raising = _guessed(run)
-        given = answers.given
+        given = answers.answers
         for k in range(len(given)):
-            if not (k in raising or _raises(run, [*given[:k], True]) or _changes_nothing(run, given, k, partial(is_same, found))):
+            if not (k in raising or _raises(run, [*given[:k], True]) or _changes_nothing(run, given, k, partial(equal, found))):
                 return run(Answers(given[:k]))  # which ends at question k
     return found
 
@@ -142,9 +142,9 @@ def _guessed(run: Callable[[Answers], T]) -> tuple[Answers, T, set[int]]:
         try:
             return answers, run(answers), raising
         except ModelError:
-            if not answers.raised or len(answers.given) == len(told):
+            if not answers.raised or len(answers.answers) == len(told):
                 raise
-            told = [*answers.given[:-1], True]
+            told = [*answers.answers[:-1], True]
             raising.add(len(told) - 1)
 
 
@@ -158,15 +158,15 @@ def _raises(run: Callable[[Answers], T], told: list[bool]) -> bool:
     return False
 
 
-def _changes_nothing(run: Callable[[Answers], T], given: list[bool], k: int, is_same: Callable[[T], bool]) -> bool:
+def _changes_nothing(run: Callable[[Answers], T], asked: list[bool], k: int, equal: Callable[[T], bool]) -> bool:
     """Whether the other answer to question k computes the same; it may spare the questions that follow."""
     for skipped in range(_MOST_SKIPPED + 1):
-        told = [*given[:k], True, *given[k + 1 + skipped :]]
+        told = [*asked[:k], True, *asked[k + 1 + skipped :]]
         answers = Answers(told)
         try:
             again = run(answers)
         except ModelError:
             continue
-        if answers.given == told:
-            return is_same(again)
+        if answers.answers == told:
+            return equal(again)
     return False

@@ -106,7 +106,7 @@ class _Step(nn.Module):
         self.gives_outputs = outputs
         self._batch = batch
         # In a closure: a loss that is a module is no part of the model.
-        self._call: Callable[[Any], torch.Tensor] = lambda given: call(model, given, loss)
+        self._call: Callable[[Any], torch.Tensor] = lambda batch: call(model, batch, loss)
         outputs_seen: list[Any] = []
         states_seen: list[State] = []
         # Kept in closures: export puts a module's attributes back as they were.
@@ -129,7 +129,7 @@ class _Step(nn.Module):
             else:
                 result = (self._call(batch),)
         self.left(state_of(self.model))
-        return (*result, *self.trace().record.made.values())
+        return (*result, *self.trace().record.buffers.values())
 
 
 def capture(
@@ -181,9 +181,9 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         after = step.state_left()
         changed = changes(before, after)
         if changed:
-            if step.trace().record.made:
+            if step.trace().record.buffers:
                 raise ModelError(
-                    f"the model makes its buffer {next(iter(step.trace().record.made))} while it runs, and changes its attribute "
+                    f"the model makes its buffer {next(iter(step.trace().record.buffers))} while it runs, and changes its attribute "
                     f"{', '.join(changed[:3])} by which it knows; make it when it is constructed"
                 )
             set_state(step.model, after)

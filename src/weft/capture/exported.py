@@ -141,7 +141,7 @@ class Reading:
             raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
         operators, rename = functional
         results = [rename.get(v, v) for v in reader.results]
-        if made := self.record.made:
+        if made := self.record.buffers:
             written = {op.args[0].value for op in operators if writes(op) and isinstance(op.args[0], Ref)}
             changing = written.union(v.value for v in (*variables.parameters.values(), *variables.inputs))
             _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), operators, changing)
@@ -149,9 +149,9 @@ class Reading:
         return operators, results
 
 
-def _refuse_changing(made: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
+def _refuse_changing(buffers: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
     """Raise ModelError where a buffer that the model makes in its first call, and keeps, is not the same in every call."""
-    for name, value in made.items():
+    for name, value in buffers.items():
         needed = {value}
         for op in reversed(operators):
             if needed.intersection(op.outputs):

@@ -23,7 +23,7 @@ from weft.model.graph import Arg, Operator, Ref, Tensor, Word
 from weft.model.storage.strides import dense
 from weft.ops import record_of, writes
 
-_SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
+_RETURN_INPUT = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
 _OTHERWISE = ("set", "resize", "requires_grad")  # writes of what a tensor is, not of what it holds
 # Draws into a tensor whose functional twins have other names: of what else they are told the arguments stay.
 _TWINS = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
@@ -76,7 +76,7 @@ class _Rewriter:
         self.storages, self.held = memory.storages, memory.held
         self.learned = set(memory.learned)  # and what is made of them
         self.views: dict[str, _View] = {}  # in the order in which they were taken
-        self.same: dict[str, str] = {}  # what a write returned -> the value that was written
+        self.aliases: dict[str, str] = {}  # what a write returned -> the value that was written
         self.now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
         self.out: list[Operator] = []
 
@@ -96,10 +96,10 @@ class _Rewriter:
                     self._watch(op)
         except _Unclear:
             return None
-        return self.out, {v: self._current(v) for v in (*self.now, *self.same)}
+        return self.out, {v: self._current(v) for v in (*self.now, *self.aliases)}
 
     def _first(self, value: str) -> str:
-        return self.same.get(value, value)
+        return self.aliases.get(value, value)
 
     def _current(self, value: str) -> str:
         value = self._first(value)
@@ -145,7 +145,7 @@ class _Rewriter:
         """`x.detach_()`: from here on x hands on no gradient; what was made of it before still does."""
         assert isinstance(op.args[0], Ref)
         target = self._first(op.args[0].value)
-        self.same[op.outputs[0]] = target
+        self.aliases[op.outputs[0]] = target
         if self._current(target) not in self.learned:
             return
         if target in self.held or any(view.base == target for view in self.views.values()):
@@ -158,7 +158,7 @@ class _Rewriter:
         assert isinstance(op.args[0], Ref)
         target = self._first(op.args[0].value)
         root = self._root(target)
-        self.same[op.outputs[0]] = target
+        self.aliases[op.outputs[0]] = target
         if root in self.held and root == target:
             self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads what is held
             return
@@ -202,7 +202,7 @@ class _Rewriter:
         self._emit(replace(op, target=twin, name=new, kwargs=kwargs, outputs=(new,)))
         written = self._fresh(buffer, "written", buffer)
         self._emit(replace(self._elementwise(op, "copy_", written, Ref(buffer), Ref(new)), site=f"{op.site}/copy_"))
-        self.same[op.outputs[0]] = buffer
+        self.aliases[op.outputs[0]] = buffer
         self._take_again(buffer, {buffer})
 
     def _is_detached(self, value: str) -> bool:
@@ -212,9 +212,9 @@ class _Rewriter:
             value = self.views[value].base
         return False
 
-    def _elementwise(self, op: Operator, name: str, made: str, *args: Arg) -> Operator:
+    def _elementwise(self, op: Operator, name: str, output: str, *args: Arg) -> Operator:
         overload = "Tensor" if name in ("sub", "add") else "default"
-        return replace(op, target=f"aten.{name}.{overload}", name=made, args=args, kwargs=(), outputs=(made,), multiple=False)
+        return replace(op, target=f"aten.{name}.{overload}", name=output, args=args, kwargs=(), outputs=(output,), multiple=False)
 
     def _keep_gradient(self, op: Operator, root: str, original: str) -> None:
         """`root` has the value that was written and the gradient of `original`: what is written, and zeros that have the gradient."""
@@ -308,7 +308,7 @@ class _Rewriter:
             return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
         if record_of(view.op).moves == "reshape":
             return "aten.reshape.default", (value, shape)
-        if name in _SAME and self.tensors[target] == self.tensors[view.base]:
+        if name in _RETURN_INPUT and self.tensors[target] == self.tensors[view.base]:
             return "aten.alias.default", (value,)
         if name in ("transpose", "swapaxes"):
             return "aten.transpose.int", (value, number(1, "dim0", 0), number(2, "dim1", 1))

@@ -163,11 +163,11 @@ class Reader:
         function, does = self._functions(node.args[1], tuple(self.tensors[v] for v in inputs))
         site = self._site(node, f"weft.{function.name}")
 
-        def detached(value: str, made: str) -> str:
-            self.tensors[made] = self.tensors[value]
-            self._memory[made] = self._memory[value]
-            self.operators.append(Operator(made, "aten.detach.default", (Ref(value),), (), (made,), f"{site}/detach"))
-            return made
+        def detached(value: str, name: str) -> str:
+            self.tensors[name] = self.tensors[value]
+            self._memory[name] = self._memory[value]
+            self.operators.append(Operator(name, "aten.detach.default", (Ref(value),), (), (name,), f"{site}/detach"))
+            return name
 
         read = [v if asked else detached(v, f"{full}.given{i}") for i, (v, asked) in enumerate(zip(inputs, function.learns, strict=True))]
         outputs = [f"{full}.{i}" for i in range(len(does.outputs))]

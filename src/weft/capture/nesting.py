@@ -101,12 +101,12 @@ def count_samples(batch: Any) -> int:
     return min((getattr(x, "weft_samples", 0) for x in tensors_of(batch).values()), default=0)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_LITERALS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 def is_value(leaf: Any) -> bool:
     """Whether a leaf that is no tensor is a value, which two batches may have alike, and not an object that may change."""
-    return leaf is None or isinstance(leaf, _PLAIN)
+    return leaf is None or isinstance(leaf, _LITERALS)
 
 
 @dataclass(frozen=True)

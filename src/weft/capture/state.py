@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
-_OWN = set(vars(nn.Module()))
+_MODULE_KEYS = set(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = {key for key in _OWN if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
+_HOOKS = {key for key in _MODULE_KEYS if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def state_of(model: nn.Module) -> State:
         (path, key): _Table(value, tuple(value.items())) if key in _TABLES else _contents(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OWN or key in _HOOKS or key in _TABLES
+        if key not in _MODULE_KEYS or key in _HOOKS or key in _TABLES
     }
 
 
@@ -79,7 +79,7 @@ def set_state(model: nn.Module, state: State) -> None:
         if isinstance(value, _Table):
             _restored(value)
     for path, module in model.named_modules():
-        for key in [key for key in vars(module) if key not in _OWN and (path, key) not in state]:
+        for key in [key for key in vars(module) if key not in _MODULE_KEYS and (path, key) not in state]:
             del vars(module)[key]
     for (path, key), value in state.items():
         vars(model.get_submodule(path))[key] = _restored(value)

@@ -36,7 +36,7 @@ def inspect(path: Where, as_json: options.Json = False) -> None:
         from weft.run.state.checkpoint.folder import read_manifest
 
         found = newest(path)
-        _show(found, read_manifest(found), out, whole=None)
+        _show(found, read_manifest(found), out, is_complete=None)
 
 
 @app.command("verify")
@@ -53,7 +53,7 @@ def verify(path: Where, as_json: options.Json = False) -> None:
         found = newest(path)
         with out.working(f"reading {found}"):
             manifest = check(found)
-        _show(found, manifest, out, whole=True)
+        _show(found, manifest, out, is_complete=True)
 
 
 def newest(path: Path) -> Path:
@@ -75,7 +75,7 @@ def newest(path: Path) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint; a run writes one every so many steps and at its end")
 
 
-def _show(path: Path, manifest: Manifest, out: Output, whole: bool | None) -> None:
+def _show(path: Path, manifest: Manifest, out: Output, is_complete: bool | None) -> None:
     from weft.run.state.checkpoint import inspect as summarize
 
     tensors = manifest.tensors
@@ -88,10 +88,10 @@ def _show(path: Path, manifest: Manifest, out: Output, whole: bool | None) -> No
         ("parameters", f"{len(parameters)} tensors, {format_count(count)} numbers"),
         ("size", f"{format_bytes(size_bytes)} in {len(manifest.files)} files, written by {manifest.num_ranks} ranks"),
     ]
-    if whole is not None:
+    if is_complete is not None:
         facts.append(("whole", "yes: every file has its size and SHA-256"))
     out.table(Table("Checkpoint", ("", ""), tuple(facts)))
     rows = tuple((t.kind, t.slot, t.name, f"{t.dtype}{t.shape}", format_bytes(t.size_bytes)) for t in tensors[:MOST_ROWS])
     left = len(tensors) - len(rows)
     out.table(Table("Tensors", ("kind", "slot", "name", "shape", "size"), rows, right=(4,), note=f"{left} more" if left else ""))
-    out.answer({"path": str(path), "whole": whole, **summarize(path)})
+    out.answer({"path": str(path), "whole": is_complete, **summarize(path)})

@@ -172,14 +172,14 @@ def _plan_or_why_not(setting: Setting, constraints: Sequence[str]) -> tuple[Plan
         return None, str(error)
 
 
-def _show(out: Output, rows: tuple[tuple[str, str], ...], plan: Plan | None, found: _Found, assumptions: list[str]) -> None:
+def _show(out: Output, rows: tuple[tuple[str, str], ...], plan: Plan | None, estimate: _Found, assumptions: list[str]) -> None:
     from weft.report.economy import format_kwh, format_usd
 
     paid = (
-        ("money", format_usd(found.usd) or "price not known"),
-        ("energy", f"{format_kwh(found.kwh)} kWh" if found.kwh else "power not known"),
+        ("money", format_usd(estimate.usd) or "price not known"),
+        ("energy", f"{format_kwh(estimate.kwh)} kWh" if estimate.kwh else "power not known"),
     )
-    out.table(Table("Estimate", ("", ""), (*rows, *paid), note=found.note))
+    out.table(Table("Estimate", ("", ""), (*rows, *paid), note=estimate.note))
     if plan is not None and plan.prediction is not None:
         out.table(memory_table(plan.prediction.memory))
         out.table(parts_table(plan.prediction))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.report.tables import Table
 
 
-UNKNOWN_WIDTH = 120
+DEFAULT_WIDTH = 120
 SHORT = 16  # letters of a first column that are never broken
 
 
@@ -108,7 +108,7 @@ def _console(stderr: bool) -> Console:
 
     # Where nobody says how wide the paper is, tables get room for a layout and its numbers side by side.
     known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else UNKNOWN_WIDTH)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else DEFAULT_WIDTH)
 
 
 def as_json(value: object) -> object:

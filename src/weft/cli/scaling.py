@@ -75,14 +75,14 @@ def scaling(  # noqa: PLR0913
             raise typer.Exit(Infeasible.exit_code)
 
 
-def _show(out: Output, title: str, counts: Sequence[int], found: Sequence[Variant], target: Path | None) -> list[dict[str, object]]:
+def _show(out: Output, title: str, counts: Sequence[int], variants: Sequence[Variant], target: Path | None) -> list[dict[str, object]]:
     """The table and the picture of these sizes; and a record of each."""
     from weft.cli.variants import record
     from weft.report.economy import unit_of
     from weft.report.scaling import scaling_picture, scaling_table, speedups
 
-    sizes = [_size(count, v) for count, v in zip(counts, found, strict=True)]
-    unit = unit_of(found[0].setting.graph)
+    sizes = [_size(count, v) for count, v in zip(counts, variants, strict=True)]
+    unit = unit_of(variants[0].setting.graph)
     table = scaling_table(title, sizes, unit.name if unit.tokens_per_sample else "epoch")
     out.table(table)
     ups = speedups(sizes)
@@ -92,7 +92,7 @@ def _show(out: Output, title: str, counts: Sequence[int], found: Sequence[Varian
     both = [up or (None, None) for up in ups]
     return [
         {"devices": count, **record(v), "speedup": up, "efficiency": efficiency}
-        for count, v, (up, efficiency) in zip(counts, found, both, strict=True)
+        for count, v, (up, efficiency) in zip(counts, variants, both, strict=True)
     ]
 
 
@@ -113,7 +113,7 @@ def _counts(text: str | None, node: int, most: int) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _at(first: Setting, count: int, least: int, weak: bool, given: Layout | None, constraints: Sequence[str]) -> Variant:
+def _at(first: Setting, count: int, least: int, weak: bool, layout: Layout | None, constraints: Sequence[str]) -> Variant:
     """The plan for `count` devices."""
     from weft.cluster.resize import resized
 
@@ -123,19 +123,19 @@ def _at(first: Setting, count: int, least: int, weak: bool, given: Layout | None
             raise UsageError(f"a batch of {size} on {least} devices is no whole number on {count}; use a batch that {least} divides")
         size = size * count // least
     setting = first.changed(resized(first.cluster, count), size if size != first.batch_size else None)
-    return setting.best(f"{count}", constraints) if given is None else _given(setting, count, first.batch_size, least, given)
+    return setting.best(f"{count}", constraints) if layout is None else _given(setting, count, first.batch_size, least, layout)
 
 
-def _given(setting: Setting, count: int, batch_size: int, least: int, given: Layout) -> Variant:
+def _given(setting: Setting, count: int, batch_size: int, least: int, wanted: Layout) -> Variant:
     """The layout with data replicas that fill `least` devices, where a step has `batch_size` samples, and from there for `count`."""
     from weft.cli.changes import moved_along
     from weft.cli.setting import Variant
 
     try:
-        layout, _ = moved_along(given, {"microbatches": given.microbatches}, least, batch_size, batch_size)
+        layout, _ = moved_along(wanted, {"microbatches": wanted.microbatches}, least, batch_size, batch_size)
         layout, _ = moved_along(layout, {}, count, batch_size, setting.batch_size)
     except Infeasible as error:
-        return Variant(f"{count}", setting, given, None, str(error), False)
+        return Variant(f"{count}", setting, wanted, None, str(error), False)
     return setting.price(layout, name=f"{count}")
 
 

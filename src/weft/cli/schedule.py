@@ -116,46 +116,46 @@ def build_of(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
     return schedules.build(name, ranks * chunks, microbatches, None, False, chunks)
 
 
-def record(program: Program, found: Summary | None, reason: str = "") -> dict[str, object]:
+def record(program: Program, summary: Summary | None, reason: str = "") -> dict[str, object]:
     """The JSON object of one schedule."""
     return {
         "schedule": program.name,
-        "proven": found is not None,
+        "proven": summary is not None,
         "reason": reason,
-        "time": found.time if found else None,
-        "bubble": found.bubble if found else None,
-        "utilisation": found.utilisation if found else None,
-        "peak_in_flight": list(found.peak_in_flight) if found else [],
-        "weights_held": list(found.weights_held) if found else [],
+        "time": summary.time if summary else None,
+        "bubble": summary.bubble if summary else None,
+        "utilisation": summary.utilisation if summary else None,
+        "peak_in_flight": list(summary.peak_in_flight) if summary else [],
+        "weights_held": list(summary.weights_held) if summary else [],
         "actions": program.num_actions,
     }
 
 
-def headline(program: Program, found: Summary) -> str:
+def headline(program: Program, summary: Summary) -> str:
     """One line above the picture."""
     from weft.units import format_percent
 
     microbatches = f"{len(program.microbatches)} microbatch{'es' * (len(program.microbatches) != 1)}"
     ranks = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}"
     return (
-        f"{program.name}, {ranks}, {microbatches}: time {found.time:g}, bubble {format_percent(found.bubble)}, "
-        f"utilisation {format_percent(found.utilisation)}"
+        f"{program.name}, {ranks}, {microbatches}: time {summary.time:g}, bubble {format_percent(summary.bubble)}, "
+        f"utilisation {format_percent(summary.utilisation)}"
     )
 
 
-def beside(found: Summary) -> list[tuple[str, list[str]]]:
+def beside(summary: Summary) -> list[tuple[str, list[str]]]:
     """What each rank holds at most, beside its row."""
-    return [("in flight", [f"{n:g}" for n in found.peak_in_flight]), ("weights", [f"{n:g}" for n in found.weights_held])]
+    return [("in flight", [f"{n:g}" for n in summary.peak_in_flight]), ("weights", [f"{n:g}" for n in summary.weights_held])]
 
 
-def _draw(program: Program, found: Summary, out: Output) -> None:
+def _draw(program: Program, summary: Summary, out: Output) -> None:
     from weft.report.gantt import gantt_text
 
-    out.picture(gantt_text(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format))
+    out.picture(gantt_text(summary.timeline, beside=beside(summary), headline=headline(program, summary), time_text="{:g}".format))
     count = len(program.microbatches)
     holds = f"every gradient holds each of {count} microbatches once; " if any(program.wants) else "it runs to its end; "
-    out.text(f"proven: {holds}at most {max(found.peak_in_flight, default=0):g} in flight")
-    if abs(found.bubble - (1 - found.utilisation)) > 1e-6:
+    out.text(f"proven: {holds}at most {max(summary.peak_in_flight, default=0):g} in flight")
+    if abs(summary.bubble - (1 - summary.utilisation)) > 1e-6:
         out.text("the bubble counts each rank's own time, from its first compute to its last action; ranks start and end one after another")
 
 
@@ -171,11 +171,11 @@ def without_transfers(program: Program) -> Program:
     return bare if complete(bare) == program else program
 
 
-def _write(program: Program, found: Summary, target: Path) -> None:
+def _write(program: Program, summary: Summary, target: Path) -> None:
     if target.suffix == ".svg":
         from weft.report.gantt import svg
 
-        text = svg(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format) + "\n"
+        text = svg(summary.timeline, beside=beside(summary), headline=headline(program, summary), time_text="{:g}".format) + "\n"
     else:
-        text = f"{without_transfers(program)}\n" if target.suffix == ".txt" else found.timeline.to_json()
+        text = f"{without_transfers(program)}\n" if target.suffix == ".txt" else summary.timeline.to_json()
     write_file(target, text)

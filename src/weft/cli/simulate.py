@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.cli.setting import Setting
     from weft.plan.plan import Plan
 
-_LATE = "So many steps of replicas alone (data=N), late by a part of a step in the mean: 20x0.5."
+_STRAGGLING = "So many steps of replicas alone (data=N), late by a part of a step in the mean: 20x0.5."
 
 
 def simulate(
@@ -27,7 +27,7 @@ def simulate(
     ] = None,
     batch: options.Batch = None,
     sequence: options.Sequence = None,
-    late: Annotated[str | None, typer.Option("--late", metavar="NxPART", help=_LATE, show_default=False)] = None,
+    late: Annotated[str | None, typer.Option("--late", metavar="NxPART", help=_STRAGGLING, show_default=False)] = None,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:

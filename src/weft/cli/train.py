@@ -76,8 +76,8 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     # Started by torchrun, mpirun or srun, which start the ranks on many machines.
     world = current_world() if started_rank(os.environ) is not None else None
 
-    def planner(config: Config, known: Plan | None) -> Planned:
-        planned = make_plan(config, known, out, world)
+    def planner(config: Config, ready: Plan | None) -> Planned:
+        planned = make_plan(config, ready, out, world)
         out.table(summary_table(planned.plan))
         if reasons:
             out.table(reasons_table(planned.plan))
@@ -98,8 +98,8 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     return summary
 
 
-def make_plan(config: Config, known: Plan | None, out: Output, world: World | None = None) -> Planned:
-    """The plan that a configuration asks for, or `known`, with what is known of the machines, which is written down.
+def make_plan(config: Config, ready: Plan | None, out: Output, world: World | None = None) -> Planned:
+    """The plan that a configuration asks for, or `ready`, with what is known of the machines, which is written down.
 
     `world`: the ranks that exist, of which this is the first; trials are run on them.
     """
@@ -115,13 +115,13 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
 
     cluster = load_cluster(config.plan.cluster, out)
     check_is_here(cluster, config, world)
-    if known is None or config.plan.file:
+    if ready is None or config.plan.file:
         subject = load_model(config.model.name, config.train.batch, sequence_of(config))
         source = Traced.of(subject.make)
         example = api.shapes_of(subject, config.train.batch, source)
         check_tokens(config, source, example, subject.loss)
-    if known is not None:
-        plan = known
+    if ready is not None:
+        plan = ready
         if said := _changed(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
             out.message(said)
     else:

@@ -117,27 +117,27 @@ def _check_ranks(layout: Layout, ranks: int | None) -> None:
         raise UsageError(f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them")
 
 
-def _show(out: Output, model: str, found: Verification) -> None:
+def _show(out: Output, model: str, result: Verification) -> None:
     """One layout: errors by kind, what each axis divides, what is not proven."""
-    rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
-    out.text(f"{model}, {found.layout}: worst {found.unit} over {found.steps} steps in {found.dtype}, tolerance {found.tolerance:.0e}")
+    rows = tuple((name, f"{error:.3g}") for name, error in result.worst.items())
+    out.text(f"{model}, {result.layout}: worst {result.unit} over {result.steps} steps in {result.dtype}, tolerance {result.tolerance:.0e}")
     out.table(Table("", ("", "error"), rows, right=(1,)))
-    for axis, words in found.shares():
+    for axis, words in result.shares():
         out.text(f"{axis} divides {words}")
-    if found.replicated_operators:
-        out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
-    for warning in found.warnings:
+    if result.replicated_operators:
+        out.text("computed whole on every rank, for want of a rule: " + ", ".join(result.replicated_operators))
+    for warning in result.warnings:
         out.message(f"warning: {warning}")
-    out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
+    out.text("the same as the serial model" if result.ok else f"differs first in {result.first_difference}")
 
 
-def _show_all(out: Output, model: str, found: Sequence[Verification]) -> None:
+def _show_all(out: Output, model: str, results: Sequence[Verification]) -> None:
     """Several layouts: a row each."""
     from weft.run.proof.verification import notes, table
 
-    columns, rows = table(found)
-    one = found[0]
+    columns, rows = table(results)
+    one = results[0]
     title = f"{model}: worst {one.unit} over {one.steps} steps in {one.dtype}, tolerance {one.tolerance:.0e}"
     out.table(Table(title, columns, tuple(rows), right=tuple(range(2, len(columns)))))
-    for text in notes(found):
+    for text in notes(results):
         out.text(text)

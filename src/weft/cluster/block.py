@@ -24,5 +24,5 @@ class Block:
         return f"{self.name}.{precision}"
 
 
-WHOLE = Block("block", layers=2, hidden=384, heads=6, sequence=256, sequences=2)
+TRANSFORMER = Block("block", layers=2, hidden=384, heads=6, sequence=256, sequences=2)
 FEW = Block("few", layers=2, hidden=64, heads=2, sequence=16, sequences=1)  # of which nearly all is the beginning of its operators

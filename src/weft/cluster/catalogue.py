@@ -187,33 +187,33 @@ def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
     )
 
 
-def _device(where: str, given: Any, name: str, text: str) -> Device:
+def _device(where: str, entry_or_name: Any, name: str, text: str) -> Device:
     """A device by its name in the catalogue, by its figures, or `like` one of the catalogue but for some of them."""
-    if isinstance(given, str):
-        given = {"like": given}
-    if not isinstance(given, dict):
+    if isinstance(entry_or_name, str):
+        entry_or_name = {"like": entry_or_name}
+    if not isinstance(entry_or_name, dict):
         raise ConfigError(f'{where}: device is a name of the catalogue, device = "H100", or a table, [device]')
-    like = given.get("like")
+    like = entry_or_name.get("like")
     if like is not None:
         _check_type(f"{where} [device]", "like", like, "str")
-        name, given = like, {**entry("device", like, where), **{k: v for k, v in given.items() if k != "like"}}
-    device: Device = _build(Device, f"{where} [device]", {"name": name, **given}, text)
+        name, entry_or_name = like, {**entry("device", like, where), **{k: v for k, v in entry_or_name.items() if k != "like"}}
+    device: Device = _build(Device, f"{where} [device]", {"name": name, **entry_or_name}, text)
     return device
 
 
-def _link(where: str, given: Mapping[str, Any], text: str) -> Link:
+def _link(where: str, table: Mapping[str, Any], text: str) -> Link:
     """A link by its figures, those of `link` in the catalogue where they are not given."""
-    name = given.get("link")
+    name = table.get("link")
     if name is not None:
         _check_type(where, "link", name, "str")
-        given = {**entry("link", name, where), **{k: v for k, v in given.items() if k != "link"}}
-    link: Link = _build(Link, where, given, text)
+        table = {**entry("link", name, where), **{k: v for k, v in table.items() if k != "link"}}
+    link: Link = _build(Link, where, table, text)
     return link
 
 
-def _points(where: str, given: Any) -> tuple[tuple[float, float], ...]:
+def _points(where: str, value: Any) -> tuple[tuple[float, float], ...]:
     """The points of a measured table: pairs of bytes and seconds."""
-    rows = given if isinstance(given, list) else [given]
+    rows = value if isinstance(value, list) else [value]
     for row in rows:
         numbers = row if isinstance(row, list) else []
         if len(numbers) != 2 or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
@@ -271,12 +271,12 @@ def _check_type(where: str, key: str, value: Any, kind: str) -> None:
         raise ConfigError(f"{where}: {key} = {value!r}; it is {wanted[kind]}")
 
 
-def _build(kind: Any, where: str, given: Mapping[str, Any], text: str) -> Any:
+def _build(kind: Any, where: str, table: Mapping[str, Any], text: str) -> Any:
     """An instance of a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
     known = {f.name: str(f.type) for f in fields(kind)}
-    toml.only(where, given, set(known), text)
+    toml.only(where, table, set(known), text)
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in table.items():
         _check_type(where, key, value, known[key])
         if isinstance(value, dict):
             for inner, number in value.items():

@@ -30,9 +30,9 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not TOML: {error}") from error
 
 
-def only(where: str, given: Mapping[str, Any], known: Collection[str], text: str = "") -> None:
-    """Raise `ConfigError` for a key that is not among the `known`: the nearest of them, and its line where the `text` is given."""
-    for key in given:
-        if key not in known:
+def only(where: str, table: Mapping[str, Any], keys: Collection[str], text: str = "") -> None:
+    """Raise `ConfigError` for a key that is not among the `keys`: the nearest of them, and its line where the `text` is given."""
+    for key in table:
+        if key not in keys:
             line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
-            raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, known)}; known: {', '.join(sorted(known))}")
+            raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, keys)}; known: {', '.join(sorted(keys))}")

@@ -43,9 +43,9 @@ class Steps:
         for move in moves:
             self.rows[move.target] += [Recv(value, move.source, move.add) for value in move.values]
 
-    def program(self, name: str, given: Sequence[Held], wants: Sequence[Held]) -> Program:
+    def program(self, name: str, initial: Sequence[Held], wants: Sequence[Held]) -> Program:
         """The finished program."""
-        return Program(name, 0, tuple(given), tuple(map(tuple, self.rows)), tuple(wants))
+        return Program(name, 0, tuple(initial), tuple(map(tuple, self.rows)), tuple(wants))
 
 
 def chunk(index: int) -> Value:

@@ -101,9 +101,9 @@ class Pricer(OperatorPricer):
         """The same with gradients summed in buckets of another size."""
         return self._sharing(replace(self, bucket_bytes=bucket_bytes, _busy={}))
 
-    def _sharing(self, made: Pricer) -> Pricer:
-        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_flops", "weighted")})
-        return made
+    def _sharing(self, varied: Pricer) -> Pricer:
+        varied.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_flops", "weighted")})
+        return varied
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
         """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
@@ -277,7 +277,7 @@ class Pricer(OperatorPricer):
         return float(sum(self.graph.tensors[value].size for value in written))
 
     def _state(self, layout: Layout, base: Base) -> StageState:
-        drops_scores = layout.recompute == "selective" and self.devices.tells_cores
+        drops_scores = layout.recompute == "selective" and self.devices.tells_attention
         by_layer = layout.repeats_layers or layout.moves_layers or drops_scores
         return base.by_layer(layout.residency) if by_layer else base.state
 

@@ -255,11 +255,11 @@ class Call:
         return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, made.dtype))
 
 
-def _argument(arg: Arg, given: Iterator[fx.Node], device: torch.device) -> Any:
+def _argument(arg: Arg, nodes: Iterator[fx.Node], device: torch.device) -> Any:
     if isinstance(arg, Ref):
-        return next(given)
+        return next(nodes)
     if isinstance(arg, tuple):
-        return [_argument(a, given, device) for a in arg]
+        return [_argument(a, nodes, device) for a in arg]
     if isinstance(arg, Word):
         return device if arg.kind == "device" else getattr(torch, arg.name)
     return arg

@@ -79,13 +79,13 @@ def is_double(model: nn.Module) -> bool:
 
 
 @contextmanager
-def doubled(wanted: bool, own: bool = False) -> Iterator[None]:
-    """Whatever is made in this block is of float64, if that is `wanted`. `own`: the model is so as it is written."""
+def doubled(wanted: bool, is_double: bool = False) -> Iterator[None]:
+    """Whatever is made in this block is of float64, if that is `wanted`. `is_double`: the model is so as it is written."""
     if not wanted:
         yield
         return
     told: Any = torch.finfo
-    if not own:
+    if not is_double:
         setattr(torch, "finfo", _as_written)  # noqa: B010  # a class to type checkers
     try:
         with Double(), Exactly(), without_casts():  # type: ignore[no-untyped-call]  # torch's own constructors have no types

@@ -247,7 +247,7 @@ class _Builder:
     def _operator(self, op: Operator) -> None:
         low = self.low
         rows = low.sharding.needs[op.name]
-        for value in low.late.intersection(op.inputs) - self.arrived:
+        for value in low.awaited.intersection(op.inputs) - self.arrived:
             self.arrived.add(value)
             self.env[value] = {variant: self.nodes.add(bind(arrived, low.arrival), (node,)) for variant, node in self.env[value].items()}
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]

@@ -42,7 +42,7 @@ class Entering:
 class Lowering:
     """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
-    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
+    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `awaited`: constants
     that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `local_statistics`:
     axes along which each rank's statistics of batch norm are of its own samples. `precision`: how products are computed,
     which autocast casts where it says so. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
@@ -57,7 +57,7 @@ class Lowering:
     shares: Mapping[str, float] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     folds: Sequence[Fold | None] = ()
-    late: frozenset[str] = frozenset()
+    awaited: frozenset[str] = frozenset()
     arrival: Arrival = field(default_factory=Arrival)
     local_statistics: tuple[str, ...] = ()
     precision: Precision = PRECISIONS["float32"]

@@ -98,8 +98,8 @@ def _embedding(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tens
     return made
 
 
-def _with_defaults(given: list[Any], defaults: list[Any]) -> list[Any]:
-    return [*given, *defaults[len(given) :]]
+def _with_defaults(args: list[Any], defaults: list[Any]) -> list[Any]:
+    return [*args, *defaults[len(args) :]]
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -206,9 +206,9 @@ class _Noted(torch.autograd.Function):
     """Nothing forward; backward leaves a note of the input `x` and of the gradient that passes."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, late: DelayedWeightGradients, site: int) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, delayed: DelayedWeightGradients, site: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.notes, ctx.site = late.notes, site
+        ctx.notes, ctx.site = delayed.notes, site
         ctx.set_materialize_grads(False)
         return y.view_as(y)
 
@@ -284,7 +284,7 @@ def _view(node: fx.Node) -> Callable[[Tensor], Tensor]:
 
 
 def _noting(
-    target: Callable[..., Tensor], weight: int, x: int, late: DelayedWeightGradients, site: int, by_hooks: bool
+    target: Callable[..., Tensor], weight: int, x: int, delayed: DelayedWeightGradients, site: int, by_hooks: bool
 ) -> Callable[..., Tensor]:
     def noted(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -293,10 +293,10 @@ def _noting(
         given[weight] = args[weight].detach()
         y = target(*given)
         if by_hooks and y.requires_grad:
-            kept, notes = args[x].detach(), late.notes
+            kept, notes = args[x].detach(), delayed.notes
             y.register_hook(lambda grad: notes.append(Note(site, kept, grad)))  # type: ignore[no-untyped-call]
             return y
-        made: Tensor = _Noted.apply(y, args[x], late.anchor, late, site)  # type: ignore[no-untyped-call]
+        made: Tensor = _Noted.apply(y, args[x], delayed.anchor, delayed, site)  # type: ignore[no-untyped-call]
         return made
 
     noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names

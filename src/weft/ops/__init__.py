@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES = (attention, experts, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
-UNKNOWN = Op("")
+NO_RECORD = Op("")
 
 
 def _records() -> dict[str, Op]:
@@ -55,7 +55,7 @@ RECORDS = _records()  # by namespace and name, "aten.linear"
 @cache
 def record_of_target(target: str) -> Op:
     """The record of what "aten.linear.default" calls; one that says nothing, of operators of somebody else's."""
-    return RECORDS.get(".".join(target.split(".")[:2]), UNKNOWN)
+    return RECORDS.get(".".join(target.split(".")[:2]), NO_RECORD)
 
 
 def record_of(op: Operator) -> Op:
@@ -123,7 +123,7 @@ def draws(op: Operator) -> bool:
     if op.function is not None:
         return op.function.draws
     record = record_of(op)
-    if record is UNKNOWN:
+    if record is NO_RECORD:
         return made.draws_by_name(op.target.split(".")[1])
     return record.draws(op) if callable(record.draws) else record.draws
 

@@ -96,7 +96,7 @@ class Op:
     shifts: bool = False  # it mixes positions, and leaves a dimension what it is
     joins: bool = False  # it puts tensors together
     reads: bool = True  # values, not the shape alone
-    alike: bool = False  # it makes the same for every sample, or draws
+    sample_invariant: bool = False  # it makes the same for every sample, or draws
     shape_at: int | None = None  # position of the result's shape
     fill_at: int | None = None  # position of the number that fills it
     fill: float | None = None  # that number, where it is always one

@@ -177,9 +177,9 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
     )
 
 
-def named(shape: tuple[int, ...], whole: Container[int] = ()) -> Labels:
-    """A label for each dimension that can be cut; those in `whole` cannot."""
-    return tuple(f"d{i}" if size > 1 and i not in whole else BLOCKED for i, size in enumerate(shape))
+def named(shape: tuple[int, ...], blocked: Container[int] = ()) -> Labels:
+    """A label for each dimension that can be cut; those in `blocked` cannot."""
+    return tuple(f"d{i}" if size > 1 and i not in blocked else BLOCKED for i, size in enumerate(shape))
 
 
 def lead(shape: tuple[int, ...], count: int) -> Labels:

@@ -110,7 +110,7 @@ _COMPUTE = re.compile(rf"(\d{{1,9}})([{''.join(Op)}])(\d{{1,9}})")
 _MANAGE = re.compile(rf"(\d{{1,9}})({'|'.join(ManageOp)})(\d{{1,9}})?")
 _VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
 _TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d{1,9})")
-_WHOLE_VALUE = re.compile(_VALUE)
+_ONE_VALUE = re.compile(_VALUE)
 
 
 def parse_value(text: str) -> Value:
@@ -119,7 +119,7 @@ def parse_value(text: str) -> Value:
     >>> parse_value("x(0,1,5)")
     Value(name='x', index=(0, 1, 5))
     """
-    found = _WHOLE_VALUE.fullmatch(text)
+    found = _ONE_VALUE.fullmatch(text)
     if not found:
         raise ProgramError(f"value {text!r} is not name(numbers), for example x(0,1,5)")
     return Value(found[1], _numbers(found[2]))

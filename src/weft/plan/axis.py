@@ -13,7 +13,7 @@ from functools import cache
 from math import prod
 
 from weft.plan.choice import AUTO
-from weft.plan.grid import AXES, NESTED, PLAIN, counts
+from weft.plan.grid import AXES, NESTED, TENSOR, counts
 
 SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
@@ -82,7 +82,7 @@ _ROWS = (
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
     Axis(CHANNEL, frozenset({CHANNELS})),
-    *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (PLAIN, *AXES)),
+    *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (TENSOR, *AXES)),
 )
 TABLE = {row.name: row for row in _ROWS}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.units import format_seconds
 
-SAME = 0.005  # part of a step above its bound that is none
+TOLERANCE = 0.005  # part of a step above its bound that is none
 
 
 def bound_words(step_s: float, gap: float | None, by_hand: bool = False) -> str:
@@ -19,6 +19,6 @@ def bound_words(step_s: float, gap: float | None, by_hand: bool = False) -> str:
         return "nothing is proven: the search priced the layouts that it lists, and claims nothing of others"
     what = "no stages and no order of this layout take" if by_hand else "no layout that the search admits takes"
     least = f"proven: {what} less than {format_seconds(step_s / (1 + gap))} a step"
-    if gap < SAME:
+    if gap < TOLERANCE:
         return f"{least}, and this plan takes no more"
     return f"{least}; this plan takes {100 * gap:.1f} % more, and nothing is known in between"

@@ -26,7 +26,7 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
         ProgramError: all that `walk` refuses; a compute whose input does not hold its microbatch exactly once; a send
             that nobody receives.
     """
-    state: list[dict[Value, dict[int, int]]] = [{value: dict(content) for value, content in held.items()} for held in program.given]
+    state: list[dict[Value, dict[int, int]]] = [{value: dict(content) for value, content in held.items()} for held in program.initial]
     wire: dict[tuple[int, int, Value], deque[tuple[int, dict[int, int]]]] = {}
     for rank, step, action, e in walk_effects(program, rendezvous):
         here = state[rank]
@@ -93,7 +93,7 @@ def check(program: Program, rendezvous: bool = False) -> None:
 
 def _first_excess(program: Program, rendezvous: bool, value: Value, wanted: Content) -> str:
     """Where a rank first added to `value` what was in it already; empty where none did."""
-    state = [dict(held.get(value, {})) for held in program.given]
+    state = [dict(held.get(value, {})) for held in program.initial]
     wire: dict[tuple[int, int], deque[dict[int, int]]] = {}
     for rank, step, action, _ in walk_effects(program, rendezvous):
         if not isinstance(action, (Send, Recv)) or action.value != value:

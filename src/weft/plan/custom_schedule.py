@@ -94,7 +94,7 @@ def refuse_program(program: Program) -> str:
                 all_of = len(missing) == len(microbatches)
                 of = "" if all_of else f" on microbatch{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
                 return f"stage {stage} has no {words}{of}; write {stage}{example}{missing[0]} on one rank"
-    if any(program.given):
+    if any(program.initial):
         return "a step begins with nothing held; leave the lines `given` out"
     if program.wants != default_wants(program.actions):
         return "a step wants every gradient with each microbatch once; leave the lines `wants` out"
@@ -121,9 +121,9 @@ def refuse_custom(name: str, program: Program, pipeline: int, microbatches: int)
     return ""
 
 
-def check_name(name: str, known: tuple[str, ...]) -> None:
-    """Raise `LayoutError` for a file whose name cannot stand in a layout beside the `known` schedules."""
-    if name in known:
+def check_name(name: str, names: tuple[str, ...]) -> None:
+    """Raise `LayoutError` for a file whose name cannot stand in a layout beside the `names` schedules."""
+    if name in names:
         raise LayoutError(f"a file called {name} would pass for the schedule of that name; rename it, for example to {name}.txt")
     if not name or re.search(r"[\s,]", name):
         raise LayoutError(f"schedule={name}: a layout is words, so the file's name has no spaces and no commas; rename it")

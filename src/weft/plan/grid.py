@@ -14,7 +14,7 @@ from weft.errors import LayoutError
 AXES = ("rows", "columns", "depth")  # outermost first
 MOST = len(AXES)  # axes of a grid, and of an image
 NESTED = AXES[-1]  # which may cut a piece of another axis once more
-PLAIN = "tensor"  # the axis of tensor ranks in a line
+TENSOR = "tensor"  # the axis of tensor ranks in a line
 HOW = "use a count (tensor=4), rows x columns (tensor=2x2) or rows x columns x depth (tensor=2x2x2)"
 
 
@@ -42,7 +42,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
     Raises:
         LayoutError: no such text, an axis without ranks, more than three axes.
     """
-    sizes = counts(PLAIN, text, "a grid", HOW)
+    sizes = counts(TENSOR, text, "a grid", HOW)
     while sizes and sizes[-1] == 1:
         sizes.pop()
     return tuple(sizes) if sum(n > 1 for n in sizes) > 1 else ()
@@ -80,7 +80,7 @@ def axes_of(tensor: int, grid: str) -> tuple[tuple[str, int], ...]:
     ((('tensor', 4),), (('rows', 2), ('depth', 2)))
     """
     if not grid:
-        return ((PLAIN, tensor),)
+        return ((TENSOR, tensor),)
     return tuple((name, n) for name, n in zip(AXES, parse_grid(grid), strict=False) if n > 1)
 
 

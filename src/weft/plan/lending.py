@@ -63,7 +63,7 @@ def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] |
     return tuple(found)
 
 
-def threads_of(ranks: int, own: int, positions: int, cores: int) -> int:
+def threads_of(ranks: int, rank_threads: int, positions: int, num_cores: int) -> int:
     """Threads of a rank while `ranks` ranks of its pipeline compute on its host, itself among them.
 
     Args:
@@ -72,4 +72,4 @@ def threads_of(ranks: int, own: int, positions: int, cores: int) -> int:
     >>> [threads_of(ranks, 2, 4, 8) for ranks in (1, 2, 3, 4)], threads_of(1, 1, 4, 2)
     ([8, 4, 2, 2], 2)
     """
-    return max(own, min(own * positions, cores) // ranks)
+    return max(rank_threads, min(rank_threads * positions, num_cores) // ranks)

@@ -31,13 +31,13 @@ class Interned:
     """Values whose equal instances are one: compared and hashed by identity, through copies and pickles too."""
 
     __slots__ = ()
-    _made: ClassVar[dict[tuple[Any, ...], Any]] = {}
+    _instances: ClassVar[dict[tuple[Any, ...], Any]] = {}
 
     def __new__(cls, *fields: Any) -> Self:
         key = (cls, *fields)
-        made: Self | None = Interned._made.get(key)
+        made: Self | None = Interned._instances.get(key)
         if made is None:
-            made = Interned._made.setdefault(key, object.__new__(cls))
+            made = Interned._instances.setdefault(key, object.__new__(cls))
         return made
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:

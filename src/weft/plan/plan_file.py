@@ -19,7 +19,7 @@ from typing import Any
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
 from weft.plan.axis import BRANCH, CHANNEL, axis_of
 from weft.plan.choice import Choices
-from weft.plan.grid import AXES, PLAIN
+from weft.plan.grid import AXES, TENSOR
 from weft.plan.layout import CHOICES, Layout, actions_of
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
@@ -34,7 +34,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list in brackets"),
     "dict": ((dict,), "a table"),
 }
-CUT_AXES = (PLAIN, *AXES, CHANNEL, BRANCH)
+CUT_AXES = (TENSOR, *AXES, CHANNEL, BRANCH)
 _MEMORY = tuple(field.name for field in fields(Memory))
 _ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
 _WORDS = {
@@ -270,10 +270,10 @@ class _Table:
 
     def __init__(self, data: dict[str, Any], path: tuple[str, ...], text: str, source: str) -> None:
         self.data, self.path, self.text, self.source = data, path, text, source
-        self.known: list[str] = []
+        self.keys: list[str] = []
 
     def take(self, key: str, kind: str, *default: Any) -> Any:
-        self.known.append(key)
+        self.keys.append(key)
         if key not in self.data:
             if default:
                 return default[0]
@@ -302,12 +302,12 @@ class _Table:
     def finish(self, only_close_to: str = "") -> None:
         """Refuse a key that nobody took; while a key is missing, only one that may be its misspelling."""
         for key in self.data:
-            if key in self.known:
+            if key in self.keys:
                 continue
-            close = difflib.get_close_matches(key, [only_close_to] if only_close_to else self.known, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(key, [only_close_to] if only_close_to else self.keys, n=1, cutoff=0.5)
             if only_close_to and not close:
                 continue
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.known)}"
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.keys)}"
             where = f" in [{'.'.join(self.path)}]" if self.path else ""
             raise self.error(key, f"unknown key {key}{where}; {hint}")
 

@@ -55,7 +55,7 @@ def chain(num_stages: int) -> Links:
 
 @dataclass(frozen=True)
 class Program:
-    """Per rank: what is `given`, the `actions` in order, and what it `wants` to hold at the end.
+    """Per rank: what is `initial`, the `actions` in order, and what it `wants` to hold at the end.
 
     `links` are pairs (producer stage, consumer stage), producer first in number; by default the chain. A collective has
     `num_stages=0`. Ranks are positions in the program (for a schedule: pipeline coordinates), not global ranks.
@@ -72,7 +72,7 @@ class Program:
 
     name: str
     num_stages: int
-    given: tuple[Held, ...]  # [rank]
+    initial: tuple[Held, ...]  # [rank]
     actions: tuple[tuple[Action, ...], ...]  # [rank][step]
     wants: tuple[Held, ...]  # [rank]
     links: Links = field(default=_CHAIN)
@@ -80,9 +80,9 @@ class Program:
     def __post_init__(self) -> None:
         if self.links is _CHAIN:
             object.__setattr__(self, "links", chain(self.num_stages))
-        if not len(self.given) == len(self.actions) == len(self.wants):
+        if not len(self.initial) == len(self.actions) == len(self.wants):
             raise ProgramError(
-                f"{self.name}: given, actions and wants are for {len(self.given)}, {len(self.actions)} and {len(self.wants)} ranks"
+                f"{self.name}: given, actions and wants are for {len(self.initial)}, {len(self.actions)} and {len(self.wants)} ranks"
             )
         if len(set(self.links)) != len(self.links):
             raise ProgramError(f"{self.name}: a link is named twice in {' '.join(f'{p}>{q}' for p, q in self.links)}")
@@ -117,7 +117,7 @@ class Program:
     @cached_property
     def pieces(self) -> tuple[Value, ...]:
         """Every value that some rank is given or wants, in order: of a collective, the pieces of its tensor."""
-        return tuple(sorted({value for held in (*self.given, *self.wants) for value in held}))
+        return tuple(sorted({value for held in (*self.initial, *self.wants) for value in held}))
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
@@ -248,7 +248,7 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
 
 def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, int, Action, Effects]]:
     """`walk` with each action's step and effects: (rank, step, action, effects)."""
-    held = [set(values) for values in program.given]
+    held = [set(values) for values in program.initial]
     at, known = [0] * program.num_ranks, program.effects
     for rank, action in order(program, rendezvous):
         here, step = held[rank], at[rank]

@@ -60,8 +60,8 @@ def format_program(program: Program) -> str:
     if program.links != chain(program.num_stages):
         lines.append("links " + " ".join(f"{p}>{q}" for p, q in program.links))
     lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(program.actions)]
-    if any(program.given):
-        lines += [f"given {rank}: {_format_held(held)}" for rank, held in enumerate(program.given)]
+    if any(program.initial):
+        lines += [f"given {rank}: {_format_held(held)}" for rank, held in enumerate(program.initial)]
     if program.wants != default_wants(program.actions):
         lines += [f"wants {rank}: {_format_held(held)}" for rank, held in enumerate(program.wants)]
     return "\n".join(line.rstrip() for line in lines)

@@ -92,16 +92,16 @@ def line_chart(
     )
 
 
-def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float = 0.0) -> str:
-    """One bar of (name, amount, words for the amount); `whole` is its full length where more fits than is used."""
+def stacked_bar(parts: Sequence[tuple[str, float, str]], total: float = 0.0) -> str:
+    """One bar of (name, amount, words for the amount); `total` is its full length where more fits than is used."""
     most = max((amount for _, amount, _ in parts), default=0.0)
     parts = [part for part in parts if part[1] > LEAST * most]
     used = sum(amount for _, amount, _ in parts)
-    whole = max(whole, used)
-    if whole <= 0:
+    total = max(total, used)
+    if total <= 0:
         return ""
     pieces = [
-        f'<i style="width:{amount / whole * 100:.3f}%;background:{PALETTE[i % len(PALETTE)]}" title="{escape(name)}: {escape(words)}"></i>'
+        f'<i style="width:{amount / total * 100:.3f}%;background:{PALETTE[i % len(PALETTE)]}" title="{escape(name)}: {escape(words)}"></i>'
         for i, (name, amount, words) in enumerate(parts)
     ]
     legend = _legend([(f"{name} {words}", PALETTE[i % len(PALETTE)]) for i, (name, _, words) in enumerate(parts)])

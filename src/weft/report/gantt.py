@@ -224,7 +224,7 @@ def _ticks(total_s: float) -> list[float]:
 
 def _short(seconds: float) -> str:
     """A round time without the zeros behind its point: 50 ms, not 50.0 ms."""
-    return re.sub(r"\.(\d*?)0+(?=\s)", lambda found: f".{found[1]}" if found[1] else "", format_seconds(seconds))
+    return re.sub(r"\.(\d*?)0+(?=\s)", lambda match: f".{match[1]}" if match[1] else "", format_seconds(seconds))
 
 
 def _floor_log10(number: float) -> int:

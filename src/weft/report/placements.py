@@ -50,10 +50,10 @@ def placements(graph: Graph, sharding: Sharding) -> tuple[Placed, ...]:
     return tuple(Placed(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in found.items())
 
 
-def placements_table(found: tuple[Placed, ...], sizes: Mapping[str, int]) -> Table:
+def placements_table(placed: tuple[Placed, ...], sizes: Mapping[str, int]) -> Table:
     """The placements as words; empty where nothing is cut."""
     axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-    rows = tuple((p.site, f"{p.count}", p.weights, p.output, p.forward, p.backward) for p in found)
+    rows = tuple((p.site, f"{p.count}", p.weights, p.output, p.forward, p.backward) for p in placed)
     columns = ("operator", "count", "weights", "output", "communicates, forward", "backward")
     return Table(f"How operators are placed over {' and '.join(axes)}", columns, rows if axes else (), right=(1,))
 
@@ -63,7 +63,7 @@ def _weights(held: list[str], graph: Graph, sharding: Sharding) -> str:
     if not held:
         return ""
     value = max(held, key=lambda v: graph.tensors[v].size)
-    return _form_words(sharding.forms.get(value, {}), sharding.sizes, whole="whole")
+    return _form_words(sharding.forms.get(value, {}), sharding.sizes, replicated="whole")
 
 
 def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
@@ -79,10 +79,10 @@ def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
 
 
 def _output(op: Operator, sharding: Sharding) -> str:
-    return _form_words(sharding.forms.get(op.outputs[0], {}), sharding.sizes, whole="whole")
+    return _form_words(sharding.forms.get(op.outputs[0], {}), sharding.sizes, replicated="whole")
 
 
-def _form_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], whole: str) -> str:
+def _form_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], replicated: str) -> str:
     said = []
     for axis, size in sizes.items():
         form = forms.get(axis, R)
@@ -92,7 +92,7 @@ def _form_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], whole:
             said.append(f"rank {form.rank} of {axis}")
         elif size > 1 and form is P:
             said.append(f"summands over {axis}")
-    return ", ".join(said) or whole
+    return ", ".join(said) or replicated
 
 
 def _collectives(moves: list[tuple[str, str, str]]) -> tuple[str, str]:

@@ -192,8 +192,8 @@ def prediction_record(prediction: Prediction | None) -> dict[str, object]:
     }
 
 
-def _share(part: float, whole: float) -> str:
-    return format_percent(part / whole) if whole > 0 else ""
+def _share(part: float, total: float) -> str:
+    return format_percent(part / total) if total > 0 else ""
 
 
 def _ratio(step_time_s: float, best_s: float) -> str:

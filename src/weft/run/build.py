@@ -33,7 +33,7 @@ from weft.model.sharding.propagate import propagate
 from weft.model.sharding.sample_pieces import with_samples_of
 from weft.model.sharding.sharding import Prices, Sharding, weighed
 from weft.plan.axis import axis_of, sample_axes
-from weft.plan.grid import AXES, PLAIN
+from weft.plan.grid import AXES, TENSOR
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
@@ -197,7 +197,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
     """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
     sizes = {axis: n for axis, n in plan.layout.axes if axis_of(axis).cuts}
-    lost = [axis for axis in cuts if axis in (PLAIN, *AXES) and axis not in sizes]
+    lost = [axis for axis in cuts if axis in (TENSOR, *AXES) and axis not in sizes]
     if lost and plan.layout.tensor > 1:
         have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
         raise LayoutError(

@@ -53,8 +53,8 @@ class Capture:
         """What runs."""
         return self.executors.parts
 
-    def step_inputs(self, tensors: Mapping[str, Tensor], rows: Rows, late: bool) -> StepInputs:
-        """A batch's `tensors` by path. `late`: nobody waits for what other ranks count, since updates come late.
+    def step_inputs(self, tensors: Mapping[str, Tensor], rows: Rows, is_stale: bool) -> StepInputs:
+        """A batch's `tensors` by path. `is_stale`: nobody waits for what other ranks count, since updates come late.
 
         Raises:
             Infeasible: shares that differ where samples meet, or a microbatch with so many samples computes something else.
@@ -86,7 +86,7 @@ class Capture:
         parts.draw.samples = rows.drawn
         found = StepInputs(self.executors.of(rows.sizes, samples), out)
         if counting:
-            alone = late and not together and len(rows.table[0]) > 1
+            alone = is_stale and not together and len(rows.table[0]) > 1
             totals = count(counting, together, parts.arrival, alone)
             if alone:
                 found.counted, totals = self._divisor_after_sum(totals, counting[0][0].sized.normal.divisor)

@@ -45,8 +45,8 @@ from weft.world.world import World
 @dataclass(frozen=True)
 class Asked:
     """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
-    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's. `alike`:
-    every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank."""
+    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's.
+    `replicated`: every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank."""
 
     modes: Modes
     batch: Any
@@ -54,7 +54,7 @@ class Asked:
     trains: bool = False
     outputs: bool = False
     size: int = 0
-    alike: bool = False
+    replicated: bool = False
     together: bool = False
 
 
@@ -75,7 +75,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     program = program_of(plan, stages, world)
     mesh = plan.layout.mesh_of(world.rank)
     at = mesh.coordinates(world.rank)
-    shardings = _shardings(parts, plan, source, graph, stages, asked.alike)
+    shardings = _shardings(parts, plan, source, graph, stages, asked.replicated)
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
@@ -112,9 +112,9 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     )  # fmt: skip
 
 
-def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage], alike: bool) -> tuple[Sharding, ...]:
+def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage], replicated: bool) -> tuple[Sharding, ...]:
     """The sharding of a graph by pipeline rank: that of `parts` where its operators are the same and its tensors divide as it says."""
-    if alike:
+    if replicated:
         plan = replace(plan, layout=replace(plan.layout, data=1))
     elif parts.lowering is not None:
         try:

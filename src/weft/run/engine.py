@@ -114,7 +114,7 @@ class Engine:
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
         self.gradients = self._sums_of_gradients(sums)
-        self._rests = Residuals(self.gradients.compressed.values(), plan.layout, world.rank)
+        self._residuals = Residuals(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
         how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
@@ -126,7 +126,7 @@ class Engine:
         self._optimizer.load_parameters()
         self._fingerprints = Fingerprints(self.parts.groups, world)
         self._count_state()
-        world.pace.steady = plan.layout.compile != "on"
+        world.pace.regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
@@ -160,7 +160,7 @@ class Engine:
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.state_tensors())
         rooms, weights = (self._stale.rooms, self._stale.weights) if self._stale is not None else ([], [])
-        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._rests.tensors, *rooms])
+        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._residuals.tensors, *rooms])
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups), *weights])
         self.memory.forget_peak()
         self.memory.check(self.world.rank)
@@ -220,9 +220,9 @@ class Engine:
         with self.world.pace.step():
             return self._step(batch, lr, record, whole, samples)
 
-    def _step(self, batch: Any, lr: float | None, record: bool, whole: bool | None, samples: int) -> StepResult:
+    def _step(self, batch: Any, lr: float | None, record: bool, is_global: bool | None, samples: int) -> StepResult:
         began = time.perf_counter()
-        result = self.forward_backward(batch, record=record, whole=whole, samples=samples)
+        result = self.forward_backward(batch, record=record, whole=is_global, samples=samples)
         summed = time.perf_counter()
         if self._stale is None and (differing := self._fingerprints.differing()):
             raise Diverged(differing)
@@ -243,7 +243,7 @@ class Engine:
         rows = self._rows_of(batch, whole, samples)
         capture = self._of_form(batch, rows, trains=True)
         capture.parts.draw.step = self.step_index
-        divided = capture.step_inputs(tensors_of(batch), rows, late=self._stale is not None)
+        divided = capture.step_inputs(tensors_of(batch), rows, is_stale=self._stale is not None)
         self._counted, executor = divided.counted, divided.executor
         if self._stale is not None:
             self._stale.start()
@@ -304,7 +304,7 @@ class Engine:
         # A model that runs whole is the user's module, with modes of its own.
         module = parts.only.module if self.plan.uncaptured else nn.Module()
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
-            divided = capture.step_inputs(tensors_of(batch), rows, late=False)
+            divided = capture.step_inputs(tensors_of(batch), rows, is_stale=False)
             self._counted, executor = None, divided.executor
             capture.replicas.start()
             result = executor.run(divided.inputs, train=False)
@@ -343,7 +343,7 @@ class Engine:
         for group in sorted(replicas.groups, key=lambda g: g.ranks):
             group.connect()
         executors = replace(
-            self._executors, parts=parts, gathered=read, trains=asked.trains, made=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES)
+            self._executors, parts=parts, gathered=read, trains=asked.trains, cache=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES)
         )
         return Capture(form, executors, replicas)
 
@@ -369,7 +369,7 @@ class Engine:
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
         rows = self._rows_of(batch, None, 0)
-        return self._of_form(batch, rows, trains=True).step_inputs(tensors_of(batch), rows, late=False).inputs
+        return self._of_form(batch, rows, trains=True).step_inputs(tensors_of(batch), rows, is_stale=False).inputs
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
         """Samples of each microbatch of a batch of so many, all data replicas together.
@@ -391,12 +391,12 @@ class Engine:
         """Which rows of a batch are this rank's."""
         return Replica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
 
-    def _rows_of(self, batch: Any, whole: bool | None, samples: int) -> Rows:
+    def _rows_of(self, batch: Any, global_batch: bool | None, samples: int) -> Rows:
         """Whose samples are whose in a batch, of which every rank has all or its rows."""
         plan, each, have = self.plan, self._replica.each, batch_size_of(batch)
-        is_global = have > max(each) if whole is None else whole
+        is_global = have > max(each) if global_batch is None else global_batch
         told, one_form, samples = [have], True, samples or count_samples(batch)
-        by_rows = whole is False or samples > 0  # of stages that are arranged differently only some have all rows then
+        by_rows = global_batch is False or samples > 0  # of stages that are arranged differently only some have all rows then
         shared = is_global or self.data_size == 1
         if shared:
             samples = have
@@ -432,14 +432,14 @@ class Engine:
         found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
         if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
             found = [piece for piece in found if piece.kind != "optimizer" or not self.plan.layout.staleness]
-        return [*found, *self._rests.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
+        return [*found, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
         """(what steps change of this rank's state, what they leave as it is): the memory itself, in one order for a plan."""
         flat = {name for group in self.parts.groups for name in (member.name for member in group.members)}
         fixed = [p.detach() for name, p in sorted(self.parts.parameters.items()) if name not in flat]
         changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.state_tensors()]
-        return [*changed, *self._rests.tensors, *self.scale.tensors, *self._counters.values()], fixed
+        return [*changed, *self._residuals.tensors, *self.scale.tensors, *self._counters.values()], fixed
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
@@ -482,13 +482,13 @@ class Engine:
         if self.plan.layout.servers:  # which may be at work
             self.drain()
         wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
-        optional = [*self._rests.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
+        optional = [*self._residuals.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:
             self._stale.forget()
         self._optimizer.load_parameters()
         self.step_index = int(self._counters["step"])
-        self._rests.loaded(self.step_index)
+        self._residuals.loaded(self.step_index)
         self.scale.loaded(self.step_index)
         self._optimizer.set_steps(self.step_index - self.scale.skipped)
         return extra

@@ -30,16 +30,16 @@ class Part:
     structure: Any = None
 
 
-def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Part:
-    """A part of a batch like `step`; `whole` has at least two samples. `alone`: there are no other microbatches.
+def part_of(part: Captured, full: Captured, step: Captured, alone: bool) -> Part:
+    """A part of a batch like `step`; `full` has at least two samples. `alone`: there are no other microbatches.
 
     Where samples are coupled, microbatches are what they are, and their losses count by their samples.
     """
-    first = _first_difference(part.graph, whole.graph) or _first_difference(part.graph, step.graph)
+    first = _first_difference(part.graph, full.graph) or _first_difference(part.graph, step.graph)
     if first is not None:
         coupled = (Coupling(first, "computes something else on the whole batch than on a microbatch"),)
         return Part(Normalised(part.graph), part.constants, part.graph, coupled, part.structure)
-    known = additive(counted(whole.graph), counted(part.graph))
+    known = additive(counted(full.graph), counted(part.graph))
     if known.coupled and not alone:
         return Part(Normalised(part.graph), part.constants, part.graph, known.coupled, part.structure)
     constants = {v: _of_batch(x, step.constants[v]) for v, x in part.constants.items()}
@@ -47,12 +47,12 @@ def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Par
     return Part(made, constants, part.graph, known.coupled, part.structure)
 
 
-def takes_no_numbers(part: Captured, whole: Captured) -> bool:
+def takes_no_numbers(part: Captured, full: Captured) -> bool:
     """Whether nothing in a graph but sizes follows the number of samples, so that the graph of any other number has the same numbers."""
-    if part.graph.batch_size == whole.graph.batch_size or _first_difference(part.graph, whole.graph) is not None:
+    if part.graph.batch_size == full.graph.batch_size or _first_difference(part.graph, full.graph) is not None:
         return False
-    constants = [(x, whole.constants[v]) for v, x in part.constants.items()]
-    pairs = zip(part.graph.operators, whole.graph.operators, strict=True)
+    constants = [(x, full.constants[v]) for v, x in part.constants.items()]
+    pairs = zip(part.graph.operators, full.graph.operators, strict=True)
     return all(x.shape != y.shape or x.equal(y) for x, y in constants) and all(has_numbers_of(mine, its) for mine, its in pairs)
 
 

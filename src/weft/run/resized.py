@@ -49,21 +49,21 @@ def shares_of_samples(layout: Layout) -> Shares:
     return {DATA: layout.weights}
 
 
-def sized(known: Sized, lowering: Lowering, normal: Normalised, plan: Plan, constants: Mapping[str, Tensor]) -> Sized:
-    """The stages of `known`, which `lowering` made, on another graph of the same model.
+def sized(like: Sized, lowering: Lowering, normal: Normalised, plan: Plan, constants: Mapping[str, Tensor]) -> Sized:
+    """The stages of `like`, which `lowering` made, on another graph of the same model.
 
     Raises:
         Infeasible: the model computes something else there, or a tensor does not divide as it must.
     """
     check_operators(lowering, normal.graph)
     shares = shares_of_samples(plan.layout)
-    again = {id(one): with_samples_of(one, normal.graph, shares) for one in known.shardings}
-    sharding = again[id(known.sharding)]
+    again = {id(one): with_samples_of(one, normal.graph, shares) for one in like.shardings}
+    sharding = again[id(like.sharding)]
     check_divides(sharding, normal.graph)
     other = replace(lowering, graph=normal.graph, sharding=sharding)
     stages = normal.stages(plan.stages)
-    lowered = {number: lower(stages[number], other) for number in known.lowered}
-    return Sized(normal, lowered, constants, tuple(again[id(one)] for one in known.shardings), sharding)
+    lowered = {number: lower(stages[number], other) for number in like.lowered}
+    return Sized(normal, lowered, constants, tuple(again[id(one)] for one in like.shardings), sharding)
 
 
 def check_operators(lowering: Lowering, graph: Graph) -> None:

@@ -29,7 +29,7 @@ class Replica:
     plan: Plan
     layout: Layout
     index: int
-    made: Recent[Rows] = field(default_factory=lambda: Recent(MOST_SIZES), compare=False)
+    cache: Recent[Rows] = field(default_factory=lambda: Recent(MOST_SIZES), compare=False)
 
     def of(self, size: int) -> tuple[int, int]:
         """(the first, how many) of the rows of a microbatch of `size` samples that this replica has."""
@@ -47,7 +47,7 @@ class Replica:
             table = tuple(replica_sizes(size, self.layout) for size in sizes)
             return Rows(table, self.index, is_global, planned=all(map(all, table)))
 
-        return self.made.of((sizes, is_global), made)
+        return self.cache.of((sizes, is_global), made)
 
     def given(self, rows: Sequence[int], count: int, one_form: bool) -> Rows:
         """Those of replicas that were given so many `rows` each, in `count` microbatches; `one_form`: of tensors of the same shapes."""

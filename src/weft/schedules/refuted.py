@@ -144,10 +144,10 @@ def _local(values: Iterable[Value]) -> list[Value]:
     return [v for v in values if v.name not in _LINKS]
 
 
-def _why(row: Sequence[Action], known: Sequence[Effects], step: int, value: Value) -> str:
+def _why(row: Sequence[Action], row_effects: Sequence[Effects], step: int, value: Value) -> str:
     """A value that a rank does not hold at a step, why not, and what to do about it."""
-    freed = [i for i in range(step) if value in known[i].frees]
-    later = [i for i in range(step + 1, len(row)) if value in (*known[i].writes, *known[i].adds)]
+    freed = [i for i in range(step) if value in row_effects[i].frees]
+    later = [i for i in range(step + 1, len(row)) if value in (*row_effects[i].writes, *row_effects[i].adds)]
     if later:
         return f"{value}, which only {row[later[0]]} at step {later[0]} makes; write {row[later[0]]} before it"
     if freed:

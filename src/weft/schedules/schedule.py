@@ -47,11 +47,11 @@ _FILLS, _FOLLOWED = (_by_letter(dict.fromkeys(ops, 1)) for ops in ((Op.F, Op.R, 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """[moment, stage of the rank in the order of `Schedule.stages_of`]: microbatches that are `kept`, that go backward (one or none), of
-    which what enters the stage is on its way, or its gradient back (`entering`), to which gradients are `returning`, and of which only the
-    gradients of weights are still to come (`noted`)."""
+    """[moment, stage of the rank in the order of `Schedule.stages_of`]: microbatches that are `in_flight`, that go backward (one or none),
+    of which what enters the stage is on its way, or its gradient back (`entering`), to which gradients are `returning`, and of which only
+    the gradients of weights are still to come (`noted`)."""
 
-    kept: Numbers
+    in_flight: Numbers
     backward: Numbers
     entering: Numbers
     returning: Numbers
@@ -231,7 +231,7 @@ class Schedule:
 
         >>> from weft.plan.layout import Layout
         >>> from weft.schedules import schedule_of
-        >>> schedule_of(Layout(pipeline=2, microbatches=2, schedule="gems-mast")).held(0).kept.tolist()
+        >>> schedule_of(Layout(pipeline=2, microbatches=2, schedule="gems-mast")).held(0).in_flight.tolist()
         [[0, 1], [1, 0]]
         """
         if rank not in self._held:

@@ -108,10 +108,10 @@ class _Problem:
         most = min(_most(op, machines) / workflow.rates[op.name] for op in workflow.operators)
         self.rate = self.milp.column(most, -1.0) if free_rate else self.milp.column(ask.rate, lower=ask.rate)
         self.priced = 0.0 if free_rate else 1.0
-        self.variants = {(op.name, v.name): self.milp.column(1, whole=True) for op in workflow.operators for v in op.variants}
+        self.variants = {(op.name, v.name): self.milp.column(1, integer=True) for op in workflow.operators for v in op.variants}
         self.tiers = sorted({w.tier for w in machines.workers})
-        self.on_tier = {(op.name, t): self.milp.column(1, whole=True) for op in workflow.operators for t in self.tiers}
-        self.used = {w.name: self.milp.column(w.count, whole=True, cost=self.priced * w.price_per_hour) for w in machines.workers}
+        self.on_tier = {(op.name, t): self.milp.column(1, integer=True) for op in workflow.operators for t in self.tiers}
+        self.used = {w.name: self.milp.column(w.count, integer=True, cost=self.priced * w.price_per_hour) for w in machines.workers}
         self.options = [one for op in workflow.operators for one in self._options_of(op)]
         self.by_operator: dict[str, list[_Option]] = defaultdict(list)
         for one in self.options:
@@ -134,7 +134,7 @@ class _Problem:
                 for batch, seconds, busy, latency in self._ways(variant.batches(worker.name)):
                     # One variant is chosen, so all have the same machines; only how busy these may be, for a latency, differs.
                     if machines is None or self.ask.latency_s:
-                        machines = self.milp.column(worker.count, whole=not self.ask.shared)
+                        machines = self.milp.column(worker.count, integer=not self.ask.shared)
                     load = self.milp.column(worker.count * batch / seconds * busy)
                     yield _Option(op.name, variant.name, worker, batch, batch / seconds, busy, latency, machines, load)
 
@@ -251,7 +251,7 @@ class _Problem:
         for op in self.workflow.operators:
             own = milp.column(self.ask.latency_s)
             for o in self.by_operator[op.name]:
-                used = milp.column(1, whole=True)
+                used = milp.column(1, integer=True)
                 milp.row({o.column: 1.0, used: -float(o.worker.count)}, most=0)
                 milp.row({own: 1.0, used: -o.latency_s}, least=0)
             for name, _ in op.inputs:
@@ -276,19 +276,19 @@ class _Problem:
                     found[tier, end.tier] = max(found.get((tier, end.tier), 0.0), hop)
         yield from ((a, b, hop) for (a, b), hop in found.items() if hop > 0)
 
-    def start(self, known: Placed) -> dict[int, float]:
+    def start(self, placed: Placed) -> dict[int, float]:
         """Columns that say the variants and the machines of a placement."""
         values = {self.rate: self.ask.rate}
-        for choice in known.choices:
+        for choice in placed.choices:
             of_worker = {s.worker: float(s.machines) for s in choice.shares}
             variants = self.workflow.operator(choice.operator).variants
             values |= {self.variants[choice.operator, v.name]: float(v.name == choice.variant) for v in variants}
             values |= {o.column: of_worker.get(o.worker.name, 0.0) for o in self.by_operator[choice.operator]}
         return values
 
-    def read(self, found: Found, took_s: float) -> Placed:
+    def read(self, solution: Found, took_s: float) -> Placed:
         """The placement that the columns' values say."""
-        values = found.values
+        values = solution.values
         choices = []
         for op in self.workflow.operators:
             variant = max(op.variants, key=lambda v: values[self.variants[op.name, v.name]])
@@ -302,7 +302,7 @@ class _Problem:
         traffic = sum(values[column] * dollars for column, dollars in self.traffic)
         latency = self._latency_of(choices) if self.ask.latency_s else 0.0
         accuracy = self.workflow.accuracy_of({c.operator: c.variant for c in choices})
-        gap = 0.0 if found.proven else above(found.objective, found.bound)
+        gap = 0.0 if solution.proven else above(solution.objective, solution.bound)
         return Placed(self.ask, accuracy, tuple(choices), compute, traffic, latency, gap, took_s)
 
     def _latency_of(self, choices: list[Choice]) -> float:
@@ -344,7 +344,7 @@ def accurate_enough(milp: Milp, workflow: Workflow, least: float, variants: Mapp
             factors = {variants[op.name, v.name]: log(max(v.factor, 1e-300)) for op, v in every}
             milp.row(factors, least=log(least / accuracy.base) - 1e-12)
         return
-    rows = [(row, milp.column(1, whole=True)) for row, value in accuracy.table if value >= least]
+    rows = [(row, milp.column(1, integer=True)) for row, value in accuracy.table if value >= least]
     milp.row({column: 1.0 for _, column in rows}, 1, 1)
     for i, name in enumerate(accuracy.operators):
         for v in workflow.operator(name).variants:
@@ -357,17 +357,17 @@ def _most(op: Operator, machines: Machines) -> float:
     return sum(w.count * max((b / s for v in op.variants for b, s in v.batches(w.name)), default=0.0) for w in machines.workers)
 
 
-def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, known: Placed | None = None) -> Placed | None:
+def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, start: Placed | None = None) -> Placed | None:
     """The placement of least price that does what is asked for; None where there is none. Proven unless `limit_s` seconds were too few.
 
-    `known`: a placement to begin with, of throughput alone.
+    `start`: a placement to begin with, of throughput alone.
 
     Raises:
         Infeasible: `limit_s` seconds were too few to find any, or to rule it out.
     """
     begun = time.monotonic()
     problem = _Problem(workflow, machines, ask, free_rate=False)
-    found = problem.milp.solve(limit_s, problem.start(known) if known is not None else None)
+    found = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
     if not found.values and not found.proven:
         raise Infeasible(f"{limit_s:g} s were too few to find a placement, or to rule it out; give more with --within, or ask for less")
     return problem.read(found, time.monotonic() - begun) if found.values else None
@@ -381,19 +381,19 @@ def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float 
     if not relaxed.values:
         return INFINITE, {}
     milp = Milp()
-    columns = {key: milp.column(1, -relaxed.values[column], whole=True) for key, column in problem.variants.items()}
+    columns = {key: milp.column(1, -relaxed.values[column], integer=True) for key, column in problem.variants.items()}
     accurate_enough(milp, workflow, ask.accuracy, columns)
     values = milp.solve(limit_s).values
     return relaxed.objective, {name: variant for (name, variant), column in columns.items() if values and values[column] > 0.5}
 
 
 def highest_rate(
-    workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, known: Placed | None = None
+    workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, start: Placed | None = None
 ) -> tuple[float, bool]:
     """Requests/s that all machines together can do of what is asked for, whatever it costs, and whether that is proven to be the most.
 
-    `known`: a placement that does as many as are asked for.
+    `start`: a placement that does as many as are asked for.
     """
     problem = _Problem(workflow, machines, ask, free_rate=True)
-    found = problem.milp.solve(limit_s, problem.start(known) if known is not None else None)
+    found = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
     return found.values[problem.rate] if found.values else 0.0, found.proven

@@ -71,7 +71,7 @@ class _Case:
         """Requests/s, 0 where it cannot run the variant."""
         return max((b / seconds for b, seconds in self.variants[op.name].batches(worker.name)), default=0.0)
 
-    def traffic(self, op: Operator, worker: Worker, load: float, given: Mapping[str, tuple[tuple[Worker, float], ...]]) -> float:
+    def traffic(self, op: Operator, worker: Worker, load: float, shares: Mapping[str, tuple[tuple[Worker, float], ...]]) -> float:
         """Dollars an hour of what `load` requests/s on a worker read, from each place in proportion to what it makes."""
         total = 0.0
         sources = {s.name: s for s in self.workflow.sources}
@@ -80,8 +80,8 @@ class _Case:
                 source = sources[name]
                 starts = [(source.name, source.tier, 1.0, source.output_bytes)]
             else:
-                made = sum(x for _, x in given[name])
-                starts = [(w.name, w.tier, x / made, self.variants[name].output_bytes) for w, x in given[name]]
+                made = sum(x for _, x in shares[name])
+                starts = [(w.name, w.tier, x / made, self.variants[name].output_bytes) for w, x in shares[name]]
             for start, tier, part, size in starts:
                 if worker.tier < tier:
                     return inf
@@ -95,7 +95,7 @@ class _Case:
 class _State:
     price: float
     compute: float
-    given: Mapping[str, tuple[tuple[Worker, float], ...]]
+    shares: Mapping[str, tuple[tuple[Worker, float], ...]]
     free: frozenset[int]
 
 
@@ -107,32 +107,32 @@ def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], k
         load = case.workflow.rates[op.name] * case.ask.rate
         following = []
         for state in found:
-            below = max((max(w.tier for w, _ in state.given[name]) for name, _ in op.inputs if name in state.given), default=0)
+            below = max((max(w.tier for w, _ in state.shares[name]) for name, _ in op.inputs if name in state.shares), default=0)
             for top in (t for t in tiers if t >= below):
                 there = [i for i in sorted(state.free) if below <= workers[i].tier <= top and case.capacity(op, workers[i]) > 0]
-                chosen = _filled(case, op, load, workers, there, state.given)
+                chosen = _filled(case, op, load, workers, there, state.shares)
                 if chosen is None:
                     continue
                 shares = tuple((workers[i], x) for i, x in chosen)
                 compute = sum(w.price_per_hour for w, _ in shares)
-                traffic = sum(case.traffic(op, w, x, state.given) for w, x in shares)
+                traffic = sum(case.traffic(op, w, x, state.shares) for w, x in shares)
                 if traffic < inf:
                     free = state.free - {i for i, _ in chosen}
                     following.append(
-                        _State(state.price + compute + traffic, state.compute + compute, {**state.given, op.name: shares}, free)
+                        _State(state.price + compute + traffic, state.compute + compute, {**state.shares, op.name: shares}, free)
                     )
         found = sorted(following, key=lambda s: s.price)[:keep]
     return found
 
 
 def _filled(
-    case: _Case, op: Operator, load: float, workers: list[Worker], there: list[int], given: Mapping[str, tuple[tuple[Worker, float], ...]]
+    case: _Case, op: Operator, load: float, workers: list[Worker], there: list[int], shares: Mapping[str, tuple[tuple[Worker, float], ...]]
 ) -> list[tuple[int, float]] | None:
     """Workers until they carry the load: where one of the lowest tier carries what is left alone, the cheapest such; else by the price of a
     request."""
     chosen: list[tuple[int, float]] = []
     left, waiting = load, list(there)
-    unit = {i: case.traffic(op, workers[i], 1.0, given) for i in there}
+    unit = {i: case.traffic(op, workers[i], 1.0, shares) for i in there}
     while left > 1e-12 * load:
         if not waiting:
             return None
@@ -162,7 +162,7 @@ def _accurate(workflow: Workflow, machines: Machines, accuracy: float) -> Iterat
         return sum(ran) / len(ran) if ran else 1e6
 
     milp = Milp()
-    columns = {(op.name, v.name): milp.column(1, cost(v), whole=True) for op in workflow.operators for v in op.variants}
+    columns = {(op.name, v.name): milp.column(1, cost(v), integer=True) for op in workflow.operators for v in op.variants}
     accurate_enough(milp, workflow, accuracy, columns)
     while values := milp.solve().values:
         choice = {op.name: next(v for v in op.variants if values[columns[op.name, v.name]] > 0.5) for op in workflow.operators}
@@ -189,7 +189,7 @@ def _placed(workflow: Workflow, ask: Ask, state: _State, variants: Mapping[str, 
     choices = []
     for op in workflow.operators:
         by_worker: dict[str, list[float]] = {}
-        for w, x in state.given[op.name]:
+        for w, x in state.shares[op.name]:
             by_worker.setdefault(w.name, []).append(x)
         shares = []
         for name, loads in by_worker.items():

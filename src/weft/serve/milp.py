@@ -31,15 +31,15 @@ class Milp:
     costs: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
     rows: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
 
-    def column(self, upper: float = INFINITE, cost: float = 0.0, whole: bool = False, lower: float = 0.0) -> int:
+    def column(self, upper: float = INFINITE, cost: float = 0.0, integer: bool = False, lower: float = 0.0) -> int:
         """A new column from `lower` to `upper`; its number."""
         self.costs.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
-        self.whole.append(whole)
+        self.integer.append(integer)
         return len(self.costs) - 1
 
     def row(self, terms: Mapping[int, float], least: float = -INFINITE, most: float = INFINITE) -> None:
@@ -69,7 +69,7 @@ class Milp:
         problem.a_matrix_.format_ = highs.MatrixFormat.kRowwise
         problem.a_matrix_.start_, problem.a_matrix_.index_, problem.a_matrix_.value_ = starts, columns, values
         kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
-        problem.integrality_ = [kinds[one and not relaxed] for one in self.whole]
+        problem.integrality_ = [kinds[one and not relaxed] for one in self.integer]
         solver = highs.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", float(limit_s))
@@ -84,6 +84,6 @@ class Milp:
         if info.primal_solution_status != highs.SolutionStatus.kSolutionStatusFeasible:
             ruled_out = (highs.HighsModelStatus.kInfeasible, highs.HighsModelStatus.kUnboundedOrInfeasible)  # every column is bounded
             return Found((), INFINITE, INFINITE, status in ruled_out)
-        bound = info.mip_dual_bound if any(self.whole) and not relaxed else info.objective_function_value
+        bound = info.mip_dual_bound if any(self.integer) and not relaxed else info.objective_function_value
         found = tuple(solver.getSolution().col_value)
         return Found(found, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)

@@ -117,13 +117,13 @@ def _table(where: str, data: Table, key: str) -> dict[str, Any]:
     return found
 
 
-def _tables(where: str, data: Table, key: str, known: set[str]) -> list[tuple[str, str, dict[str, Any]]]:
+def _tables(where: str, data: Table, key: str, keys: set[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """(name, where it stands, the table) of each table below `key`."""
     found = [(name, f"{where} [{key}.{name}]", row) for name, row in _table(where, data, key).items()]
     for _, at, row in found:
         if not isinstance(row, dict):
             raise ConfigError(f"{at} is {row!r}; it is a table")
-        toml.only(at, row, known)
+        toml.only(at, row, keys)
     return found
 
 

@@ -92,7 +92,7 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
         held[value] = size
         by_name[value.name] += size
 
-    for value in program.given[rank]:
+    for value in program.initial[rank]:
         hold(value, size_bytes(value))
     most, parts, step_of = sum(by_name.values()), dict(by_name), -1
     for step, (action, e) in enumerate(zip(program.actions[rank], program.effects[rank], strict=True)):

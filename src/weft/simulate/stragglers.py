@@ -58,7 +58,7 @@ class _Run:
         self.computed = [0] * self.num
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.pushed: dict[tuple[int, int], int] = defaultdict(int)
-        self.made = dict.fromkeys(self.parts, 0)
+        self.num_updates = dict.fromkeys(self.parts, 0)
         self.has: dict[tuple[int, int], int] = defaultdict(int)  # (rank, version) -> parts of it
 
     def at(self, when: float, what: str, server: int, rank: int, step: int) -> None:

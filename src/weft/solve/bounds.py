@@ -21,37 +21,37 @@ from weft.solve.lending import Host, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
 
 
-def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
+def work_s(pricer: Pricer, base: Layout, again: bool = False) -> float:
     """Seconds that the busiest rank computes and talks inside layers, were the work divided evenly over all ranks of the pipeline.
 
     `again`: what full recomputation repeats is counted twice.
     """
     if isinstance(pricer, MixedPricer):
-        pricer.sharding(frame)
-        if pricer.aligned(frame):
+        pricer.sharding(base)
+        if pricer.aligned(base):
             # Every part does its share of the layers in the time that all of them take.
-            width = frame.stage_ranks
-            return frame.microbatches / sum(one.cluster.num_devices / width / _once_s(one, frame, again) for one in pricer.pricers)
-    return frame.microbatches * _once_s(pricer, frame, again) / frame.pipeline
+            width = base.stage_ranks
+            return base.microbatches / sum(one.cluster.num_devices / width / _once_s(one, base, again) for one in pricer.pricers)
+    return base.microbatches * _once_s(pricer, base, again) / base.pipeline
 
 
-def _once_s(pricer: Pricer, frame: Layout, again: bool) -> float:
+def _once_s(pricer: Pricer, base: Layout, again: bool) -> float:
     """Seconds of one microbatch through all layers."""
-    times = pricer.operator_seconds(frame)
+    times = pricer.operator_seconds(base)
     total = sum(float(part.sum()) for part in times)
     if again:
-        twice = pricer.parts(frame).again
+        twice = pricer.parts(base).again
         total += float(times[0][twice].sum()) + float(times[2][twice].sum())
     return total
 
 
-def sent_share(pricer: Pricer, frame: Layout) -> float:
+def sent_share(pricer: Pricer, base: Layout) -> float:
     """What part of its time one microbatch takes for the collectives of tensor ranks."""
-    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(frame))
+    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(base))
     return (out + back) / (forward + backward + out + back)
 
 
-def filled(frame: Layout) -> float:
+def filled(base: Layout) -> float:
     """How much longer a step is than its work, with one stage a rank: filling and draining the pipeline, at the least.
 
     Stage s works for m·T_s, and before and after that one microbatch passes the stages before it: the step is at least
@@ -61,45 +61,45 @@ def filled(frame: Layout) -> float:
     >>> filled(Layout(pipeline=2, microbatches=1)), round(filled(Layout(pipeline=2, microbatches=2)), 6)
     (2.0, 1.333333)
     """
-    m, p = frame.microbatches, frame.pipeline
+    m, p = base.microbatches, base.pipeline
     return p / m / (1 - (1 - 1 / m) ** p)
 
 
-def summing_s(pricer: Pricer, frame: Layout) -> float:
+def summing_s(pricer: Pricer, base: Layout) -> float:
     """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
-    otherwise = frame.compress != "none" or frame.staleness or frame.servers or frame.expert > 1
-    if frame.data == 1 or otherwise or pricer.cluster.kind.times_programs or pricer.cluster.parts:
+    otherwise = base.compress != "none" or base.staleness or base.servers or base.expert > 1
+    if base.data == 1 or otherwise or pricer.cluster.kind.times_programs or pricer.cluster.parts:
         return 0.0
-    share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline * frame.branch)
+    share = 2.0 * pricer.graph.num_trainable / (base.tensor * base.pipeline * base.branch)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.
-    return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, DATA, EXPERT))
+    return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(base, DATA, EXPERT))
 
 
-def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:
+def least_s(pricer: Pricer, base: Layout, interleaved: bool, again: bool = False) -> float:
     """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
     even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
-    busy = work_s(pricer, frame, again) * waiting(pricer, frame, even)
-    return max(busy, summing_s(pricer, frame))
+    busy = work_s(pricer, base, again) * waiting(pricer, base, even)
+    return max(busy, summing_s(pricer, base))
 
 
-def waiting(pricer: Pricer, frame: Layout, even: bool) -> float:
+def waiting(pricer: Pricer, base: Layout, even: bool) -> float:
     """How much longer a step is than its work, at the least. `even`: filling the pipeline may cost nothing.
 
     Where ranks that wait lend their cores, it costs nothing either, and a rank that computes alone with all of them may be quicker by
     itself than all ranks beside one another.
     """
-    if may_lend(pricer.cluster, frame):
-        host = Host.of(pricer.cluster, frame)
-        return min(1.0, frame.pipeline * _once_s(host.pricer(pricer, 1), frame, False) / _once_s(pricer, frame, False))
+    if may_lend(pricer.cluster, base):
+        host = Host.of(pricer.cluster, base)
+        return min(1.0, base.pipeline * _once_s(host.pricer(pricer, 1), base, False) / _once_s(pricer, base, False))
     if not even:
-        return filled(frame)
-    return 1.0 if isinstance(pricer, MixedPricer) else max(1.0, frame.pipeline / frame.microbatches * _way(pricer, frame))
+        return filled(base)
+    return 1.0 if isinstance(pricer, MixedPricer) else max(1.0, base.pipeline / base.microbatches * _way(pricer, base))
 
 
-def _way(pricer: Pricer, frame: Layout) -> float:
+def _way(pricer: Pricer, base: Layout) -> float:
     """What part of its work one microbatch passes from the first stage to the last and back, one after another, whatever the schedule: all
     but the gradients of weights, which at most half of the compute of backward is for."""
-    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(frame))
+    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(base))
     return 1.0 - 0.5 * backward / (forward + backward + out + back)
 
 
@@ -143,16 +143,16 @@ def most_room(pricer: Pricer, layout: Layout) -> float:
     return max(memory_of(pricer, layout, k) - owner(pricer, layout, k).cluster.device.scratch_bytes for k in ranks)
 
 
-def check_room(pricer: Pricer, frame: Layout, zeros: Sequence[int], offloads: Sequence[str]) -> None:
+def check_room(pricer: Pricer, base: Layout, zeros: Sequence[int], offloads: Sequence[str]) -> None:
     """Refuse, before anything is propagated or priced, a frame whose state alone cannot fit under any of these ZeRO stages and offloads.
 
     Raises:
         Infeasible: with the numbers.
     """
-    zero = max(zeros, default=0) if frame.data > 1 else 0
+    zero = max(zeros, default=0) if base.data > 1 else 0
     offload = next((o for o in ("all", "optimizer") if o in offloads), "none")
     with suppress(LayoutError):  # what does not go together, its variants refuse themselves
-        check_state(pricer, replace(frame, zero=zero, offload=offload))
+        check_state(pricer, replace(base, zero=zero, offload=offload))
 
 
 def check_state(pricer: Pricer, layout: Layout) -> None:

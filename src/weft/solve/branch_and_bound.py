@@ -40,7 +40,7 @@ MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewe
 MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
-Thrift = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
+MemoryOptions = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
 # Keys of frames.
 COMPARED = (
     "data", "branch", "neighbours", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel",
@@ -64,8 +64,8 @@ class Branches:
     _all: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _number: int = 0
     _best_value: tuple[float, ...] = ()
-    _known: dict[tuple[Layout, bool], dict[Thrift, float]] = field(default_factory=dict)
-    _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
+    _least_s: dict[tuple[Layout, bool], dict[MemoryOptions, float]] = field(default_factory=dict)
+    _may_fit: dict[Layout, dict[MemoryOptions, Layout]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Price frames in the order of their bounds until none can be better than the best; then those of smaller jobs that may be, and
@@ -147,7 +147,7 @@ class Branches:
             for way, (key, kinds) in ways.items()
         }
         bases: dict[tuple[Layout, bool, int, str], None] = {}
-        for (frame, interleaved), savings in self._known.items():
+        for (frame, interleaved), savings in self._least_s.items():
             for zero, recompute, offload, _ in savings:
                 if recompute in open_to[DROP] or offload in open_to[SWAP]:
                     bases[frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
@@ -289,40 +289,40 @@ class Branches:
             if one not in done and differences(one, mine) == 1:
                 self._try(one, whatever=True)
 
-    def _plainest(self, frame: Layout) -> bool:
+    def _plainest(self, base: Layout) -> bool:
         """Price the frame with the first thrift that makes it fit; whether one does."""
-        schedule = next(self.space.schedules(frame), None)
+        schedule = next(self.space.schedules(base), None)
         if schedule is None:
             return False
-        thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
+        thrifts = sorted(self._thrifts(base), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
         return any(self._try(_saving(schedule, thrift), whatever=True) is not None for thrift in thrifts[:3])
 
-    def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
+    def _bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
-            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
+            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if base.data > 1 else 0
             offload = "all" if any(kind_of("offload", o) in ("optimizer", "all") for o in self.space.words("offload")) else "none"
-            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0, servers=0)),)
-        return (worth(frame, seconds, self.pricer.cluster, self.objective),)
+            return (least_state_bytes(self.pricer, replace(base, zero=zero, offload=offload, compress="none", staleness=0, servers=0)),)
+        return (worth(base, seconds, self.pricer.cluster, self.objective),)
 
-    def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:
+    def _savings(self, base: Layout, interleaved: bool) -> dict[MemoryOptions, float]:
         """Every thrift under which the frame may fit, with seconds that no such step beats: of any segment the same."""
-        key = (frame, interleaved)
-        if key not in self._known:
+        key = (base, interleaved)
+        if key not in self._least_s:
             seconds: dict[Layout, float] = {}
-            for one in map(_alone, self._thrifts(frame).values()):
+            for one in map(_alone, self._thrifts(base).values()):
                 if one not in seconds:
                     seconds[one] = least_saving_s(self.pricer, one, interleaved)
-            self._known[key] = {thrift: seconds[_alone(one)] for thrift, one in self._thrifts(frame).items()}
-        return self._known[key]
+            self._least_s[key] = {thrift: seconds[_alone(one)] for thrift, one in self._thrifts(base).items()}
+        return self._least_s[key]
 
-    def _expand(self, frame: Layout, interleaved: bool) -> float:
+    def _expand(self, base: Layout, interleaved: bool) -> float:
         """Price the variants of a frame, those that cost more only where what costs less does not fit.
 
         Returns: seconds below which no variant comes that may fit; infinite where none does.
         """
-        savings = self._savings(frame, interleaved)
+        savings = self._savings(base, interleaved)
         lowest = INFINITE
-        for schedule in self.space.schedules(frame):
+        for schedule in self.space.schedules(base):
             if waits_to_fill(schedule) is interleaved:
                 continue
             fitting: list[Layout] = []
@@ -330,12 +330,12 @@ class Branches:
             known: dict[bool, float] = {}
             for thrift, seconds in savings.items():
                 least = seconds
-                if not self._hopeless(frame, least):
+                if not self._hopeless(base, least):
                     again = thrift[1] == "full"
                     if again not in known:
                         known[again] = self._least_of(schedule, again)
                     least = max(least, known[again])
-                if not self._hopeless(frame, least):
+                if not self._hopeless(base, least):
                     one = _saving(schedule, thrift)
                     if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                         continue
@@ -355,31 +355,31 @@ class Branches:
         except Infeasible:
             return 0.0
 
-    def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
+    def _thrifts(self, base: Layout) -> dict[MemoryOptions, Layout]:
         """The thrifts under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does, or the first rank of
         a schedule of one stage a rank that is asked for, which may hold fewer.
         GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more. Without a pipeline layers are repeated together only
         where it does not fit if they are repeated one at a time, since that takes as long.
         """
-        if frame not in self._may_fit:
+        if base not in self._may_fit:
             pricer, found = self.pricer, {}
-            have, room = most_memory(pricer, frame), most_room(pricer, frame)
+            have, room = most_memory(pricer, base), most_room(pricer, base)
             try:
-                sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
+                sites = balanced(pricer, base) if base.pipeline > 1 else ()  # the same for all
                 enough: set[Layout] = set()
-                asked = [s for s in self.space.schedules(frame) if s.chunks == 1 and self.space.asked("schedule", s.schedule)]
-                for one in self.space.thrifts(frame):
+                asked = [s for s in self.space.schedules(base) if s.chunks == 1 and self.space.asked("schedule", s.schedule)]
+                for one in self.space.thrifts(base):
                     if least_state_bytes(pricer, one) > room or (one.segment > 1 and _alone(one) in enough):
                         continue
                     need = self._held(replace(one, schedule=asked[0].schedule) if asked else one, sites)
-                    if need <= have and frame.pipeline == 1 and self.objective != "memory":
+                    if need <= have and base.pipeline == 1 and self.objective != "memory":
                         enough.add(_alone(one))
                     if need <= NEARLY * have:
                         found[one.zero, one.recompute, one.offload, one.segment] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
-            self._may_fit[frame] = found
-        return self._may_fit[frame]
+            self._may_fit[base] = found
+        return self._may_fit[base]
 
     def _held(self, layout: Layout, sites: Sequence[str]) -> float:
         """Bytes that the first rank of a pipeline holds."""
@@ -437,7 +437,7 @@ class Branches:
             lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips, lends)).step_time_s
             if self._hopeless(layout, lowest):
                 return lowest
-        timed = clocked(pricer, priced, whole=False)
+        timed = clocked(pricer, priced, in_full=False)
         if self._leads(timed):
             timed = clocked(pricer, priced)  # what is chosen is timed in whole
             if self._leads(timed):
@@ -480,8 +480,8 @@ class Branches:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
 
 
-def _saving(layout: Layout, thrift: Thrift) -> Layout:
-    zero, recompute, offload, segment = thrift
+def _saving(layout: Layout, options: MemoryOptions) -> Layout:
+    zero, recompute, offload, segment = options
     return replace(layout, zero=zero, recompute=recompute, offload=offload, segment=segment)
 
 

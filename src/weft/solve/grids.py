@@ -46,15 +46,15 @@ def in_grids(pricer: Pricer, priced: Iterable[Priced], hopeless: Callable[[Layou
 
 
 def left_out(
-    pricer: Pricer, priced: Iterable[Priced], frames: Iterable[Layout], hopeless: Callable[[Layout, float], bool]
+    pricer: Pricer, priced: Iterable[Priced], bases: Iterable[Layout], hopeless: Callable[[Layout, float], bool]
 ) -> Iterator[Layout]:
     """Of the leading meshes those that nobody priced: what their tensor ranks send in a line bars them, and in a grid it may be less.
 
-    `frames`: of schedules of one stage a rank, in the order of their bounds. `hopeless` is asked as for `in_grids`.
+    `bases`: of schedules of one stage a rank, in the order of their bounds. `hopeless` is asked as for `in_grids`.
     """
     done = {(one.layout.data, one.layout.tensor, one.layout.pipeline) for one in priced}
     seen: set[tuple[int, ...]] = set()
-    for frame in frames:
+    for frame in bases:
         mesh = (frame.data, frame.tensor, frame.pipeline)
         if frame.tensor < LEAST or mesh in seen:
             continue
@@ -111,15 +111,15 @@ def _on_nodes(space: Space) -> Iterator[Layout]:
                     yield Layout(data, tensor, pipeline, space.batch_size // data, precision=space.precisions()[-1], grid=grid)
 
 
-def _estimated_s(pricer: Pricer, frame: Layout, elements: float) -> float:
+def _estimated_s(pricer: Pricer, base: Layout, elements: float) -> float:
     """Seconds of a step in a grid. `elements`: as `_product_elements` counts them."""
-    device, ranks = pricer.cluster.device, frame.num_ranks
-    moved = pricer.devices.widths(frame.precision).weight * elements / 2 * pricer.batch_size / frame.data / frame.pipeline
-    rows, columns = parse_grid(frame.grid)
+    device, ranks = pricer.cluster.device, base.num_ranks
+    moved = pricer.devices.widths(base.precision).weight * elements / 2 * pricer.batch_size / base.data / base.pipeline
+    rows, columns = parse_grid(base.grid)
     sent_s = sum(
-        pricer.collective("all_reduce", moved / other, pricer.group(frame, axis)) for axis, other in (("rows", columns), ("columns", rows))
+        pricer.collective("all_reduce", moved / other, pricer.group(base, axis)) for axis, other in (("rows", columns), ("columns", rows))
     )
-    return pricer.model_flops / (ranks * device.matmul_efficiency * device.peak(frame.precision)) + sent_s
+    return pricer.model_flops / (ranks * device.matmul_efficiency * device.peak(base.precision)) + sent_s
 
 
 def _product_elements(pricer: Pricer) -> float:
@@ -131,6 +131,6 @@ def _product_elements(pricer: Pricer) -> float:
     return found / graph.batch_size
 
 
-def _narrowed(space: Space, frame: Layout) -> Space:
-    asked = (Constraint(key, "=", getattr(frame, key)) for key in ("data", "tensor", "pipeline", "grid"))
+def _narrowed(space: Space, base: Layout) -> Space:
+    asked = (Constraint(key, "=", getattr(base, key)) for key in ("data", "tensor", "pipeline", "grid"))
     return replace(space, constraints=(*space.constraints, *asked), contexts=(), images=(), branches=())

@@ -190,7 +190,7 @@ def _moments(schedule: Schedule, rank: int, held: Sequence[StageMemory]) -> tupl
         return np.array([[schedule.in_flight(schedule.stages_of[rank][0])]]), np.zeros(1)
     now = schedule.held(rank)
     there = sum(by_moment(held, now))
-    return (now.kept - now.noted).astype(np.float64), np.max(there) - there
+    return (now.in_flight - now.noted).astype(np.float64), np.max(there) - there
 
 
 def _eased(stage: Stage, room: Room, choices: Choices, fits: Callable[[Choices], bool]) -> Choices:

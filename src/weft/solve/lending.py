@@ -28,8 +28,8 @@ class Host:
     """Where a pipeline's ranks lie, by their places in it, and what each host has for this pipeline alone."""
 
     hosts: tuple[int, ...]  # by pipeline rank
-    own: int  # threads of a rank
-    cores: int  # of one host, for one pipeline
+    rank_threads: int  # threads of a rank
+    num_cores: int  # of one host, for one pipeline
     replicas: int  # pipelines of a host
     nodes: int
 
@@ -43,7 +43,7 @@ class Host:
 
     @property
     def can_lend(self) -> bool:
-        return self.threads(1) > self.own
+        return self.threads(1) > self.rank_threads
 
     @property
     def together(self) -> int:
@@ -52,7 +52,7 @@ class Host:
 
     def threads(self, busy: int, positions: int = 0) -> int:
         """Threads of each of so many ranks that compute at once on a host with so many `positions` (0: the fullest)."""
-        return threads_of(busy, self.own, positions or self.together, self.cores)
+        return threads_of(busy, self.rank_threads, positions or self.together, self.num_cores)
 
     def pricer(self, pricer: Pricer, busy: int) -> Pricer:
         """What computes cost while so many ranks of each pipeline compute on a host."""
@@ -88,7 +88,7 @@ class Lent:
             positions = hosts.count(hosts[rank])
             for step, others in steps.items():
                 number = 1 + sum(hosts[other] == hosts[rank] for other in others)
-                if self.host.threads(number, positions) > self.host.own:
+                if self.host.threads(number, positions) > self.host.rank_threads:
                     action = self.program.actions[rank][step]
                     assert isinstance(action, Compute)
                     found[action] = number

@@ -44,7 +44,7 @@ class MixedPricer(Pricer):
             before = sum(earlier.cluster.num_devices for earlier in found)
             one = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, before=before)
             one.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
-            one._shardings, one._same, one._parts, one._kinds = self._shardings, self._same, self._parts, self._kinds
+            one._shardings, one._canonical, one._parts, one._kinds = self._shardings, self._canonical, self._parts, self._kinds
             one._sections, one._splits = self._sections, self._splits
             found.append(one)
         return tuple(found)

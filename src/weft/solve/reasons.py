@@ -111,11 +111,11 @@ def _together(
     return (("segment", text),)
 
 
-def _allowed(key: str, known: Sequence[int | str]) -> str:
+def _allowed(key: str, values: Sequence[int | str]) -> str:
     """The constraint that leaves what runs of a key."""
-    if all(isinstance(v, int) for v in known):
-        return f"{key}<={max(known)}"
-    return " ".join(f"{key}!={word}" for word in CHOICES[key] if word not in known)
+    if all(isinstance(v, int) for v in values):
+        return f"{key}<={max(values)}"
+    return " ".join(f"{key}!={word}" for word in CHOICES[key] if word not in values)
 
 
 def _said(key: str, layout: Layout) -> str:

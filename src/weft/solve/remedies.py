@@ -65,10 +65,10 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
     )
 
 
-def _hints(pricer: Pricer, space: Space, given: Sequence[Constraint]) -> list[str]:
-    """What would do, each proven by a layout that fits. `given`: constraints that may be left out; others follow from the model."""
+def _hints(pricer: Pricer, space: Space, constraints: Sequence[Constraint]) -> list[str]:
+    """What would do, each proven by a layout that fits. `constraints`: constraints that may be left out; others follow from the model."""
     found = []
-    for one in given:
+    for one in constraints:
         rest = [c for c in space.constraints if c != one]
         layout = feasible(pricer, replace(space, constraints=rest))
         if layout is not None:

@@ -12,12 +12,12 @@ from weft.solve.timing import Priced
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
-SAME = 0.004  # relative difference of times that is none
+TOLERANCE = 0.004  # relative difference of times that is none
 
 
 def _rounded(seconds: float) -> float:
     """To the nearest of a grid of steps of 0.4 %: no prediction is as exact, and decimal digits would be as coarse as 1 % at 1.00."""
-    return exp(round(log(seconds) / SAME) * SAME) if 0 < seconds < inf else seconds
+    return exp(round(log(seconds) / TOLERANCE) * TOLERANCE) if 0 < seconds < inf else seconds
 
 
 def worth(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:

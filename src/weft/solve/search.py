@@ -113,23 +113,23 @@ def _of_any_order(
     return found
 
 
-def _best(found: Branches, objective: str, by_hand: bool) -> Priced:
+def _best(searched: Branches, objective: str, by_hand: bool) -> Priced:
     """What was found, proven; what else was priced is put in order behind it."""
-    cluster, best = found.pricer.cluster, found.best
+    cluster, best = searched.pricer.cluster, searched.best
     assert best is not None
     if not by_hand and objective == "time" and cluster.kind.shares_hosts:
-        best = calmest(found.clocked, best)
-    _prove(found.pricer, best)
-    found.clocked.sort(key=lambda p: (p is not best, *score(p, cluster, objective)))
+        best = calmest(searched.clocked, best)
+    _prove(searched.pricer, best)
+    searched.clocked.sort(key=lambda p: (p is not best, *score(p, cluster, objective)))
     return best
 
 
-def _plan(found: Branches, best: Priced, model: str, elsewhere: str | None, by_hand: bool) -> Plan:
-    pricer, cluster = found.pricer, found.pricer.cluster
-    priced = {p.layout: p for p in reversed(found.clocked)}  # each layout once
+def _plan(searched: Branches, best: Priced, model: str, elsewhere: str | None, by_hand: bool) -> Plan:
+    pricer, cluster = searched.pricer, searched.pricer.cluster
+    priced = {p.layout: p for p in reversed(searched.clocked)}  # each layout once
     candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
-        found.refused, key=lambda c: (differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
+        searched.refused, key=lambda c: (differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
     )
     inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
     sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
@@ -138,7 +138,7 @@ def _plan(found: Branches, best: Priced, model: str, elsewhere: str | None, by_h
     bucket_bytes = 0 if mixed else best_bucket_bytes(pricer, best.layout, best.sites)
     sums = sums_of(cluster, best.layout)
     summing = "" if mixed else why(cluster, best.layout, sums, bucket_bytes)
-    chosen = reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=found.bound_s)
+    chosen = reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=searched.bound_s)
     return Plan(
         best.layout,
         model,
@@ -151,7 +151,7 @@ def _plan(found: Branches, best: Priced, model: str, elsewhere: str | None, by_h
         (*spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
         bucket_bytes=bucket_bytes,
-        bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
+        bound_gap=best.prediction.step_time_s / searched.bound_s - 1 if searched.bound_s else None,
         sums=sums,
     )
 

@@ -43,7 +43,7 @@ class Ways:
 
     counts: Sequence[Counts]
     seconds: Floats
-    kept: Floats
+    activations: Floats
     there: Floats  # of the microbatch that goes backward
     noted: Floats  # of each whose weights part is put off
 
@@ -79,25 +79,25 @@ class Several:
         picked = self._all(limit) if few else self._undone(self._freed(limit), limit)
         return [one.counts[i] for one, i in zip(self.ways, picked, strict=True)]
 
-    def bytes(self, picked: Sequence[int]) -> Floats:
+    def bytes(self, chosen: Sequence[int]) -> Floats:
         """By moment, of one way of each stage."""
-        return self._bytes(*self._held(picked))
+        return self._bytes(*self._held(chosen))
 
-    def _bytes(self, kept: Floats, there: Floats, noted: Floats) -> Floats:
+    def _bytes(self, activations: Floats, there: Floats, noted: Floats) -> Floats:
         """By moment; of many combinations, rows of what is held, by moment and combination."""
-        found: Floats = self.now.kept @ kept.T + self.now.backward @ there.T + self.now.noted @ noted.T
-        return found + (self.besides if kept.ndim == 1 else self.besides[:, None])
+        found: Floats = self.now.in_flight @ activations.T + self.now.backward @ there.T + self.now.noted @ noted.T
+        return found + (self.besides if activations.ndim == 1 else self.besides[:, None])
 
-    def _held(self, picked: Sequence[int]) -> tuple[Floats, Floats, Floats]:
-        ways = list(zip(self.ways, picked, strict=True))
-        kept, there, noted = (np.array([getattr(one, part)[i] for one, i in ways]) for part in ("kept", "there", "noted"))
+    def _held(self, chosen: Sequence[int]) -> tuple[Floats, Floats, Floats]:
+        ways = list(zip(self.ways, chosen, strict=True))
+        kept, there, noted = (np.array([getattr(one, part)[i] for one, i in ways]) for part in ("activations", "there", "noted"))
         return kept, there, noted
 
     def _all(self, limit: float) -> list[int]:
         every = np.array(list(product(*(range(len(one.counts)) for one in self.ways))), dtype=np.intp)
         seconds, kept, there, noted = (
             np.stack([getattr(one, part)[every[:, s]] for s, one in enumerate(self.ways)], axis=1)
-            for part in ("seconds", "kept", "there", "noted")
+            for part in ("seconds", "activations", "there", "noted")
         )
         fits = self._bytes(kept, there, noted).max(axis=0) <= limit
         if not fits.any():
@@ -117,7 +117,9 @@ class Several:
                 return picked
             best: tuple[float, float, int, int] | None = None
             for s, (one, i) in enumerate(zip(self.ways, picked, strict=True)):
-                held = self.now.kept[at, s] * one.kept + self.now.backward[at, s] * one.there + self.now.noted[at, s] * one.noted
+                held = (
+                    self.now.in_flight[at, s] * one.activations + self.now.backward[at, s] * one.there + self.now.noted[at, s] * one.noted
+                )
                 freed, more = held[i] - held, np.maximum(0.0, one.seconds - one.seconds[i])
                 rate = np.where(freed > 0, more / np.maximum(freed, 1e-9), np.inf)
                 to = int(np.lexsort((freed, rate))[0])
@@ -128,21 +130,21 @@ class Several:
             picked[best[2]] = best[3]
         raise self._nothing(limit)
 
-    def _undone(self, picked: list[int], limit: float) -> list[int]:
+    def _undone(self, chosen: list[int], limit: float) -> list[int]:
         """The same with what saves most seconds undone while it still fits."""
         while True:
             best: tuple[float, int, int] | None = None
             for s, one in enumerate(self.ways):
-                saved = one.seconds[picked[s]] - one.seconds
+                saved = one.seconds[chosen[s]] - one.seconds
                 for i in np.argsort(-saved, kind="stable").tolist():
-                    if saved[i] <= 1e-12 * one.seconds[picked[s]] or (best is not None and saved[i] <= best[0]):
+                    if saved[i] <= 1e-12 * one.seconds[chosen[s]] or (best is not None and saved[i] <= best[0]):
                         break
-                    if self.bytes([*picked[:s], i, *picked[s + 1 :]]).max() <= limit:
+                    if self.bytes([*chosen[:s], i, *chosen[s + 1 :]]).max() <= limit:
                         best = float(saved[i]), s, i
                         break
             if best is None:
-                return picked
-            picked[best[1]] = best[2]
+                return chosen
+            chosen[best[1]] = best[2]
 
     def _nothing(self, limit: float) -> Infeasible:
         return Infeasible(f"{len(self.ways)} stages do not fit in {format_bytes(limit)} whatever of their layers is moved or repeated")

@@ -116,30 +116,30 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
     return tuple(found)
 
 
-def _word_of(word: str, key: str, relation: str, given: str) -> str:
+def _word_of(word: str, key: str, relation: str, text: str) -> str:
     """The value of a constraint `word` on a key whose values are words, in its one form."""
     if relation not in ("=", "!="):
         raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
     if key == "spatial":
-        parse_spatial(given)
-        return given
+        parse_spatial(text)
+        return text
     if key == "compress":
-        return str(Compression.parse(given))
-    if key == "schedule" and is_file(given):
+        return str(Compression.parse(text))
+    if key == "schedule" and is_file(text):
         raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
-    if reason := refuse_word(key, given):
+    if reason := refuse_word(key, text):
         raise UsageError(f"constraint {word}: {reason}")
-    if given in CHOICES[key]:
-        return given
+    if text in CHOICES[key]:
+        return text
     if relation != "=":  # of some layers
-        raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or none of {key}")
-    return str(LayerChoice.parse(key, given))
+        raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={text}, or none of {key}")
+    return str(LayerChoice.parse(key, text))
 
 
-def _check_met(found: Sequence[Constraint]) -> None:
+def _check_met(constraints: Sequence[Constraint]) -> None:
     """Raise Infeasible for constraints on one key that no value meets."""
-    for key in {c.key for c in found}:
-        mine = [c for c in found if c.key == key]
+    for key in {c.key for c in constraints}:
+        mine = [c for c in constraints if c.key == key]
         values: Sequence[int | str]
         if key in ("compress", "grid", "spatial"):
             values = ["none", *(c.value for c in mine)]
@@ -201,10 +201,10 @@ class Space:
 
     `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
-    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
-    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the model's layers
-    that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`);
-    `attention`: how these attend to one another's positions, where that differs.
+    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `mixed_traffic`: whether
+    products are so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the
+    model's layers that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence
+    (`weft.solve.images`); `attention`: how these attend to one another's positions, where that differs.
     `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
     """
 
@@ -215,7 +215,7 @@ class Space:
     num_chunks: int = 1 << 30
     experts: int = 1
     fewer: bool = False
-    unlike: bool = False
+    mixed_traffic: bool = False
     num_blocks: int = 1
     images: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
@@ -410,7 +410,7 @@ class Space:
 
     @property
     def _cuts_samples(self) -> bool:
-        return self.unlike or self.asked("sample_parallel", "on")
+        return self.mixed_traffic or self.asked("sample_parallel", "on")
 
     def _threads(self, ranks: int) -> list[int]:
         if not self.cluster.kind.shares_hosts:
@@ -419,31 +419,31 @@ class Space:
         found = [t for t in (0, *(t for t in divisors(share) if t < share)) if self.admits("threads", t)]
         return found or [share] * self.admits("threads", share)
 
-    def schedules(self, frame: Layout) -> Iterator[Layout]:
+    def schedules(self, base: Layout) -> Iterator[Layout]:
         """The frame under every schedule that differs from others there."""
-        if frame.pipeline == 1:
+        if base.pipeline == 1:
             if self.admits("chunks", 1):
-                yield frame
+                yield base
             return
         if self.admits("chunks", 1):
-            names = ("1f1b", "gpipe") if frame.microbatches > 1 else ("1f1b",)
+            names = ("1f1b", "gpipe") if base.microbatches > 1 else ("1f1b",)
             if self.asked("schedule", "sequential"):
                 names = ("sequential",)
-            elif frame.microbatches == 1 and not self.admits("schedule", "1f1b"):
+            elif base.microbatches == 1 and not self.admits("schedule", "1f1b"):
                 names = ("gpipe",)
-            yield from (replace(frame, schedule=name) for name in names if self.admits("schedule", name))
+            yield from (replace(base, schedule=name) for name in names if self.admits("schedule", name))
         # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
         chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
-        if frame.microbatches > 1:
+        if base.microbatches > 1:
             for chunks in range(2, MOST_CHUNKS + 1):
-                stages = frame.pipeline * chunks
+                stages = base.pipeline * chunks
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
                 if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
-                    yield from (replace(frame, schedule=name, chunks=chunks) for name in chunked)
+                    yield from (replace(base, schedule=name, chunks=chunks) for name in chunked)
         others = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", *CHUNKED))
-        yield from (replace(frame, schedule=name) for name in others if self._wants(name, frame))
+        yield from (replace(base, schedule=name) for name in others if self._wants(name, base))
 
-    def _wants(self, name: str, frame: Layout) -> bool:
+    def _wants(self, name: str, base: Layout) -> bool:
         """Whether a schedule with a split backward, or one that goes both ways, is for this frame.
 
         The first are searched on GPUs: on processors splitting a backward costs more than the idle time that it fills. The others have
@@ -451,16 +451,16 @@ class Space:
         """
         asked = self.asked("schedule", name)
         chunks = chunks_of(name, 1)
-        stages = frame.pipeline * chunks
-        if frame.compile == "on" and name not in COMPILE_WITH["schedule"]:
+        stages = base.pipeline * chunks
+        if base.compile == "on" and name not in COMPILE_WITH["schedule"]:
             return False
-        if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, frame.microbatches):
+        if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, base.microbatches):
             return False
         if asked:
             return stages <= self.num_layers
         even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-        pays = self.cluster.kind.splits_backward and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
-        return pays and not schedule_of(replace(frame, schedule=name)).has_replicas
+        pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and (chunks == 1 or even)
+        return pays and not schedule_of(replace(base, schedule=name)).has_replicas
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
@@ -480,9 +480,9 @@ class Space:
         searched = {1 << j for j in range(1, isqrt(self.num_blocks).bit_length())}
         return [k for k in sorted({1} | (searched | asked if several else set())) if self.admits("segment", k)]
 
-    def variants(self, frame: Layout) -> Iterator[Layout]:
+    def variants(self, base: Layout) -> Iterator[Layout]:
         """Every layout of the frame."""
-        for one in self.schedules(frame):
+        for one in self.schedules(base):
             yield from self.thrifts(one)
 
 

@@ -19,20 +19,20 @@ from weft.simulate.stragglers import Exchange, simulate_steps
 from weft.solve.timing import Priced
 
 
-def straggler_steps(pricer: Pricer, priced: Priced, steps: int, late: float, seed: int = 0) -> Timeline:
-    """`steps` steps in which ranks are late by `late` of a step's compute in the mean.
+def straggler_steps(pricer: Pricer, priced: Priced, steps: int, mean_delay: float, seed: int = 0) -> Timeline:
+    """`steps` steps in which ranks are late by `mean_delay` of a step's compute in the mean.
 
     Raises:
         UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early or for ever late.
     """
     layout = priced.layout
-    if layout.num_ranks != layout.data or steps < 2 or not 0 <= late < inf:
-        asked = f"{layout}: {steps} steps, late by {late:g}"
+    if layout.num_ranks != layout.data or steps < 2 or not 0 <= mean_delay < inf:
+        asked = f"{layout}: {steps} steps, late by {mean_delay:g}"
         raise UsageError(f"{asked}; it takes replicas alone (data=N), two steps or more, and 0 <= late < inf")
     parts = dict(priced.prediction.parts)
     alone = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
     draw = random.Random(seed)
-    compute = [[alone * (1 + (draw.expovariate(1 / late) if late else 0.0)) for _ in range(steps)] for _ in range(layout.data)]
+    compute = [[alone * (1 + (draw.expovariate(1 / mean_delay) if mean_delay else 0.0)) for _ in range(steps)] for _ in range(layout.data)]
     return simulate_steps(compute, exchange_of(pricer, priced), f"{layout}, {steps} steps")
 
 

@@ -37,7 +37,7 @@ from weft.solve.stage_starts import useful
 Seconds2 = NDArray[np.float64]
 MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays
 FLOPS_A_BYTE = 20.0  # of memory, that take as long: about 5 on processors, 100 on GPUs; for where stages may begin alone
-STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
+PERIODIC = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
     return {(s.index, to): _hand_over_s(pricer, priced.layout, s, to, values) for s in stages for to, values in s.sends}
 
 
-def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
+def clocked(pricer: Pricer, priced: Priced, *, in_full: bool = True) -> Priced:
     """The same with its pipeline timed by the clock on the program that would run, and with cores lent where that pays.
 
     `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p or 2p of them, so what 2p more
@@ -217,7 +217,7 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     not yet used up the head start that its schedule gives it, that is too little, and the slowest rank's own work is the better bound;
     what is left is up to 1 % too little, never too much.
     """
-    timed = _timed(pricer, priced, whole)
+    timed = _timed(pricer, priced, in_full)
     if not may_lend(pricer.cluster, priced.layout) or (priced.layout.lend == AUTO and _actions(priced.layout) > MOST_LENT):
         return timed
     lent = replace(priced, layout=replace(priced.layout, lend="on"))
@@ -232,13 +232,13 @@ def _actions(layout: Layout) -> int:
     return 2 * layout.num_stages * layout.microbatches
 
 
-def _timed(pricer: Pricer, priced: Priced, whole: bool) -> Priced:
+def _timed(pricer: Pricer, priced: Priced, in_full: bool) -> Priced:
     layout = priced.layout
     if layout.actions and schedules.schedule_of(layout).manages:
         return replace(priced, prediction=pricer.predict(layout, priced.costs, (), timeline(pricer, priced).total_s, priced.smaller))
     if layout.pipeline == 1:
         return priced
-    whole = whole or bool(layout.actions)  # which are of that many microbatches
+    in_full = in_full or bool(layout.actions)  # which are of that many microbatches
     connected = links(pricer.split(priced.sites))
     times = _times(priced.costs, sends_s(pricer, priced))
     lesser, smaller = pricer.smaller(layout)
@@ -249,8 +249,8 @@ def _timed(pricer: Pricer, priced: Priced, whole: bool) -> Priced:
 
     m, p = layout.microbatches, layout.pipeline
     again = 2 * p
-    few = STEADY * p + m % again
-    if whole or smaller is not None or m <= few + again:
+    few = PERIODIC * p + m % again
+    if in_full or smaller is not None or m <= few + again:
         taken = seconds(m)
     else:
         more = seconds(few + again)

@@ -19,7 +19,7 @@ from weft.solve.all_reduce_choice import sums_of
 from weft.solve.checks import check_layout
 from weft.solve.space import layouts, parse_constraints
 
-UNKNOWN = "the model is no graph, in which it could be seen whether microbatches change what is trained: losses count by their samples"
+NO_GRAPH = "the model is no graph, in which it could be seen whether microbatches change what is trained: losses count by their samples"
 
 
 def without_graph(
@@ -63,7 +63,7 @@ def without_graph(
             if refused:
                 first = str(next(iter(refused.values()))).replace(f" ({why})", "")
                 said = f"data={one.data}: more replicas would train something else; {first}"
-            apart = (("whole batch", UNKNOWN),) if one.microbatches > 1 else ()
+            apart = (("whole batch", NO_GRAPH),) if one.microbatches > 1 else ()
             return replace(plan, reasons=(("data", said), ("capture", why), *apart))
     if refused:
         raise next(iter(refused.values()))

@@ -70,11 +70,11 @@ def export(state: Mapping[str, Tensor], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def gather_spans(own: Timeline | None, folder: Path, world: World) -> Timeline | None:
+def gather_spans(timeline: Timeline | None, folder: Path, world: World) -> Timeline | None:
     """The last step of all ranks in one timeline, on rank 0: each rank leaves its part in a hidden file of the run folder."""
     part = folder / f".timeline-{world.rank}.json"
-    if own is not None:
-        part.write_text(own.to_json(), encoding="utf-8")
+    if timeline is not None:
+        part.write_text(timeline.to_json(), encoding="utf-8")
     world.maximum([0])
     if world.rank:
         return None
@@ -84,7 +84,7 @@ def gather_spans(own: Timeline | None, folder: Path, world: World) -> Timeline |
         if path.exists():
             spans += [span._replace(rank=rank) for span in Timeline.from_json(path.read_text(encoding="utf-8")).spans]
             path.unlink()
-    return Timeline(own.name if own else "", world.num_ranks, tuple(spans)) if spans else None
+    return Timeline(timeline.name if timeline else "", world.num_ranks, tuple(spans)) if spans else None
 
 
 def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World) -> None:

@@ -42,13 +42,13 @@ def compiling_may_pay(plan: Plan, steps: int) -> bool:
     return predicted is not None and not plan.uncaptured and trials.SHARE * steps * predicted.step_time_s >= 2 * COMPILING_S
 
 
-def saves_s(plain: Timed, compiled: Timed, steps: int) -> float:
+def saves_s(eager: Timed, compiled: Timed, steps: int) -> float:
     """Seconds that compiling saves in so many steps; below zero where it takes longer than it saves.
 
     >>> saves_s(Timed(1.0, 0.0), Timed(0.75, 60.0), 200), saves_s(Timed(1.0, 0.0), Timed(0.75, 60.0), 1000)
     (-10.0, 190.0)
     """
-    return steps * (plain.step_s - compiled.step_s) - (compiled.start_s - plain.start_s)
+    return steps * (eager.step_s - compiled.step_s) - (compiled.start_s - eager.start_s)
 
 
 def weighed(
@@ -87,8 +87,8 @@ def _because(plan: Plan, words: str) -> Plan:
     return replace(plan, reasons=(*plan.reasons, ("compile", words)))
 
 
-def _together(found: list[list[float]]) -> Timed:
+def _together(seconds: list[list[float]]) -> Timed:
     """Of every rank's seconds of all steps."""
-    steps = [max(times) for times in zip(*found, strict=True)]
+    steps = [max(times) for times in zip(*seconds, strict=True)]
     step_s = median(steps[trials.WARM :])
     return Timed(step_s, sum(steps[: trials.WARM]) - trials.WARM * step_s)

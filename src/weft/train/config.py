@@ -245,15 +245,15 @@ def _all_keys() -> list[str]:
     return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
 
 
-def _near(name: str, known: Sequence[str]) -> str:
+def _near(name: str, names: Sequence[str]) -> str:
     """`; did you mean X?` for a key, with the section that it was given with. A section that is right is no likeness of keys."""
     section, dot, key = name.rpartition(".")
     at = section + dot if section in SECTIONS else ""
     word = key if at else name
     other = OTHER_NAMES.get(key)
-    if other is not None and at + other in known:
+    if other is not None and at + other in names:
         return f"; did you mean {at + other}?"
-    return toml.nearest(word, [k.removeprefix(at) for k in known if k.startswith(at)]).replace("mean ", f"mean {at}")
+    return toml.nearest(word, [k.removeprefix(at) for k in names if k.startswith(at)]).replace("mean ", f"mean {at}")
 
 
 def _change(word: str) -> tuple[tuple[str, str], Any]:

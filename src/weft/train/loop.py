@@ -202,7 +202,7 @@ class _Run:
         if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
             return None
         state = self.engine.state()
-        fits = self.world.survivor.kept.inherited is not None or room_bytes(*state) * self.world.num_ranks < available_bytes() / 2
+        fits = self.world.survivor.memory.inherited is not None or room_bytes(*state) * self.world.num_ranks < available_bytes() / 2
         return Snapshots(self.world, *state) if not any(self.world.maximum([not fits])) else None
 
     def _resume(self) -> int:
@@ -291,9 +291,9 @@ class _Run:
             return f"the loss went up to {loss:.4g}, from {recent[-1]:.4g}"
         return ""
 
-    def _blame(self, error: Diverged, kept: Snapshots, step: int) -> str:
+    def _blame(self, error: Diverged, snapshots: Snapshots, step: int) -> str:
         """Whose weights are no longer what they were after the last step, and which; every rank calls it."""
-        found, parts = kept.changed(step), self.engine.parts
+        found, parts = snapshots.changed(step), self.engine.parts
         names = [v.name for v in parts.graph.parameters]  # in one order on all ranks
         name = parameter_at(parts.groups, *found) if found is not None else ""
         mine = 0 if found is None else 2 + names.index(name) if name in names else 1

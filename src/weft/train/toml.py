@@ -64,9 +64,9 @@ def _words(key: str) -> list[str]:
     return [word.strip(" \t\"'") for word in key.split(".")]
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, words: Sequence[str]) -> str:
     """`; did you mean X?`, or nothing where no known word is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -26,7 +26,7 @@ class Sums:
 
     def __init__(self, group: Group, choices: Choices, program_of: ProgramOf, levels: bool = False) -> None:
         self._group, self._choices, self._program_of = group, choices, program_of
-        self._made: dict[tuple[str, str], Program] = {}
+        self._built: dict[tuple[str, str], Program] = {}
         self._programs = Programs(group.runner)
         boxes = group.boxes if levels or NAME in choices.names else ()
         nested = max(map(len, boxes), default=0) > 1
@@ -38,7 +38,7 @@ class Sums:
     def connect(self) -> None:
         """Connects now what will be needed; all members must come."""
         if self.levels is not None or any(name != NATIVE for name in self._choices.names):
-            self._group.runner.lane.connect()
+            self._group.runner.side_group.connect()
         if self.levels is not None:
             self.levels.connect()
 
@@ -67,11 +67,11 @@ class Sums:
             return None
         return self._programs.all_gather(self._program("all_gather", SCATTERING[name][1]), out, x, wait=False)
 
-    def _name(self, whole: Tensor) -> str:
-        return NATIVE if whole.dtype is torch.bool or whole.is_complex() else self._choices.of(whole.nbytes)
+    def _name(self, x: Tensor) -> str:
+        return NATIVE if x.dtype is torch.bool or x.is_complex() else self._choices.of(x.nbytes)
 
     def _program(self, collective: str, name: str) -> Program:
         key = (collective, name)
-        if key not in self._made:
-            self._made[key] = self._program_of(collective, name, self._group.size)
-        return self._made[key]
+        if key not in self._built:
+            self._built[key] = self._program_of(collective, name, self._group.size)
+        return self._built[key]

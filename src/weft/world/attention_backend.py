@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.world.matmul_backend import OWN
+from weft.world.matmul_backend import HIGHEST
 
 # Multiplications of one block's product from which on oneDNN is faster: between 0.8 and 1.6 million, over sequences of 32 to 1024 and heads
 # of 16 to 128.
@@ -34,7 +34,7 @@ def suits(queries: int, keys: int, width: int) -> bool:
 
 def _prefers_torch(q: Tensor, k: Tensor) -> bool:
     """Whether torch's own products suit attention of these, and are not what it takes anyway."""
-    if torch.get_float32_matmul_precision() == OWN or q.dtype is not torch.float32 or q.device.type != "cpu":
+    if torch.get_float32_matmul_precision() == HIGHEST or q.dtype is not torch.float32 or q.device.type != "cpu":
         return False
     return not torch.compiler.is_compiling() and not suits(q.shape[-2], k.shape[-2], q.shape[-1])
 
@@ -47,7 +47,7 @@ def products(q: Tensor, k: Tensor) -> Iterator[None]:
         yield
         return
     try:
-        torch.set_float32_matmul_precision(OWN)
+        torch.set_float32_matmul_precision(HIGHEST)
         yield
     finally:
         torch.set_float32_matmul_precision(way)
@@ -61,6 +61,6 @@ def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Te
     with products(q, k):
         made = target(q, k, v, *more, **named)
     if made.grad_fn is not None:
-        made.grad_fn.register_prehook(lambda gradients: torch.set_float32_matmul_precision(OWN))
-        made.grad_fn.register_hook(lambda found, gradients: torch.set_float32_matmul_precision(way))
+        made.grad_fn.register_prehook(lambda gradients: torch.set_float32_matmul_precision(HIGHEST))
+        made.grad_fn.register_hook(lambda _, gradients: torch.set_float32_matmul_precision(way))
     return made

@@ -81,7 +81,7 @@ class Group:
         self._transport: Any = None
         self._closed = False
         self._staged = self._nccl = self.shares_memory = False
-        self._lanes: dict[tuple[int, int], Any] = {}
+        self._directed: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
         self.levels: Levels | None = None  # what sums inside hosts and between them, where it was chosen and the members lie so
@@ -128,7 +128,7 @@ class Group:
         if not self._nccl:
             return
         for source, target in sorted(set(pairs)):  # in one order everywhere
-            if (source, target) in self._lanes:
+            if (source, target) in self._directed:
                 continue
             x = torch.zeros(1, device=self.device)
             if self.index == source:
@@ -144,7 +144,7 @@ class Group:
             self._transport.close()
         self._transport = None
         self._closed = True
-        self._lanes.clear()
+        self._directed.clear()
 
     @property
     def boxes(self) -> Boxes:
@@ -157,7 +157,9 @@ class Group:
         All of them ask, as often, by the same `name`. It is not recorded.
         """
         apart = Apart(name, len(self._apart[name]) + 1, self.ranks)
-        made = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, lane.within(apart)))
+        made = Group(
+            ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, connection: self._open(who, connection.within(apart))
+        )
         self._apart[name].append(made)
         return made
 
@@ -476,10 +478,10 @@ class Group:
 
     def _call_pair(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
-        lane = self._lanes.get((source, target))
+        lane = self._directed.get((source, target))
         if lane is None:
             lane, _ = self._open(self.ranks, Connection(direction=(source, target)))
-            self._lanes[(source, target)] = lane
+            self._directed[(source, target)] = lane
         try:
             return call(lane, x, peer, tag)
         except RuntimeError as error:

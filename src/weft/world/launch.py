@@ -358,13 +358,13 @@ def _lets_pool_go() -> bool:
 
 
 class _Folder:
-    """A private folder for one launch: the store, the record, logs and results. Without `kept` it goes at the end.
+    """A private folder for one launch: the store, the record, logs and results. Without `copies` it goes at the end.
 
     Where this process is killed before, it goes at the next launch of this user: nobody holds its lock then.
     """
 
-    def __init__(self, kept: Path | None) -> None:
-        self._kept = kept
+    def __init__(self, copies: Path | None) -> None:
+        self._copies = copies
 
     def __enter__(self) -> Path:
         _sweep(Path(tempfile.gettempdir()))
@@ -373,11 +373,11 @@ class _Folder:
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._kept is not None:
-            self._kept.mkdir(parents=True, exist_ok=True)
+        if self._copies is not None:
+            self._copies.mkdir(parents=True, exist_ok=True)
             for file in (*self.path.glob("rank-*.log"), self.path / "record"):
                 if file.exists():
-                    shutil.copyfile(file, self._kept / file.name)
+                    shutil.copyfile(file, self._copies / file.name)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

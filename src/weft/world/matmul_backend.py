@@ -28,8 +28,8 @@ from weft.errors import UsageError
 from weft.world.native_build import default_cache, processor
 
 PRODUCTS = "WEFT_PRODUCTS"  # the environment variable with the way that ranks multiply
-OWN = "highest"
-WAYS = (OWN, "high", "medium")  # torch's names
+HIGHEST = "highest"
+WAYS = (HIGHEST, "high", "medium")  # torch's names
 WORTH = 1.15  # times as fast as torch's own, by the geometric mean over shapes; less is within what one run differs from the next
 EXACT = 4.0  # times torch's own error at most; a product that is really narrow is off by hundreds of times that
 SHAPES = ((256, 384, 1536), (256, 1536, 384), (256, 384, 4096))  # rows, in, out
@@ -62,7 +62,7 @@ class Products:
         >>> Products((Way("high", 1.6, 1.2), Way("medium", 4.0, 900.0))).chosen, Products((Way("medium", 1.1, 1.0),)).chosen
         ('high', 'highest')
         """
-        return max((way for way in self.ways if way.taken), key=lambda way: way.speedup, default=Way(OWN, 1.0, 1.0)).name
+        return max((way for way in self.ways if way.taken), key=lambda way: way.speedup, default=Way(HIGHEST, 1.0, 1.0)).name
 
     def __str__(self) -> str:
         told = ", ".join(f"{way.name} is {way.speedup:.2f} times as fast with {way.error:.1f} times the error" for way in self.ways)
@@ -84,7 +84,7 @@ def products(cache: Path | None = None) -> Products:
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             try:
                 found = Products(tuple(measure(WAYS[1:])))
-                if found.chosen != OWN:  # whatever else ran here may have had a part in it
+                if found.chosen != HIGHEST:  # whatever else ran here may have had a part in it
                     found = Products(
                         tuple(min(pair, key=lambda way: way.speedup) for pair in zip(found.ways, measure(WAYS[1:]), strict=True))
                     )
@@ -103,7 +103,7 @@ def measure(ways: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES
     threads, before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     generator = torch.Generator().manual_seed(0)
-    names = (OWN, *ways)
+    names = (HIGHEST, *ways)
     ratios: dict[str, list[float]] = {name: [] for name in ways}
     errors: dict[str, float] = dict.fromkeys(names, 0.0)
     try:
@@ -121,11 +121,11 @@ def measure(ways: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES
                         seconds[name].append(time.thread_time() - began)
                         errors[name] = max(errors[name], _error(found, exact))
                 for name in ways:
-                    ratios[name].append(min(seconds[OWN]) / min(seconds[name]))
+                    ratios[name].append(min(seconds[HIGHEST]) / min(seconds[name]))
     finally:
         torch.set_float32_matmul_precision(before)
         torch.set_num_threads(threads)
-    return [Way(name, math.exp(sum(map(math.log, ratios[name])) / len(ratios[name])), errors[name] / errors[OWN]) for name in ways]
+    return [Way(name, math.exp(sum(map(math.log, ratios[name])) / len(ratios[name])), errors[name] / errors[HIGHEST]) for name in ways]
 
 
 def apply(name: str) -> None:
@@ -139,16 +139,16 @@ def apply(name: str) -> None:
     torch.set_float32_matmul_precision(name)
 
 
-def environment(given: Mapping[str, str], device: str) -> dict[str, str]:
-    """What ranks on `device` are told besides `given`: nothing where that says it, otherwise what this machine multiplies best by.
+def environment(variables: Mapping[str, str], device: str) -> dict[str, str]:
+    """What ranks on `device` are told besides `variables`: nothing where that says it, otherwise what this machine multiplies best by.
 
     Nothing on GPUs, which would multiply in TF32 where processors go through oneDNN: the setting is one for both.
     """
-    if PRODUCTS in given or device == "cuda" or (device == "auto" and torch.cuda.device_count()):
+    if PRODUCTS in variables or device == "cuda" or (device == "auto" and torch.cuda.device_count()):
         return {}
     chosen = products().chosen
-    return {} if chosen == OWN else {PRODUCTS: chosen}
+    return {} if chosen == HIGHEST else {PRODUCTS: chosen}
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+def _error(product: Tensor, exact: Tensor) -> float:
+    return float((product.double() - exact).abs().max() / exact.abs().max())

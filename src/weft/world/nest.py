@@ -98,9 +98,9 @@ class _Nest:
         watched = os.pidfd_open(pid)
         self._selector.register(watched, selectors.EVENT_READ, lambda: self._ended(watched, rank, pid))
 
-    def _ended(self, watched: int, rank: int, pid: int) -> None:
-        self._selector.unregister(watched)
-        os.close(watched)
+    def _ended(self, descriptor: int, rank: int, pid: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
         _, status = os.waitpid(pid, 0)
         del self._living[rank]
         self._tell(rank=rank, code=os.waitstatus_to_exitcode(status))

@@ -20,7 +20,7 @@ LEAST, KEPT = 3, 50
 
 
 class Pace:
-    """The pace of one rank. `steady`: False where a step may stop to compile, which nobody can time.
+    """The pace of one rank. `regular`: False where a step may stop to compile, which nobody can time.
 
     >>> pace = Pace(Recorder())
     >>> [pace.announced(s) for s in (0.5, 0.1, 0.1, 0.1)]
@@ -28,7 +28,7 @@ class Pace:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self.steady = recorder, True
+        self._recorder, self.regular = recorder, True
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._lasts_s, self._keeps = inf, False
         self._inside = 0  # of so many blocks of what takes long
@@ -36,7 +36,7 @@ class Pace:
     def announced(self, seconds: float) -> float:
         """What the next step may last, after one of `seconds`."""
         self._seconds.append(seconds)
-        if len(self._seconds) >= LEAST and self.steady:
+        if len(self._seconds) >= LEAST and self.regular:
             self._lasts_s = STEPS * median(self._seconds)
         return self._lasts_s
 

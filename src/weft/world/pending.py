@@ -112,11 +112,11 @@ def in_order(x: Tensor) -> bool:
     return x.is_contiguous() and not lazy(x)
 
 
-def check_fits(whole: Tensor, part: Tensor, members: int) -> None:
+def check_fits(full: Tensor, part: Tensor, members: int) -> None:
     """Raise UsageError unless both are flat in memory, of one dtype, the whole `members` times the part."""
-    if whole.numel() != members * part.numel() or whole.dtype != part.dtype or not (in_order(whole) and in_order(part)):
+    if full.numel() != members * part.numel() or full.dtype != part.dtype or not (in_order(full) and in_order(part)):
         raise UsageError(
-            f"{whole.numel()} elements of {whole.dtype} for {members} pieces of {part.numel()} of {part.dtype}; "
+            f"{full.numel()} elements of {full.dtype} for {members} pieces of {part.numel()} of {part.dtype}; "
             f"give contiguous tensors of one dtype, the whole {members} times the piece"
         )
 

@@ -127,9 +127,9 @@ def _start_nest(task: Task, run: _Run, lifeline: int, selector: selectors.BaseSe
     selector.register(watched, selectors.EVENT_READ, partial(_reap, selector, watched, pid))
 
 
-def _reap(selector: selectors.BaseSelector, watched: int, pid: int) -> None:
-    selector.unregister(watched)
-    os.close(watched)
+def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int) -> None:
+    selector.unregister(descriptor)
+    os.close(descriptor)
     os.waitpid(pid, 0)
 
 

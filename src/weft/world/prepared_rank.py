@@ -107,16 +107,16 @@ def run_rank(
     parent: int,
     terminal: tuple[int, int, int] | None,
     inherited: Made | None = None,
-    kept: Kept | None = None,
+    memory: Kept | None = None,
     generation: int | None = None,
 ) -> NoReturn:
     """Runs the task's function as `rank` and ends the process. `terminal`: descriptors for rank 0's input, output and errors.
 
-    `kept`: memory that outlives the rank, where it is replaced once it is lost. `generation`: None for the task's own.
+    `memory`: memory that outlives the rank, where it is replaced once it is lost. `generation`: None for the task's own.
     """
     try:
         task = replace(task, generation=task.generation if generation is None else generation)
-        _run(task, rank, lifeline, parent, terminal, inherited, kept)
+        _run(task, rank, lifeline, parent, terminal, inherited, memory)
     finally:  # whatever happens, a forked rank never goes on with its parent's work
         os._exit(70)
 
@@ -128,7 +128,7 @@ def _run(
     parent: int,
     terminal: tuple[int, int, int] | None,
     inherited: Made | None,
-    kept: Kept | None,
+    memory: Kept | None,
 ) -> NoReturn:
     die_with_parent(parent)
     # Ctrl-C reaches every process of the terminal; only the launcher answers it.
@@ -145,8 +145,8 @@ def _run(
             inherited = Made(*sent(task, folder))
         make = partial(_world, task, rank)
         world = make(task.generation, notes)
-        if kept is not None:
-            world.survivor = Survivor(kept, inherited.prepared, lambda number: make(number, Recorder(folder / "record", rank, number)))
+        if memory is not None:
+            world.survivor = Survivor(memory, inherited.prepared, lambda number: make(number, Recorder(folder / "record", rank, number)))
         set_world(world)
         notes.phase(recorder.RUNNING)
         result = inherited.function(world, *inherited.arguments)

@@ -66,7 +66,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
 )
 
 # In its block tensors of a class of one's own are as torch's own: what their class does with functions is left out.
-as_plain = torch._C.DisableTorchFunctionSubclass
+as_base_tensor = torch._C.DisableTorchFunctionSubclass
 FOREACH_NORM = torch._foreach_norm.__name__
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
 

@@ -13,12 +13,12 @@ from weft.world import private
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-_KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
 def _moved(x: Tensor) -> Tensor:
     """Contiguous `x` for what only moves it: of a type that gloo does not know its bytes."""
-    return x if x.dtype in _KNOWN else x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return x if x.dtype in _DTYPES else x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class ProcessGroup:
@@ -43,7 +43,7 @@ class ProcessGroup:
         return private.all_gather(self._inner, _moved(out), _moved(x))
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Any:
-        unit = 1 if x.dtype in _KNOWN else x.element_size()
+        unit = 1 if x.dtype in _DTYPES else x.element_size()
         return private.all_to_all(self._inner, _moved(out), _moved(x), [n * unit for n in arriving], [n * unit for n in sizes])
 
     def send(self, x: Tensor, to: int, tag: int) -> Any:

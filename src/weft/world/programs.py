@@ -44,14 +44,14 @@ class Take(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Add the messages of ranks `peers`, ascending, with this rank's own before the `own`-th of them."""
+    """Add the messages of ranks `peers`, ascending, with this rank's own before the `place`-th of them."""
 
     step: int
     peers: tuple[int, ...]
     numbers: tuple[int, ...]
     first: int
     last: int
-    own: int
+    place: int
     after: tuple[int, ...]
 
 

@@ -21,7 +21,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`condemned`: ranks that were killed and are not gone yet; `late`: of them those that did not join, which are no loss of their own;
+    """`condemned`: ranks that were killed and are not gone yet; `absent`: of them those that did not join, which are no loss of their own;
     `missing`: ranks to be forked once the condemned are gone. `together`: with one rank all are replaced, whose connections cannot be left
     while a collective is under way (gloo, NCCL). `losses` since `steps` steps were done, of which `most` are borne."""
 
@@ -32,8 +32,8 @@ class State:
     stage: Stage = Stage.REGROUP
     joined: frozenset[int] = frozenset()
     condemned: frozenset[int] = frozenset()
-    late: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
     losses: int = 0
     steps: int = -1
 
@@ -134,12 +134,12 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
             if not late:
                 return state, []
             words = f"rank {', '.join(map(str, late))} did not leave the lost step; replaced, too"
-            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(late), late=state.late | set(late))
+            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(late), absent=state.absent | set(late))
             return after, [Say(words), *map(Kill, late)]
 
 
 def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[Instruction]]:
-    losses = (state.losses if steps == state.steps else 0) + (rank not in state.late)
+    losses = (state.losses if steps == state.steps else 0) + (rank not in state.absent)
     if losses > state.most:
         at = f"after step {steps}" if steps >= 0 else "before the first step"
         return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
@@ -147,9 +147,9 @@ def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[I
     todo: list[Instruction] = [Say(f"{why}; {kept}, and a new process takes its place")] if rank not in state.condemned else []
     condemned, missing = state.condemned - {rank}, state.missing | {rank}
     with_it = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
-    condemned, late = condemned | with_it, state.late - {rank} | with_it
+    condemned, late = condemned | with_it, state.absent - {rank} | with_it
     todo += map(Kill, sorted(with_it))
-    after = replace(state, condemned=condemned, late=late, missing=missing, losses=losses, steps=steps, joined=frozenset())
+    after = replace(state, condemned=condemned, absent=late, missing=missing, losses=losses, steps=steps, joined=frozenset())
     if condemned:
         return replace(after, stage=Stage.LOST), todo
     generation = state.generation + 1

@@ -36,10 +36,10 @@ class Call(NamedTuple):
 
 
 class Runner:
-    """Runs collectives of `group`; `lane`: the same members, connected for this alone."""
+    """Runs collectives of `group`; `side_group`: the same members, connected for this alone."""
 
-    def __init__(self, group: Group, lane: Group) -> None:
-        self.group, self.lane = group, lane
+    def __init__(self, group: Group, side_group: Group) -> None:
+        self.group, self.side_group = group, side_group
         self._worker = Worker()
         self._agreed: set[tuple[int, ...]] = set()
         self._count = 0
@@ -67,11 +67,11 @@ class Runner:
                 work(note, TAGS + zlib.crc32(repr((count, signature)).encode()) % _SALTS * NUMBERS)
             except torch.OutOfMemoryError as error:  # whose own handlers know what to say
                 self._broken = RunError(f"rank {group.ranks[group.index]} had no memory for {what}: {error}")
-                self.lane.close()
+                self.side_group.close()
                 raise
             except (RunError, RuntimeError) as error:
                 self._broken = self._explained(error, what, *where)
-                self.lane.close()
+                self.side_group.close()
                 raise self._broken from error
 
         result = Work(group, self._worker.do(run, now=wait), at, None, None)
@@ -98,7 +98,7 @@ class Runner:
         if signature in self._agreed:
             return
         mine = torch.tensor((*signature, -1, -1)[:4], dtype=torch.int64)
-        every = self.lane.all_gather(mine.to(self.lane.device)).cpu().view(self.group.size, -1)
+        every = self.side_group.all_gather(mine.to(self.side_group.device)).cpu().view(self.group.size, -1)
         unlike = [self.group.ranks[i] for i, one in enumerate(every) if not torch.equal(one, mine)]
         if unlike:
             me, others = self.group.ranks[self.group.index], ", ".join(map(str, unlike))

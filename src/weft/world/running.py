@@ -36,7 +36,7 @@ class Programs:
     """Runs programs between the members of the runner's group."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._group, self._lane = runner, runner.group, runner.lane
+        self._runner, self._group, self._side_group = runner, runner.group, runner.side_group
         self._routes: dict[tuple[int, bool], tuple[Program, Route]] = {}
         self._rooms = _Rooms()
 
@@ -85,7 +85,7 @@ class Programs:
 
     def all_gather(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
         """Flat `x` of every member into flat `out`, member after member; pieces are those of `plan.placement.piece`."""
-        self._check_pieces(program, program.given, out, x)
+        self._check_pieces(program, program.initial, out, x)
 
         def work(route: Route, note: Note, tag: int) -> None:
             room = _cut(_bytes(out.detach()), route.places, out.element_size())
@@ -112,7 +112,8 @@ class Programs:
 
         def work(route: Route, note: Note, tag: int) -> None:
             if any(passing):
-                sizes = self._lane.all_gather(torch.tensor([x.numel() for x in sent], device=self._lane.device)).view(size, size).tolist()
+                every = self._side_group.all_gather(torch.tensor([x.numel() for x in sent], device=self._side_group.device))
+                sizes = every.view(size, size).tolist()
                 for value in passing[me]:
                     held.setdefault(value, torch.empty(sizes[value.index[0]][value.index[1]], dtype=like.dtype, device=like.device))
             self._run(route, lambda first, last: held[lineup[first]], note, tag)
@@ -160,15 +161,15 @@ class Programs:
             self._routes[key] = program, routes(program, places, joined=lineup is None)[self._group.index]
         return self._routes[key][1]
 
-    def _check_pieces(self, program: Program, pieces: Sequence[Mapping[Value, object]], whole: Tensor, part: Tensor) -> None:
+    def _check_pieces(self, program: Program, pieces: Sequence[Mapping[Value, object]], full: Tensor, part: Tensor) -> None:
         n = program.num_ranks
         if any(set(held) != {Value("chunk", (r,))} for r, held in enumerate(pieces)):
             raise UsageError(f"{program.name} does not leave piece r of {n} with rank r; use ring, naive or a power of two")
-        if not whole.is_contiguous() or not part.is_contiguous() or whole.dtype != part.dtype:
-            raise UsageError(f"pieces of {part.dtype} for {whole.dtype}; give contiguous tensors of one dtype")
-        mine = piece(whole.numel(), n, self._group.index)[1]
+        if not full.is_contiguous() or not part.is_contiguous() or full.dtype != part.dtype:
+            raise UsageError(f"pieces of {part.dtype} for {full.dtype}; give contiguous tensors of one dtype")
+        mine = piece(full.numel(), n, self._group.index)[1]
         if part.numel() != mine:
-            raise UsageError(f"a piece of {part.numel()} elements for {whole.numel()} of {n} ranks; this rank's has {mine}")
+            raise UsageError(f"a piece of {part.numel()} elements for {full.numel()} of {n} ranks; this rank's has {mine}")
 
     def _widened(self, flat: Tensor) -> Tensor:
         if flat.dtype is torch.bool or flat.is_complex():
@@ -176,7 +177,7 @@ class Programs:
         return flat.float() if flat.dtype in NARROW and self._group.size > 2 else flat
 
     def _run(self, route: Route, room: Room, note: Note, tag: int) -> None:
-        _Run(self._lane, self._rooms, room, note, tag).steps(route.steps)
+        _Run(self._side_group, self._rooms, room, note, tag).steps(route.steps)
 
 
 class _Rooms:
@@ -199,8 +200,8 @@ class _Rooms:
 class _Run:
     """One run of a route: its sends that are under way, and by step what it receives."""
 
-    def __init__(self, lane: Group, kept: _Rooms, room: Room, note: Note, tag: int) -> None:
-        self.lane, self.kept, self.room, self.note, self.tag = lane, kept, room, note, tag
+    def __init__(self, group: Group, rooms: _Rooms, room: Room, note: Note, tag: int) -> None:
+        self.group, self.rooms, self.room, self.note, self.tag = group, rooms, room, note, tag
         self.sends: dict[int, tuple[int, Work]] = {}
         self.coming: dict[int, list[_Coming]] = {}
 
@@ -230,8 +231,8 @@ class _Run:
                 self.note(number + 1, member)
                 work.wait()
 
-    def _begin(self, kept: Tensor, part: Tensor, member: int, number: int) -> _Coming:
-        return _Coming(kept, part, self.lane.irecv(part, member, self.tag + number % NUMBERS))
+    def _begin(self, room: Tensor, part: Tensor, member: int, number: int) -> _Coming:
+        return _Coming(room, part, self.group.irecv(part, member, self.tag + number % NUMBERS))
 
     def _post(self, step: Take | Sum) -> None:
         place = self.room(step.first, step.last)
@@ -240,7 +241,7 @@ class _Run:
             part = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             self.coming[step.step] = [self._begin(part, part, step.peer, step.number)] if size else []
         else:
-            rooms = [self.kept.take(place) for _ in step.peers] if size else []
+            rooms = [self.rooms.take(place) for _ in step.peers] if size else []
             known = zip(rooms, step.peers, step.numbers, strict=False)
             self.coming[step.step] = [self._begin(kept, kept[:size], peer, number) for kept, peer, number in known]
 
@@ -248,7 +249,7 @@ class _Run:
         x = self.room(step.first, step.last)
         if x.numel():
             given = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
-            self.sends[step.step] = step.peer, self.lane.isend(given, step.peer, self.tag + step.number % NUMBERS)
+            self.sends[step.step] = step.peer, self.group.isend(given, step.peer, self.tag + step.number % NUMBERS)
 
     def _take(self, step: Take, arrived: list[_Coming]) -> None:
         for one in arrived:
@@ -261,21 +262,21 @@ class _Run:
     def _add(self, step: Sum, arrived: list[_Coming]) -> None:
         total = place = self.room(step.first, step.last)
         for i, ((_, part, work), peer) in enumerate(zip(arrived, step.peers, strict=True)):
-            if i == step.own:
+            if i == step.place:
                 self._settle(step.after)
                 if i:
                     torch.add(total, place, out=place)
                     total = place
             self.note(step.step + 1, peer)
             work.wait()
-            if i == 0 and step.own:
+            if i == 0 and step.place:
                 total = part
             else:
                 total.add_(part)
-        if step.own == len(arrived):
+        if step.place == len(arrived):
             self._settle(step.after)
             torch.add(total, place, out=place)
-        self.kept.give(one.room for one in arrived)
+        self.rooms.give(one.room for one in arrived)
 
 
 def chunks_of(program: Program) -> list[Value]:

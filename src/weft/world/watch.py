@@ -88,10 +88,10 @@ class _Failure:
     rank: int
     time_s: float
     message: str
-    kept: str = ""
+    error_class: str = ""
     lost: bool = False
     native: bool = False  # the process ended without a word
-    frames: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
     traceback: str = ""
 
 
@@ -182,10 +182,10 @@ class _Supervisor:
             self.failures.append(found)
             self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
 
-    def _replaces(self, found: _Failure) -> bool:
+    def _replaces(self, failure: _Failure) -> bool:
         """Whether another process takes the place of a rank that ended so: of one that was killed, not of one that says why it failed."""
         returned = any(code == 0 for code in self.ended.values())
-        return self.recovery is not None and (found.native or found.lost) and not (self.failures or returned)
+        return self.recovery is not None and (failure.native or failure.lost) and not (self.failures or returned)
 
     def _look(self, now: float) -> None:
         """At the ranks that live."""
@@ -274,13 +274,13 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
         gone = [rank for rank, code in ended.items() if code == 0]
         if gone:
             lines[0] += f"; rank {listed(gone)} had returned: every member of a group must take part in each of its collectives"
-    if not first.kept or first.lost:
-        lines += [f"  at {frame}" for frame in first.frames]
+    if not first.error_class or first.lost:
+        lines += [f"  at {frame}" for frame in first.stack]
     if first.native or first.lost:
         lines += each(statuses, ended)
-    if (first.native or not first.kept) and (first.rank > 0 or not shown):
+    if (first.native or not first.error_class) and (first.rank > 0 or not shown):
         lines += _output(folder, first.rank)
-    error = (_class(first.kept) if first.kept else RankError)("\n".join(lines), first.rank)
+    error = (_class(first.error_class) if first.error_class else RankError)("\n".join(lines), first.rank)
     if first.traceback:
         error.add_note(f"On rank {first.rank}:\n{first.traceback}")
     return error

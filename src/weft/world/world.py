@@ -44,7 +44,7 @@ class Survivor:
     """What a rank has that goes on after the loss of another, or in its place: memory that outlives it, what was prepared for it, and
     how to make the world of a generation."""
 
-    kept: Kept
+    memory: Kept
     prepared: Any
     make: Callable[[int], World]
 
@@ -249,21 +249,21 @@ class World:
             return False
         return True
 
-    def _open(self, ranks: tuple[int, ...], lane: Connection) -> tuple[Any, str]:
+    def _open(self, ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
         index = ranks.index(self.rank)
-        name = "group/" + ",".join(map(str, ranks)) + str(lane)
+        name = "group/" + ",".join(map(str, ranks)) + str(connection)
         if self._transport == mpi.MPI:
             return mpi.MpiChannel(ranks, name, self._timeout_s), mpi.MPI
         if self.device.type == "cuda" and dist.is_nccl_available():
             places = {self._ask(f"place/{rank}") for rank in ranks}
             if len(places) == len(ranks):
-                if lane.direction is not None:
-                    index, ranks = int(index == lane.direction[1]), lane.direction
+                if connection.direction is not None:
+                    index, ranks = int(index == connection.direction[1]), connection.direction
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
-        if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and lane.of_box)):
-            channel = self._share(Asked(self, private.prefixed(f"{name}/memory", self._store)), index, ranks, lane)
+        if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and connection.of_box)):
+            channel = self._share(Asked(self, private.prefixed(f"{name}/memory", self._store)), index, ranks, connection)
             if not isinstance(channel, str):
                 return channel, SHARED
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
@@ -285,8 +285,8 @@ class World:
             return str(self._ask(f"place/{rank}").decode()).rpartition("/")[0]
         return str(rank) if self._transport in ("gloo", mpi.MPI) else str(self._ask(f"host/{rank}").decode())
 
-    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Connection) -> Channel | str:
-        if lane.of_box:
+    def _share(self, store: Any, index: int, ranks: tuple[int, ...], connection: Connection) -> Channel | str:
+        if connection.of_box:
             return self._engine().open(store, index, ranks)
         if self._one_host is None:
             assert self._store is not None
@@ -295,7 +295,7 @@ class World:
             )
         if not self._one_host:
             return "the ranks of this run are on several hosts"
-        if not lane.is_primary:
+        if not connection.is_primary:
             return self._engine().open(store, index, ranks)
         if self._shared is None:
             self._shared = self._engine()

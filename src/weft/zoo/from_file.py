@@ -56,12 +56,12 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
             loss.add(module, its)
         return module
 
-    def first_of(size: int, own: Callable[[], Any]) -> Any:
+    def first_of(size: int, default: Callable[[], Any]) -> Any:
         if faked is None:
             raise ModelError(f"{text} returns a module without a batch; return (module, batch) or (module, batch, loss)")
         if not 1 <= size <= num_samples:
             raise ModelError(f"{text} makes a batch of {num_samples} samples, {size} were requested; use --batch {num_samples} or fewer")
-        return _map(own(), lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
+        return _map(default(), lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
 
     def empty() -> Any:
         return _map(faked, lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype))
@@ -148,7 +148,7 @@ def _parts(text: str, answer: Any) -> tuple[nn.Module, Any, Loss | None]:
     return module, tuple(batch) if isinstance(batch, list) else batch, loss
 
 
-def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Callable[[], Any], Loss | None]:
+def _batch_of(text: str, make: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Callable[[], Any], Loss | None]:
     """The factory's batch without values, what makes it real, and the loss. The module is not made real, and the user's random state
     stays as it was.
 
@@ -168,7 +168,7 @@ def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with deferred:
-            module, batch, loss = made()
+            module, batch, loss = make()
         try:
             return batch, real, None if loss is None else realize_loss(deferred, loss, module)
         except ModelError as error:

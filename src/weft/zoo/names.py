@@ -79,13 +79,13 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
     return family, replace(config, **changes) if changes else config
 
 
-def nearest(word: str, known: Iterable[str], fallback: str | None = None) -> str:
+def nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str:
     """The end of a message: `; did you mean a or b?`, or where none is near the `fallback`, by default all known words."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    words = sorted(words)
+    close = difflib.get_close_matches(word, words, n=3, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(close)}?"
-    return fallback if fallback is not None else f"; known: {', '.join(known)}"
+    return fallback if fallback is not None else f"; known: {', '.join(words)}"
 
 
 def _arguments(name: str, config: Any, text: str) -> dict[str, Any]:

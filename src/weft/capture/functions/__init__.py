@@ -24,15 +24,15 @@ __all__ = ["BASE", "Call", "Record", "call_of", "check_cut", "function_of", "pla
 Specs = tuple[Tensor, ...]
 
 
-def function_of(call: Call, specs: Specs, known: dict[tuple[Call, Specs], tuple[Function, Joint]]) -> tuple[Function, Joint]:
-    """What a call on tensors like `specs` is, and what it does. `known`: those of one capture, in which equal calls are followed once.
+def function_of(call: Call, specs: Specs, cache: dict[tuple[Call, Specs], tuple[Function, Joint]]) -> tuple[Function, Joint]:
+    """What a call on tensors like `specs` is, and what it does. `cache`: those of one capture, in which equal calls are followed once.
 
     Raises:
         ModelError: the function does what no graph of operators holds, by name.
     """
-    if (call, specs) not in known:
-        known[call, specs] = _function_of(call, specs)
-    return known[call, specs]
+    if (call, specs) not in cache:
+        cache[call, specs] = _function_of(call, specs)
+    return cache[call, specs]
 
 
 def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
@@ -82,13 +82,13 @@ def _ways(call: Call, specs: Specs, learns: tuple[bool, ...]) -> list[Joint]:
     return [found, *(joint(call, specs, learns, i) for i in seeded if len(seeded) > 1)]
 
 
-def _pairs(call: Call, whole: Sequence[Joint], pieces: Specs, learns: tuple[bool, ...]) -> list[tuple[Joint, Joint]]:
+def _pairs(call: Call, full: Sequence[Joint], pieces: Specs, learns: tuple[bool, ...]) -> list[tuple[Joint, Joint]]:
     """The same on pieces, beside each; nothing where it does not run on such pieces."""
     try:
         made = _ways(call, pieces, learns)
     except ModelError:
         return []
-    return list(zip(whole, made, strict=True)) if len(made) == len(whole) else []
+    return list(zip(full, made, strict=True)) if len(made) == len(full) else []
 
 
 def _pieces(specs: Specs, places: Places, n: int) -> Specs:
@@ -100,42 +100,42 @@ def _pieces(specs: Specs, places: Places, n: int) -> Specs:
     return tuple(piece(i, t) for i, t in enumerate(specs))
 
 
-def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], found: Joint, rule: Rule) -> Function:
+def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, rule: Rule) -> Function:
     name = call.cls.__name__
     plain = Function(name, call.cls, call.arguments, call.keywords, call.key, learns, rule)
-    outs = [found.tensors[v] for v in found.outputs]
+    outs = [traced.tensors[v] for v in traced.outputs]
     moved = float(sum(t.size_bytes for t in (*specs, *outs)))
 
-    if found.operators is None:
+    if traced.operators is None:
         return replace(plain, bytes=moved, backward_bytes=moved, keeps=tuple(range(len(specs))))
-    tensors = dict(found.tensors)
-    forward, backward = found.operators[: found.num_forward], found.operators[found.num_forward :]
+    tensors = dict(traced.tensors)
+    forward, backward = traced.operators[: traced.num_forward], traced.operators[traced.num_forward :]
     flops = [sum(operator_flops(op, tensors) for op in part) for part in (forward, backward)]
     sizes = [sum(operator_bytes(op, tensors) for op in part) for part in (forward, backward)]
     root: dict[str, str] = {}
-    for op in found.operators:
+    for op in traced.operators:
         root.update((v, root.get(op.inputs[0], op.inputs[0])) for v in op.outputs if kind_of(op) == "view" and op.inputs)
-    early = {*found.inputs, *(v for op in forward for v in op.outputs)}
+    early = {*traced.inputs, *(v for op in forward for v in op.outputs)}
     kept = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in early)
-    numbers = {root.get(v, v): i for i, v in reversed(list(enumerate((*found.inputs, *found.outputs))))}
+    numbers = {root.get(v, v): i for i, v in reversed(list(enumerate((*traced.inputs, *traced.outputs))))}
     return replace(
         plain,
-        kind="view" if len(outs) == 1 and found.shared == (0,) else "linear" if flops[0] else "elementwise",
+        kind="view" if len(outs) == 1 and traced.shared == (0,) else "linear" if flops[0] else "elementwise",
         flops=flops[0],
         backward_flops=flops[1],
         bytes=sizes[0],
         backward_bytes=sizes[1],
         keeps=tuple(sorted(numbers[v] for v in kept if v in numbers)),
-        extra_bytes=float(sum(tensors[v].size_bytes for v in kept if v not in numbers and v not in found.literals)),
-        working_bytes=_working_bytes(found, backward, root),
-        draws=any(draws(op) for op in found.operators),
+        extra_bytes=float(sum(tensors[v].size_bytes for v in kept if v not in numbers and v not in traced.literals)),
+        working_bytes=_working_bytes(traced, backward, root),
+        draws=any(draws(op) for op in traced.operators),
     )
 
 
-def _working_bytes(found: Joint, backward: Sequence[Operator], root: Mapping[str, str]) -> float:
+def _working_bytes(traced: Joint, backward: Sequence[Operator], root: Mapping[str, str]) -> float:
     """The most bytes that lie there while backward runs beside the gradients that it is given and makes, each freed after its last use."""
-    ends = {root.get(v, v) for v in (*found.seeds, *found.gradients) if v is not None}
-    made = {root.get(v, v): found.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
+    ends = {root.get(v, v) for v in (*traced.seeds, *traced.gradients) if v is not None}
+    made = {root.get(v, v): traced.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
     last = {root.get(v, v): i for i, op in enumerate(backward) for v in (*op.outputs, *op.inputs)}
     here = most = 0.0
     for i, op in enumerate(backward):

@@ -40,13 +40,13 @@ Places = Mapping[int, int]  # number of an input -> the dimension of it that is 
 Cut = Callable[[Places, int], Sequence[tuple[Joint, Joint]]]  # cut into n: the function on whole tensors and on pieces, each way it may run
 
 
-def rule_by_following(whole: Joint, cut: Cut) -> Rule:
+def rule_by_following(full: Joint, cut: Cut) -> Rule:
     """The factor rule; labels are f0, f1, ... in the order of the outputs' dimensions."""
-    inputs, outputs = ([list((BLOCKED,) * len(whole.tensors[v].shape)) for v in group] for group in (whole.inputs, whole.outputs))
+    inputs, outputs = ([list((BLOCKED,) * len(full.tensors[v].shape)) for v in group] for group in (full.inputs, full.outputs))
     kernels: dict[str, str] = {}
     count = 0
-    for places in _candidates(whole):
-        size = next(whole.tensors[whole.inputs[i]].shape[d] for i, d in places.items())
+    for places in _candidates(full):
+        size = next(full.tensors[full.inputs[i]].shape[d] for i, d in places.items())
         ways = _ways(size)
         found = [_both(pairs, places, n) for n in ways for pairs in (cut(places, n),)]
         if not found or found[0] is None or any(made != found[0] for made in found):
@@ -76,24 +76,24 @@ def _both(pairs: Sequence[tuple[Joint, Joint]], places: Places, n: int) -> list[
     return found[0] if found and all(made is not None and made == found[0] for made in found) else None
 
 
-def _candidates(whole: Joint) -> list[dict[int, int]]:
+def _candidates(full: Joint) -> list[dict[int, int]]:
     """Sets of dimensions of inputs that go together by the rules of the operators that they go through."""
     joined = Joined[tuple[str, int]]()
-    tensors = dict(whole.tensors)
-    for op in whole.operators or ():
+    tensors = dict(full.tensors)
+    for op in full.operators or ():
         rule = rule_of(op, tensors)
         if rule is None:
             continue
         for places in by_label(op, rule).values():
             joined.add(places)
-    for value, gradient in (*zip(whole.outputs, whole.seeds, strict=True), *zip(whole.inputs, whole.gradients, strict=True)):
+    for value, gradient in (*zip(full.outputs, full.seeds, strict=True), *zip(full.inputs, full.gradients, strict=True)):
         if gradient is not None:
             for dim in range(len(tensors[value].shape)):
                 joined.add([(value, dim), (gradient, dim)])
-    ends = [(v, d) for v in (*whole.outputs, *whole.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
+    ends = [(v, d) for v in (*full.outputs, *full.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
     groups: dict[tuple[str, int], dict[int, int]] = {joined.root(at): {} for at in ends}
     twice = set()
-    for i, value in enumerate(whole.inputs):
+    for i, value in enumerate(full.inputs):
         for dim, size in enumerate(tensors[value].shape):
             if size > 1:
                 group = groups[joined.root((value, dim))]
@@ -101,43 +101,43 @@ def _candidates(whole: Joint) -> list[dict[int, int]]:
                     twice.add(joined.root((value, dim)))
                 group[i] = dim
     sized = [(at, group) for at, group in groups.items() if group and at not in twice]
-    return [g for _, g in sized if len({tensors[whole.inputs[i]].shape[d] for i, d in g.items()}) == 1]
+    return [g for _, g in sized if len({tensors[full.inputs[i]].shape[d] for i, d in g.items()}) == 1]
 
 
-def follow(whole: Joint, piece: Joint, places: Places, n: int) -> list[Form] | None:
+def follow(full: Joint, piece: Joint, places: Places, n: int) -> list[Form] | None:
     """What the outputs of a piece are to the whole's; None where that is not known, or gradients are not what they must be.
 
     The gradient of an input that is cut must be its piece, and that of one that is whole a summand.
     """
-    if whole.operators is None or piece.operators is None or len(whole.operators) != len(piece.operators):
+    if full.operators is None or piece.operators is None or len(full.operators) != len(piece.operators):
         return None
-    if (whole.inputs, whole.outputs, whole.seeds, whole.gradients) != (piece.inputs, piece.outputs, piece.seeds, piece.gradients):
+    if (full.inputs, full.outputs, full.seeds, full.gradients) != (piece.inputs, piece.outputs, piece.seeds, piece.gradients):
         return None
-    forms = {v: Form("S", places[i]) if i in places else Form("R") for i, v in enumerate(whole.inputs)}
-    for name, value in whole.literals.items():
+    forms = {v: Form("S", places[i]) if i in places else Form("R") for i, v in enumerate(full.inputs)}
+    for name, value in full.literals.items():
         if piece.literals.get(name) != value:
             return None
         forms[name] = Form("R")
-    if not _expected(whole, piece, forms, whole.inputs, n):
+    if not _expected(full, piece, forms, full.inputs, n):
         return None
-    zeros = _zeros(whole)
+    zeros = _zeros(full)
     made: list[Form] | None = None
-    for i, (op, other) in enumerate(zip(whole.operators, piece.operators, strict=True)):
-        if i == whole.num_forward:
-            made = _outputs(whole, forms)
-        if i >= whole.num_forward and made is None:
+    for i, (op, other) in enumerate(zip(full.operators, piece.operators, strict=True)):
+        if i == full.num_forward:
+            made = _outputs(full, forms)
+        if i >= full.num_forward and made is None:
             return None
-        found = _step(op, other, whole.tensors, piece.tensors, forms, zeros, n)
+        found = _step(op, other, full.tensors, piece.tensors, forms, zeros, n)
         if found is None:
             return None
         forms.update(zip(op.outputs, found, strict=True))
-        if not _expected(whole, piece, forms, op.outputs, n):
+        if not _expected(full, piece, forms, op.outputs, n):
             return None
     if made is None:
-        made = _outputs(whole, forms)
+        made = _outputs(full, forms)
     if made is None:
         return None
-    for i, gradient in enumerate(whole.gradients):
+    for i, gradient in enumerate(full.gradients):
         want = Form("S", places[i]) if i in places else Form("P")
         if gradient is not None and forms[gradient] != want and not (gradient in zeros and forms[gradient].kind != "S"):
             return None
@@ -169,27 +169,27 @@ def _zeros(joint: Joint) -> set[str]:
     return found
 
 
-def _outputs(whole: Joint, forms: dict[str, Form]) -> list[Form] | None:
+def _outputs(full: Joint, forms: dict[str, Form]) -> list[Form] | None:
     """Forms of the outputs, each a piece or a summand, and of the gradients that come back for them."""
-    made = [forms[v] for v in whole.outputs]
+    made = [forms[v] for v in full.outputs]
     scaled = {form.power for form in made}
     if any(form.kind == "R" for form in made) or not (scaled == {0} or (scaled == {1} and all(form.kind == "P" for form in made))):
         return None
-    for form, seed in zip(made, whole.seeds, strict=True):
+    for form, seed in zip(made, full.seeds, strict=True):
         if seed is not None:
             forms[seed] = form if form.kind == "S" else Form("R", power=-form.power)
     return made
 
 
-def _expected(whole: Joint, piece: Joint, forms: Mapping[str, Form], values: Sequence[str], n: int) -> bool:
+def _expected(full: Joint, piece: Joint, forms: Mapping[str, Form], values: Sequence[str], n: int) -> bool:
     """Whether pieces have the shapes that their forms say."""
     for value in values:
-        shape, form = list(whole.tensors[value].shape), forms[value]
+        shape, form = list(full.tensors[value].shape), forms[value]
         if form.kind == "S":
             if shape[form.dim] % n:
                 return False
             shape[form.dim] //= n
-        if tuple(shape) != piece.tensors[value].shape or whole.tensors[value].dtype != piece.tensors[value].dtype:
+        if tuple(shape) != piece.tensors[value].shape or full.tensors[value].dtype != piece.tensors[value].dtype:
             return False
     return True
 
@@ -251,14 +251,14 @@ def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) 
     return made
 
 
-def _replicated(record: Op, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
+def _replicated(record: Op, rule: Rule | None, full: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
     """Of whole tensors: whole as well, or a piece of what is alike all along a dimension."""
-    differ = [d for d, (a, b) in enumerate(zip(whole, piece, strict=False)) if a != b]
-    if len(differ) == 1 and len(whole) == len(piece):
+    differ = [d for d, (a, b) in enumerate(zip(full, piece, strict=False)) if a != b]
+    if len(differ) == 1 and len(full) == len(piece):
         labels: Labels = rule.outputs[row] if rule is not None else ()
         read = [r for r in (rule.inputs if rule is not None else ()) if labels[differ[0]] and labels[differ[0]] in (r or ())]
         spread = record.moves == "expand" and rule is not None and not read
-        if (record.alike and record.shape_at is not None) or spread:
+        if (record.sample_invariant and record.shape_at is not None) or spread:
             return Form("S", differ[0], power)
     return Form("R", power=power)
 

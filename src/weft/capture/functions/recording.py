@@ -21,7 +21,7 @@ from weft.errors import ModelError
 from weft.model.graph import Slot
 
 BASE: Any = torch.autograd.Function.__mro__[1]  # from which every function has `apply`, also under another name that a module gave it
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device, type(None))
+_LITERALS = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device, type(None))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Record:
         self.calls: list[Call] = []
         self.returned: list[Any] = []
         self.replaced: list[str] = []  # names of parameters in whose place the model put others
-        self.made: dict[str, Any] = {}  # buffers by name
+        self.buffers: dict[str, Any] = {}  # buffers by name
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("weft_functions", default=None)
@@ -114,7 +114,7 @@ def _check(cls: Any, a: Any) -> None:
                 f"the model gives {cls.__name__}, a function with a backward of its own, {what}, of which a captured graph would not know "
                 "what is read; give it each tensor as an argument"
             )
-        if hasattr(item, "__array__") and not isinstance(item, _PLAIN):
+        if hasattr(item, "__array__") and not isinstance(item, _LITERALS):
             raise ModelError(f"the model gives {cls.__name__} an array ({type(item).__name__}); give it a tensor")
 
 
@@ -126,7 +126,7 @@ def _word(a: Any) -> object:
         return (type(a).__name__, *(_word(item) for item in a))
     if isinstance(a, dict):
         return ("dict", *((k, _word(v)) for k, v in a.items()))
-    if isinstance(a, _PLAIN):
+    if isinstance(a, _LITERALS):
         return (type(a).__name__, repr(a) if isinstance(a, float | complex) else a)
     return (type(a).__name__, id(a))
 

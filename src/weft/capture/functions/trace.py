@@ -73,8 +73,8 @@ def _tensors_of(out: Any) -> list[torch.Tensor]:
 
 
 def _joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int) -> Joint:
-    def leaves(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [x.detach().requires_grad_(asked) for x, asked in zip(given, learns, strict=True)]
+    def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.detach().requires_grad_(asked) for x, asked in zip(tensors, learns, strict=True)]
 
     with fake_mode(), torch.enable_grad():
         given = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in specs]

@@ -64,10 +64,10 @@ def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
 
 @dataclass(frozen=True)
 class _Realizing:
-    """A loss beside a model with modules `own` and parameters `weights` (names by identity); `seen`: what was looked into."""
+    """A loss beside a model with modules `modules` and parameters `weights` (names by identity); `seen`: what was looked into."""
 
     deferred: Deferred
-    own: set[nn.Module]
+    modules: set[nn.Module]
     weights: dict[int, str]
     seen: dict[int, Any] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class _Realizing:
                 return item
             return self.seen.setdefault(id(item), self.deferred.value(item).requires_grad_(item.requires_grad))
         if isinstance(item, nn.Module):
-            if item in self.own:
+            if item in self.modules:
                 return item
             _refuse_learned(item)
             return realize(self.deferred, item)

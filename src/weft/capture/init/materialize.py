@@ -120,16 +120,16 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _piece(take: Take, name: str, full: torch.Tensor, dtype: torch.dtype | None, is_own: bool = False) -> torch.Tensor | None:
-    """What `take` keeps of a tensor, in memory of its own. `is_own`: nothing else holds `full`, so all of it can be kept without a copy."""
+def _piece(take: Take, name: str, full: torch.Tensor, dtype: torch.dtype | None, is_copy: bool = False) -> torch.Tensor | None:
+    """What `take` keeps of a tensor, in memory of its own. `is_copy`: nothing else holds `full`, so it can be kept uncopied."""
     full = full.detach()
     if dtype is not None and full.is_floating_point() and full.dtype != dtype:
-        full, is_own = full.to(dtype), True
+        full, is_copy = full.to(dtype), True
     piece = take(name, full)
     if piece is None:
         return None
     piece = piece.detach()
     storage = piece.untyped_storage()
-    if storage is full.untyped_storage() and (not is_own or storage.nbytes() != piece.nbytes):
+    if storage is full.untyped_storage() and (not is_copy or storage.nbytes() != piece.nbytes):
         return piece.clone()
     return piece

@@ -57,7 +57,7 @@ class Recording:
         """Stop recording; each generator is put back to where it was before it was first used."""
         self.operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._requests.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.tape.kept = {}
+        self.tape.values = {}
         self._lifted = {}
         for stream in self.streams.values():
             stream.final = stream.position()

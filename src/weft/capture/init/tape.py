@@ -143,7 +143,7 @@ class Tape:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.last: list[int] = []  # per storage, the operator that wrote it last
-        self.kept: dict[Version, torch.UntypedStorage] = {}  # values from the latest look into the tape while it is recorded
+        self.values: dict[Version, torch.UntypedStorage] = {}  # values from the latest look into the tape while it is recorded
         self.consts: dict[int, torch.UntypedStorage] = {}  # per operator without a function: the value itself
 
     def add(self, op: Op) -> None:
@@ -166,7 +166,7 @@ class Tape:
         wanted = list(views)
         replay = Replay(self, [self.now(v.storage) for v in wanted], keep=True)
         found = [v.on(replay.value(self.now(v.storage))).clone() for v in wanted]
-        self.kept = replay.current
+        self.values = replay.current
         return found
 
     def state(self, stream: Stream, position: int | torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class Replay:
     def __init__(self, tape: Tape, wanted: Iterable[Version], also: Iterable[Op] = (), keep: bool = False) -> None:
         self.tape = tape
         self.keep = keep
-        self.held: dict[Version, torch.UntypedStorage] = dict(tape.kept)
+        self.held: dict[Version, torch.UntypedStorage] = dict(tape.values)
         self.current: dict[Version, torch.UntypedStorage] = {}
         self.uses: Counter[Version] = Counter()
         self.uses.update(wanted)
@@ -292,7 +292,7 @@ class Replay:
             storages[version[0]] = self._consume(version)
         for version in op.changes:
             storage = self._consume(version)
-            others = version in self.held or version in self.tape.kept or version in self.current
+            others = version in self.held or version in self.tape.values or version in self.current
             storages[version[0]] = _copy(storage) if others else storage
         for view in op.overwrites:
             storages[view.storage] = _allocate(view.size_bytes)

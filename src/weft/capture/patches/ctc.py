@@ -59,19 +59,19 @@ losses.register_autograd(_backward, setup_context=_keep)
 
 
 @torch.library.custom_op("weft::ctc_lengths", mutates_args=())
-def _lengths(given: Tensor, picked: Tensor) -> Tensor:
-    """`given`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
-    if not torch.equal(given, picked.to(given.dtype)):
+def _lengths(lengths: Tensor, taken: Tensor) -> Tensor:
+    """`lengths`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
+    if not torch.equal(lengths, taken.to(lengths.dtype)):
         raise ValueError(
-            f"ctc_loss is told target_lengths {given.tolist()}, and of the samples' targets a mask picks {picked.tolist()}; they must be "
+            f"ctc_loss is told target_lengths {lengths.tolist()}, and of the samples' targets a mask picks {taken.tolist()}; they must be "
             "the same"
         )
-    return given.clone()
+    return lengths.clone()
 
 
 @_lengths.register_fake
-def _(given: Tensor, picked: Tensor) -> Tensor:
-    return torch.empty_like(given)
+def _(lengths: Tensor, taken: Tensor) -> Tensor:
+    return torch.empty_like(lengths)
 
 
 class _Rows:

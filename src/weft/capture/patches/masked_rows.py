@@ -265,14 +265,14 @@ class _Rewriting:
         others = [_value(x) for x in node.all_input_nodes if x not in self._rows]
         return all(isinstance(x, torch.Tensor) and _fixed(x) and (x.dim() < dims or x.shape[0] == 1) for x in others)
 
-    def _left(self, full: Node, mask: Node, instead: float) -> Node:
+    def _left(self, full: Node, mask: Node, value: float) -> Node:
         """All rows, with a number where none is picked."""
         shape = [_value(full).shape[0], *([1] * (_value(full).dim() - 1))]
         out = self._make(aten.logical_not.default, mask)
-        return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, out, shape) if len(shape) > 1 else out, instead)
+        return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, out, shape) if len(shape) > 1 else out, value)
 
-    def _replace_node(self, node: Node, made: Node) -> None:
-        node.replace_all_uses_with(made)
+    def _replace_node(self, node: Node, new: Node) -> None:
+        node.replace_all_uses_with(new)
         self._replaced.add(node)
 
     def _total(self, full: Node, mask: Node, mean: bool, first: bool = False) -> Node:

@@ -45,7 +45,7 @@ def _written_back(trace: Trace) -> Iterator[None]:
         if isinstance(x, nn.Parameter):
             raise ModelError(MAKES.format(f"its parameter {name}"))
         if x is not None:
-            record.made[name] = x
+            record.buffers[name] = x
     _write_back(model, held, record)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-from weft.cluster.block import FEW, WHOLE, Block
+from weft.cluster.block import FEW, TRANSFORMER, Block
 from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.sampling import Case
@@ -46,7 +46,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     yield _optimizer(device)
     if not big:
         yield pulse()
-        yield from _blocks(WHOLE, share, precisions)
+        yield from _blocks(TRANSFORMER, share, precisions)
         yield from _blocks(FEW, 1, precisions)
         yield from _starts()
         yield from _weights()

@@ -17,7 +17,7 @@ PACE = Patience(least=5, most=9, spread=0.02)
 ROOM_BYTES = 128 << 20  # more than what a thread's calls make
 
 
-def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
+def measure_rank(world: Any, num_cores: int, quick: bool) -> dict[str, Any]:
     """Every operator alone on one core, alone on all cores, and on all ranks at once.
 
     `speeds`: (ranks, threads, seconds a unit by case, share of its cores that this rank got) of the settings that this rank has a part
@@ -29,7 +29,7 @@ def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
     settings: list[Setting] = []
     made: dict[int, tuple[Case, ...]] = {}
     # The last one first: all ranks then make their tensors, and load what multiplies them, at the same time.
-    for ranks, threads in reversed(dict.fromkeys(((1, 1), (1, cores), (min(cores, size), max(1, cores // size))))):
+    for ranks, threads in reversed(dict.fromkeys(((1, 1), (1, num_cores), (min(num_cores, size), max(1, num_cores // size))))):
         setting = Setting(ranks, threads)
         if rank < ranks:
             setting.cases = made[threads] = made.get(threads) or warmed(device, threads)

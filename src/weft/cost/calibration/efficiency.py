@@ -1,7 +1,7 @@
 """Calibrated constants by name. In: sections `protocol`, `library` and `stack` of `cluster/catalogue.toml`, and `cluster/curves.toml`. Out:
 frozen numbers with a source.
 
-`Protocols` are what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU: by default `OWN`,
+`Protocols`: what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU: by default `TORCH`,
 what weft itself runs. Constants are fitted once, by `scripts/validate --fit` and `bench.devices`, and then stay as they are. Not modelled:
 versions between those that were measured.
 """
@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.plan.precision import PRECISIONS
 from weft.units import format_percent
 
-OWN = "torch"  # the set of what weft runs: torch's kernels, NCCL, a fused optimizer
+TORCH = "torch"  # the set of what weft runs: torch's kernels, NCCL, a fused optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Stack:
 
     def words(self, device: Device, precision: str) -> str:
         """Whose figures they are, for who reads a plan."""
-        if self.name != OWN:
+        if self.name != TORCH:
             return f"{self.name}: of another framework, not of what weft runs; they were asked for by name"
         reached = format_percent(self.matmul * self.sustained)
         known = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
@@ -173,7 +173,7 @@ def stack_of(device: Device, name: str = "") -> Stack:
     Raises:
         ConfigError: a name that is not known.
     """
-    known, name = section("stack"), name or OWN
+    known, name = section("stack"), name or TORCH
     if name not in known:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(known)}")
     given = {key: value for key, value in known[name].items() if key != "on"}
@@ -183,13 +183,13 @@ def stack_of(device: Device, name: str = "") -> Stack:
     return parse_stack(name, {**here, **given, **mine, "device": device.name if mine else "", "source": sources})
 
 
-def parse_stack(name: str, given: Mapping[str, Any]) -> Stack:
+def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
     """A `Stack` from a table; keys that are not there are the defaults. Raises `ConfigError` naming an unknown key."""
     known = {f.name: f.default for f in fields(Stack) if f.default is not MISSING}
-    for key in given:
+    for key in table:
         if key not in known:
             raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(known)}")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     return Stack(name, **values)
 
 
@@ -230,18 +230,18 @@ def _curves() -> Mapping[str, tuple[Table, ...]]:
     return found
 
 
-def parse_protocols(name: str, given: Mapping[str, Any], curves: tuple[Table, ...] = ()) -> Protocols:
+def parse_protocols(name: str, table: Mapping[str, Any], curves: tuple[Table, ...] = ()) -> Protocols:
     """`Protocols` from tables `{ start, hop, rate }` by field, and measured `curves`.
 
     Raises `ConfigError` naming what is missing or unknown.
     """
     wanted = [f.name for f in fields(Protocols) if f.name not in ("name", "tree_saved", "source", "curves")]
-    for key in (*wanted, *given):
-        if key not in given or key not in (*wanted, "tree_saved", "source"):
+    for key in (*wanted, *table):
+        if key not in table or key not in (*wanted, "tree_saved", "source"):
             raise ConfigError(f"protocol {name}: {key} is {'missing' if key in wanted else 'unknown'}; it has {', '.join(wanted)}")
-    others: dict[str, Any] = {key: given[key] for key in ("tree_saved", "source") if key in given}
+    others: dict[str, Any] = {key: table[key] for key in ("tree_saved", "source") if key in table}
     try:
-        lines: dict[str, Any] = {key: Line(**given[key]) for key in wanted}
+        lines: dict[str, Any] = {key: Line(**table[key]) for key in wanted}
         return Protocols(name, **lines, **others, curves=curves)
     except TypeError as error:
         raise ConfigError(f"protocol {name}: each of its tables has start, hop and rate, and nothing else ({error})") from error

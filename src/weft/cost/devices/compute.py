@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from weft.cluster.block import FEW, WHOLE, Block
+from weft.cluster.block import FEW, TRANSFORMER, Block
 from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 from weft.plan.precision import PRECISIONS
@@ -47,7 +47,7 @@ class Seconds:
 class Rates:
     """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
 
-    `by_kind`: the speed's rates. In a model over alone: `whole`, seconds that follow sizes, and `begins`, those of beginning a call.
+    `by_kind`: the speed's rates. In a model over alone: `sized`, seconds that follow sizes, and `begins`, those of beginning a call.
     """
 
     speed: Speed
@@ -55,7 +55,7 @@ class Rates:
     flops: float
     moved: float  # bytes that move for each that is counted: in float64 twice, in bfloat16 they are counted as autocast has them
     by_kind: Mapping[str, float]
-    whole: float = 1.0
+    sized: float = 1.0
     begins: float = 1.0
     is_cast: bool = False  # products have 16-bit operands
 
@@ -68,18 +68,18 @@ class Rates:
         wide = 2.0 if precision == "float64" else 1.0
         apart = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
         threads = max(1, speed.threads)
-        measured = apart.by_kind.get(WHOLE.rate(precision))
+        measured = apart.by_kind.get(TRANSFORMER.rate(precision))
         if measured is None:
             return apart
-        whole_s, (sized, begun) = threads / measured, apart._block(WHOLE, WHOLE.sequences * threads)
+        whole_s, (sized, begun) = threads / measured, apart._block(TRANSFORMER, TRANSFORMER.sequences * threads)
         if (rate := apart.by_kind.get(FEW.rate(precision))) is None:
             each = whole_s / (sized + begun)
-            return replace(apart, whole=each, begins=each)
+            return replace(apart, sized=each, begins=each)
         # Two blocks and two unknowns: one block is nearly all sizes, the other nearly all beginning.
         few_s, (few_sized, few_begun) = 1 / rate, apart._block(FEW, FEW.sequences)
         spread = sized * few_begun - begun * few_sized
         whole, begins = (whole_s * few_begun - few_s * begun) / spread, (few_s * sized - whole_s * few_sized) / spread
-        return replace(apart, whole=max(LEAST, whole), begins=max(LEAST, begins))
+        return replace(apart, sized=max(LEAST, whole), begins=max(LEAST, begins))
 
     def _block(self, block: Block, sequences: int) -> tuple[float, float]:
         """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
@@ -127,7 +127,7 @@ class Rates:
         rate = self.by_kind.get(WEIGHTS + kind)
         if rate is None:
             return 0.0
-        return self._width * size_bytes / rate * self.whole
+        return self._width * size_bytes / rate * self.sized
 
     @property
     def _width(self) -> float:
@@ -136,12 +136,12 @@ class Rates:
 
     def _cast(self, moved: float) -> float:
         """To have operands, or their gradients, in another dtype."""
-        return moved / self.by_kind.get("cast", self.speed.memory_bandwidth_bytes_per_s) * self.whole
+        return moved / self.by_kind.get("cast", self.speed.memory_bandwidth_bytes_per_s) * self.sized
 
     def _scores(self, number: float) -> float:
         """What attention does once for every score, where that was measured apart from its products."""
         rate = self.by_kind.get(SCORES + self.table_precision)
-        return number / rate * self.whole if rate else 0.0
+        return number / rate * self.sized if rate else 0.0
 
     def _host(self, launches: int, kind: str) -> float:
         calls = self.by_kind.get(START + kind)
@@ -159,7 +159,7 @@ class Rates:
             busy = max(flops / reached, moved / bandwidth) if besides is None else flops / reached + moved / besides
         else:
             busy = moved / rates.get(kind, bandwidth)
-        return self._host(launches, kind) + busy * self.whole
+        return self._host(launches, kind) + busy * self.sized
 
 
 def block_work(block: Block, sequences: int, is_cast: bool = False) -> Iterator[Work]:

@@ -54,7 +54,7 @@ class Devices(ABC):
     `kernel_memory`: what kernels keep besides what the graph says. `casts`: in 16 bits operators are autocast over float32 parameters,
     and what moves is narrow only of products; elsewhere everything is. `even_stages`: frameworks give stages equally many layers.
     `scatters_sends`: tensor ranks hand on a part each of what goes to the next stage (Narayanan et al. 2021, section 4.1).
-    `ties_hide`: the sum of tied weights hides behind a backward as others do. `tells_cores`: what selective recomputation drops is told
+    `ties_hide`: the sum of tied weights hides behind a backward as others do. `tells_attention`: what selective recomputation drops is told
     by operator. `layers_moved`: layers that move to the host and are on the device at once.
     """
 
@@ -66,7 +66,7 @@ class Devices(ABC):
     even_stages: ClassVar[bool]
     scatters_sends: ClassVar[bool]
     ties_hide: ClassVar[bool]
-    tells_cores: ClassVar[bool]
+    tells_attention: ClassVar[bool]
     layers_moved: ClassVar[int]
 
     def speed(self, layout: Layout) -> Speed:

@@ -34,7 +34,7 @@ class Gpus(Devices):
     even_stages = True
     scatters_sends = True
     ties_hide = True
-    tells_cores = False
+    tells_attention = False
     layers_moved = 2  # copies run beside the compute, and one comes meanwhile
 
     def widths(self, precision: str) -> Widths:

@@ -34,11 +34,11 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Bytes that one operator's backward takes besides, also where torch makes a convolution itself (`own`), where it is not cut over
+    """Bytes that one operator's backward takes besides, also where torch makes a convolution itself (`by_torch`), where it is not cut over
     ranks (`alone`) and where it is (`spread`); and gradients of its weights, before they are added up."""
 
     working: float = 0.0
-    own: float = 0.0
+    by_torch: float = 0.0
     alone: float = 0.0
     spread: float = 0.0
     weights: float = 0.0

@@ -59,8 +59,8 @@ class Kernel:
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
     `scores`, `heads`: of attention: how many scores, and how many heads times samples; `visible`: the part of the scores that a causal
     mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
-    every sample, in float32. On processors, `filling`: of blocks of channels; `own`: when torch makes it itself, not oneDNN; `cast_bytes`,
-    `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
+    every sample, in float32. On processors, `filling`: of blocks of channels; `torch_kernel`: when torch makes it itself, not oneDNN;
+    `cast_bytes`, `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
     `fixed`: of what is moved that of weights and their gradients, which is as much however many rows there are.
     """
 
@@ -77,7 +77,7 @@ class Kernel:
     heads: float = 0.0
     weight_bytes: float = 0.0
     filling: Filling = FULL
-    own: TorchKernel = NEVER
+    torch_kernel: TorchKernel = NEVER
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
     steps: float = 0.0

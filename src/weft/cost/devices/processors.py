@@ -33,7 +33,7 @@ class Processors(Devices):
     even_stages = False
     scatters_sends = False
     ties_hide = False
-    tells_cores = True
+    tells_attention = True
     layers_moved = 1
 
     def operator_seconds(
@@ -43,8 +43,8 @@ class Processors(Devices):
         found = []
         for kernel, by in kernels:
             k = scaled(kernel, by)
-            is_own = layout.precision in ("float32", "tf32") and k.own.takes(by, rates.speed.threads)
-            filling, columns = (FULL, k.own.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
+            is_own = layout.precision in ("float32", "tf32") and k.torch_kernel.takes(by, rates.speed.threads)
+            filling, columns = (FULL, k.torch_kernel.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
             work = Work(
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
                 backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,

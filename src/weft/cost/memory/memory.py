@@ -43,13 +43,13 @@ def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on (and those
-    of a convolution that torch makes itself, not oneDNN, counted as float32: `own_bytes`), and besides where it is not cut over ranks
+    of a convolution that torch makes itself, not oneDNN, counted as float32: `torch_bytes`), and besides where it is not cut over ranks
     (`alone_bytes`) and where it is (`spread_bytes`)."""
 
     # Value, and which copy of it, of how many times its bytes, if in another dtype than it has.
     storages: tuple[tuple[str, str, float], ...]
     working_bytes: float
-    own_bytes: float
+    torch_bytes: float
     alone_bytes: float
     spread_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
@@ -113,7 +113,7 @@ class Inventory:
                 )
             more = self.kernels.beside(op, tensors, read, done) if live else Beside()
             stored = tuple(sorted(one for one in mine if one))
-            found[op.name] = Kept(stored, size + more.working, size + more.own, more.alone, more.spread, more.weights)
+            found[op.name] = Kept(stored, size + more.working, size + more.by_torch, more.alone, more.spread, more.weights)
         return found
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
@@ -132,20 +132,20 @@ class Moments:
     """Bytes that are there while one operator's backward runs (`runs`): where gradients and weights are whole, where gradients
     are scattered (stage 2 of ZeRO), where weights are gathered as well (stage 3)."""
 
-    whole: float = 0.0
+    full: float = 0.0
     scattered: float = 0.0
     gathered: float = 0.0
 
     def of(self, zero: int) -> float:
         """Of a stage of ZeRO."""
-        return self.gathered if zero == 3 else self.scattered if zero == 2 else self.whole
+        return self.gathered if zero == 3 else self.scattered if zero == 2 else self.full
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
     """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
 
-    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_alike` are trained by every
+    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_unsummed` are trained by every
     replica with the same gradient, which is not summed: ZeRO leaves those whole.
 
     `entering_bytes` come from other stages, gradients of `leaving_bytes` come back from those; `kept_bytes` are kept on the device for
@@ -163,7 +163,7 @@ class StageState:
     beside: Moments = Moments()
     there: Moments = Moments()
     moved_bytes: float = 0.0
-    num_alike: float = 0.0
+    num_unsummed: float = 0.0
     leaving_bytes: float = 0.0
 
 
@@ -221,8 +221,8 @@ def memory_of(
     activation = kept * schedule.in_flight(stage) + there
     if noted_bytes and several == 1:
         now = schedule.held(rank)
-        activation = float((now.kept[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
-    alike = state.num_alike
+        activation = float((now.in_flight[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
+    alike = state.num_unsummed
     shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)

@@ -42,17 +42,17 @@ class Stored:
 
 @dataclass
 class Places:
-    """`made`: by value. It is filled operator by operator, in the graph's order."""
+    """`storages`: by value. It is filled operator by operator, in the graph's order."""
 
     inventory: Inventory
     sharding: Sharding | None
-    made: dict[str, Stored] = field(default_factory=dict)
+    storages: dict[str, Stored] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._axes = [] if self.sharding is None else list(self.sharding.sizes)
         self._ways = cache(partial(pieces, self.sharding))
         for value in self.inventory.held:
-            self.made[value] = self.storage_of(value)
+            self.storages[value] = self.storage_of(value)
 
     def read(self, op: Operator) -> dict[str, Stored]:
         """By value that an operator reads."""
@@ -73,14 +73,14 @@ class Places:
         inventory = self.inventory
         for i, value in enumerate(op.outputs):
             if inventory.root[value] == value or not op.inputs:
-                self.made[value] = self.storage_of(value)
+                self.storages[value] = self.storage_of(value)
             else:
                 apart = len(op.outputs) == len(op.inputs)  # a view of each
-                self.made[value] = read[op.inputs[i if apart else 0]]
+                self.storages[value] = read[op.inputs[i if apart else 0]]
 
     def kept(self, op: Operator, arriving: Mapping[str, Stored], value: str, copy: str, times: float) -> Stored:
         """What an operator keeps of a value that it reads or makes: it, or a `copy` of so many `times` its bytes in another dtype."""
-        place = arriving.get(value) or self.made[value]
+        place = arriving.get(value) or self.storages[value]
         if not copy:
             return place
         ways = 0 if value in self.inventory.held else self.ways_read(op, op.inputs.index(value))
@@ -121,9 +121,9 @@ class Places:
         # On GPUs as in the measured runs of others, which gather again in backward what tensor ranks gather.
         apart = self.inventory.kernels.keeps_as_read or owned or any(axis_of(axis).cuts_sequences for axis in axes)
         if not moved or value in self.inventory.held or not apart:
-            return self.made[value]
+            return self.storages[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
-            return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole
+            return self.storages[value]  # measured on grids: what a convolution reads a slice of stays whole
         return replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
 
     def _forms(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:

@@ -63,13 +63,13 @@ class Amounts:
         return (self.shared / data + self.batched) * scale + self.fixed
 
 
-def behind(kept: NDArray[np.float64]) -> NDArray[np.float64]:
+def behind(amounts: NDArray[np.float64]) -> NDArray[np.float64]:
     """By operator: what those behind it keep, by what each does; its backward does not find that.
 
     >>> behind(np.array([1.0, 2.0, 4.0])).tolist()
     [6.0, 4.0, 0.0]
     """
-    return np.concatenate((np.cumsum(kept[:0:-1])[::-1], [0.0]))
+    return np.concatenate((np.cumsum(amounts[:0:-1])[::-1], [0.0]))
 
 
 def starts_of(blocks: Sequence[str]) -> list[int]:

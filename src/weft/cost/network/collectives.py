@@ -49,22 +49,22 @@ class Hop:
     exchange: tuple[Table, ...] = ()
     adding: tuple[Table, ...] = ()
     steps: tuple[Table, ...] = ()
-    cores: int = 0
+    threads: int = 0
 
     def step_s(self, ranks: int) -> float:
         """What a message of a program costs more than one alone."""
-        return _at(self.steps, 1.0, ranks, self.cores) if self.steps else 0.0
+        return _at(self.steps, 1.0, ranks, self.threads) if self.steps else 0.0
 
     def sent_s(self, size_bytes: float, ranks: int = 2) -> float:
         """Until a message has arrived, while half of `ranks` send and the others receive."""
         if self.one_way:
-            return _at(self.one_way, size_bytes, ranks, self.cores) + self.step_s(ranks)
+            return _at(self.one_way, size_bytes, ranks, self.threads) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def met_s(self, size_bytes: float, ranks: int = 2) -> float:
         """Until it has arrived where each of `ranks` ranks sends one and receives one."""
         if self.exchange:
-            return _at(self.exchange, size_bytes, ranks, self.cores) + self.step_s(ranks)
+            return _at(self.exchange, size_bytes, ranks, self.threads) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def busy_s(self, size_bytes: float, ranks: int = 2) -> float:
@@ -75,7 +75,7 @@ class Hop:
 
     def add_s(self, size_bytes: float, ranks: int = 2) -> float:
         """To add what arrived, on `ranks` ranks at once."""
-        return _at(self.adding, size_bytes, ranks, self.cores) if self.adding else size_bytes * self.add_byte_s
+        return _at(self.adding, size_bytes, ranks, self.threads) if self.adding else size_bytes * self.add_byte_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ def _measured(cluster: Cluster, hop: Hop, transport: str) -> Hop:
     # Half of the smallest message is the way; the other half its two ends' Python.
     latency = min(table.points[0][1] for table in one_way) / 2
     return replace(hop, latency_s=latency, message_s=latency, one_way=one_way, exchange=exchange, adding=adding, steps=steps,
-                   cores=cluster.node_size)  # fmt: skip
+                   threads=cluster.node_size)  # fmt: skip
 
 
 def _tables(cluster: Cluster, name: str) -> tuple[Table, ...]:
@@ -353,10 +353,10 @@ def _slowed(tables: tuple[Table, ...], far: Hop) -> tuple[Table, ...]:
     return tuple(replace(t, points=tuple((size, max(s, far.sent_s(size))) for size, s in t.points)) for t in tables)
 
 
-def _at(tables: tuple[Table, ...], size_bytes: float, ranks: int, cores: int) -> float:
+def _at(tables: tuple[Table, ...], size_bytes: float, ranks: int, threads: int) -> float:
     """Seconds with so many ranks: of the nearest number that was measured, which share the cores where they are more."""
     near = _nearest(tables, ranks)
-    crowd = max(1.0, ranks / max(near.ranks, cores)) if ranks > near.ranks else 1.0
+    crowd = max(1.0, ranks / max(near.ranks, threads)) if ranks > near.ranks else 1.0
     return near.seconds(size_bytes) * crowd
 
 

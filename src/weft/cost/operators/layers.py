@@ -36,7 +36,7 @@ from weft.plan.layout import Layout
 from weft.plan.patterns import pattern_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_halo
 
-WHOLE = "whole"
+REPLICATED = "whole"
 # Kinds of labels by which a layer is cut, and the layout that cuts by them.
 LAYOUTS = {
     SAMPLES: "data={n}", "height": "spatial={n}x1", "width": "spatial=1x{n}", "planes": "spatial={n}x1x1", "outputs": "tensor={n}",
@@ -162,7 +162,7 @@ class _Model:
     def ways(self, op: Operator) -> Iterator[Way]:
         """Whole, then by label."""
         alone = _Alone.of(self, op)
-        yield alone.way(WHOLE, "", Layout(precision=self.precision))
+        yield alone.way(REPLICATED, "", Layout(precision=self.precision))
         rule = self.graph.rules[op.name]
         if rule is None or self.ranks == 1:
             return
@@ -242,8 +242,8 @@ class _Alone:
         Raises:
             LayoutError: the rule does not allow it, or the length does not divide.
         """
-        beside = self._priced(layout, label, alike=True)
-        apart = beside if kind in (WHOLE, SAMPLES, EXPERTS) else self._priced(layout, label, alike=False)
+        beside = self._priced(layout, label, replicated=True)
+        apart = beside if kind in (REPLICATED, SAMPLES, EXPERTS) else self._priced(layout, label, replicated=False)
         op, model = self.op, self.model
         at = self.graph.place[op.outputs[0]]
         compute = beside.seconds[0] + beside.seconds[1]
@@ -276,13 +276,13 @@ class _Alone:
             max(0.0, talk[1] - talk[0]),
         )
 
-    def _priced(self, layout: Layout, label: str, alike: bool) -> _Priced:
+    def _priced(self, layout: Layout, label: str, replicated: bool) -> _Priced:
         pricer = OperatorPricer(self.graph, self.model.cluster, self.model.batch_size)
         if not label:
             return _Priced(pricer, layout, self.op, None)
         ((axis, n),) = ((a, n) for a, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
         choice = self._choice(axis, n, label)
-        sharding = _sharding(self.graph, self.op, axis, n, choice, alike)
+        sharding = _sharding(self.graph, self.op, axis, n, choice, replicated)
         pricer.place(layout, sharding)
         return _Priced(pricer, layout, self.op, sharding)
 
@@ -356,8 +356,8 @@ class _Priced:
 _ADD = "aten.add.Tensor"
 
 
-def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, alike: bool) -> Sharding:
-    """The sharding of a layer alone; with `alike` its neighbours' values lie as it wants them, without summands, else whole."""
+def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, replicated: bool) -> Sharding:
+    """The sharding of a layer alone; with `replicated` its neighbours' values lie as it wants them, without summands, else whole."""
     forms: dict[str, dict[str, Placement]] = {value: {axis: R} for value in graph.tensors}
     needs: dict[str, tuple[dict[str, Placement | None], ...]] = {o.name: tuple({axis: R} for _ in o.inputs) for o in graph.operators}
     gradients: dict[str, tuple[str, ...]] = {}
@@ -377,7 +377,7 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
         lies = Shard(need.dim) if is_halo(need) else need if is_cut(need) else R
         if gathers and pieces is not None and len(graph.tensors[value].shape) > max(2, pieces.dim):
             lies = pieces
-        source: Placement = lies if alike else R
+        source: Placement = lies if replicated else R
         forms[value] = {axis: source}
         if source is not need and all(m.value != value or m.target is not need for m in moves):
             moves.append(Move(value, op.name, axis, source, need, *move_collectives(source, need)))
@@ -386,7 +386,7 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
     for reader in graph.operators:
         for at, value in enumerate(reader.inputs):
             if reader is not op and value in op.outputs and (made := forms[value][axis]) is not R:
-                want = R if made is P or not alike else made
+                want = R if made is P or not replicated else made
                 needs[reader.name] = (*needs[reader.name][:at], {axis: want}, *needs[reader.name][at + 1 :])
                 if want is not made:
                     moves.append(Move(value, reader.name, axis, made, want, *move_collectives(made, want)))

@@ -57,7 +57,7 @@ class OperatorPricer:
     replicas: tuple[int, int] | None = None  # those with unequal shares that this one prices, from one to another; None for all
     placed_for: int = 0  # the batch by which operators are placed, where this one is of the smaller of its unequal microbatches
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
-    _same: dict[Cutting, Cutting] = field(default_factory=dict)  # of those that cut alike, the first
+    _canonical: dict[Cutting, Cutting] = field(default_factory=dict)  # of those that cut alike, the first
     _parts: dict[Cutting, Parts] = field(default_factory=dict)
     _cast_parts: dict[Cutting, Parts] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
@@ -100,18 +100,18 @@ class OperatorPricer:
     def place(self, layout: Layout, sharding: Sharding) -> None:
         """Price a layout under `sharding`, not under the best that there is."""
         asked = self._asked(layout)
-        self._same[asked], self._shardings[asked] = asked, sharding
+        self._canonical[asked], self._shardings[asked] = asked, sharding
 
     def _cut(self, layout: Layout) -> Cutting:
         """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
         asked = self._asked(layout)
-        if asked not in self._same:
+        if asked not in self._canonical:
             sizes, *_, each = asked
             found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
             like = (key for key, known in self._shardings.items() if key[:-1] == asked[:-1] and known == found)
-            self._same[asked] = key = next(like, asked)
+            self._canonical[asked] = key = next(like, asked)
             self._shardings.setdefault(key, found)
-        return self._same[asked]
+        return self._canonical[asked]
 
     def sharding(self, layout: Layout) -> Sharding | None:
         """The sharding over data and the tensor axes (`placed_sizes`), at the samples that a rank has; None for one rank a stage."""

@@ -76,13 +76,13 @@ class Parts:
     makes: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
     working_bytes: NDArray[np.float64]  # in each operator's backward, of tensors that follow the batch if the operator does
-    own_bytes: NDArray[np.float64]  # the same where torch makes convolutions itself, as float32
+    torch_bytes: NDArray[np.float64]  # the same where torch makes convolutions itself, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
     waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
-    cores: tuple[int, ...]  # the core of attention that each is of, which selective recomputation repeats; -1 for none
+    attention_core: tuple[int, ...]  # the core of attention that each is of, which selective recomputation repeats; -1 for none
 
     @cached_property
     def batched(self) -> NDArray[np.bool_]:
@@ -107,7 +107,7 @@ class Parts:
     @cached_property
     def torch_kernels(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
         """By operator: when torch makes a convolution itself (`TorchKernel`): its samples, whether alone, whether where it is thin."""
-        owns = [local.kernel.own for local in self.compute]
+        owns = [local.kernel.torch_kernel for local in self.compute]
         samples, alone, thin = (np.array([getattr(one, what) for one in owns])[self.index] for what in ("samples", "alone", "thin"))
         return samples, alone, thin
 
@@ -132,10 +132,10 @@ class _Unique:
     """Numbers things in the order in which they first come."""
 
     def __init__(self) -> None:
-        self.found: dict[Hashable, int] = {}
+        self.numbers: dict[Hashable, int] = {}
 
     def __call__(self, thing: Hashable) -> int:
-        return self.found.setdefault(thing, len(self.found))
+        return self.numbers.setdefault(thing, len(self.numbers))
 
 
 def block(site: str) -> str:
@@ -214,8 +214,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         arriving = places.read(op)
         places.add(op, arriving)
         stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op)))
-        makes.append(tuple(places.made[v] for v in op.outputs))
-        reads.append(tuple((made[v], places.made[v]) for v in dict.fromkeys(op.inputs) if v in made))
+        makes.append(tuple(places.storages[v] for v in op.outputs))
+        reads.append(tuple((made[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in made))
         extra.append(extra_bytes(op, graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide))
         is_cut = any(cut(sharding, op.name, axis) for axis in axes)
         beside = mine.spread_bytes if is_cut else mine.alone_bytes
@@ -225,13 +225,13 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         joined = (2 * places.storage_of(v, places.ways_read(op, at)).size_bytes for at, v in read_by)
         least = max(joined, default=0.0)
         working.append(max(least, (mine.working_bytes + beside) / divide + more))
-        owned.append(max(least, (mine.own_bytes + beside) / divide + more))
+        owned.append(max(least, (mine.torch_bytes + beside) / divide + more))
         weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, DATA))
     return Parts(
-        tuple(compute.found),  # type: ignore[arg-type]
+        tuple(compute.numbers),  # type: ignore[arg-type]
         index,
-        tuple(collectives.found),  # type: ignore[arg-type]
+        tuple(collectives.numbers),  # type: ignore[arg-type]
         _columns(forward),
         _columns(backward),
         tuple(stored),
@@ -281,12 +281,12 @@ def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: f
     return more
 
 
-def _waiting(graph: Graph, grads: frozenset[str], made: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
+def _waiting(graph: Graph, grads: frozenset[str], makers: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
     """By operator: gradients that lie there while its backward runs, since something behind it has made them and their own operator's
-    backward is still to come: of what goes round it. `sizes`: of what is `made`."""
+    backward is still to come: of what goes round it. `sizes`: of what is `makers`."""
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs}
     rows = [[0.0] * (len(graph.operators) + 1) for _ in range(3)]
-    for (value, maker), size in zip(made.items(), sizes, strict=True):
+    for (value, maker), size in zip(makers.items(), sizes, strict=True):
         if value in grads and last.get(value, 0) > maker + 1:
             for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
                 row[maker + 1] += each

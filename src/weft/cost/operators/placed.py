@@ -17,7 +17,7 @@ from weft.model.graph import Graph
 from weft.model.sharding.fold import propagate
 from weft.model.sharding.sharding import Prices, Sharding, Shards
 from weft.plan.axis import DATA, axis_of
-from weft.plan.grid import PLAIN
+from weft.plan.grid import TENSOR
 from weft.plan.layout import Layout
 
 
@@ -69,7 +69,7 @@ def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Ma
     if not cuts_samples and not layout.grid:
         # A run is given the weights' cuts alone. Those that other prices find are run in another way than they were found for.
         found = propagate(graph, sizes, shards, prices=running, sequence=sequence, attention=layout.attention)
-        said = layout.tensor == 1 or PLAIN in (shards or {})
+        said = layout.tensor == 1 or TENSOR in (shards or {})
         return found if said else propagate(graph, sizes, found.shards, prices=running, sequence=sequence, attention=layout.attention)
     prices = prices_of(cluster, layout, each * sizes[DATA])
     found = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples, attention=layout.attention)

@@ -106,7 +106,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].products else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
     works, runs, whole = _moments(pricer, layout, section)
-    each_keeps = wide * section.kept.at(scale, layout.data)
+    each_keeps = wide * section.activations.at(scale, layout.data)
     kept, gone = float(each_keeps.sum()), behind(each_keeps)
     state = StageState(
         held.number - elsewhere,
@@ -117,7 +117,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         scores,
         Moments(*(float((works - gone + one).max()) for one in whole)),
         moved_bytes=kept + scores,
-        num_alike=held.unsummed if layout.weight_ranks > 1 else 0.0,
+        num_unsummed=held.unsummed if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
     )
 
@@ -125,7 +125,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     def staying(which: Residency) -> StageState:
         mine = section.staying(which, stage.index, layout.num_stages == 1, layers_moved == 1)
         each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
-        columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
+        columns = (mine.activations, mine.there, mine.back, mine.forward, mine.at_once)
         stays, there, back, forward, at_once = (wide * one.at(scale, layout.data) for one in columns)
         if layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
             back = runs.over(at_once + (at_once > 0) * (layers_moved - 1) * at_once.max(), len(back))
@@ -179,14 +179,14 @@ def handed_s(pricer: Pricer, layout: Layout, stage: int, to: int, values: Sequen
     return pricer.transfer_s(layout, size, places[stage][0], places[to][0])
 
 
-def like(base: Base, index: int, names: Callable[[], Sequence[str]], own: Callable[[], Base]) -> Base:
-    """What stage `index` costs that is like `base`'s; its `own` is worked out where layers, called `names`, are told apart by name."""
+def like(base: Base, index: int, names: Callable[[], Sequence[str]], make: Callable[[], Base]) -> Base:
+    """What stage `index` costs that is like `base`'s; its `make` is worked out where layers, called `names`, are told apart by name."""
 
     def block(which: Residency) -> Seconds:
-        return (own() if which.names else base).block(which.of_stage(index))
+        return (make() if which.names else base).block(which.of_stage(index))
 
     def by_layer(which: Residency) -> StageState:
-        return (own() if which.names else base).by_layer(which.of_stage(index))
+        return (make() if which.names else base).by_layer(which.of_stage(index))
 
     def loads() -> tuple[Load, ...]:
         return tuple(replace(load, name=name) for load, name in zip(base.loads(), names(), strict=True))
@@ -207,7 +207,7 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     each, whole = pricer.samples(layout), pricer.graph.batch_size
     exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole
     is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)
-    tensors = follows * np.where(is_own, parts.own_bytes[ops], parts.working_bytes[ops])
+    tensors = follows * np.where(is_own, parts.torch_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.weight_ranks, len(works))
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

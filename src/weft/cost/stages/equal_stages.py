@@ -64,7 +64,7 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
         place += op.name not in free
         key = (
             parts.index[i], forward.get(i), backward.get(i), entered, kept, makes, tuple(read), parts.extra_bytes[i],
-            parts.working_bytes[i], parts.own_bytes[i], *waiting[i], parts.weight_bytes[i], parts.shared[i], parts.attention[i],
+            parts.working_bytes[i], parts.torch_bytes[i], *waiting[i], parts.weight_bytes[i], parts.shared[i], parts.attention[i],
             bool(parts.blocks[i]), weighted[i], op.name in free,
         )  # fmt: skip
         numbers.append(found.setdefault(key, len(found)))

@@ -61,13 +61,13 @@ class _Queue:
     def seconds(self) -> float:
         return self.full * self.each_s + self.tail_s
 
-    def left_s(self, total_s: float, window_s: float, whole_bytes: float) -> float:
-        """Of `total_s` of sums what is left after a backward of `window_s`, in which `whole_bytes` get ready evenly.
+    def left_s(self, total_s: float, window_s: float, total_bytes: float) -> float:
+        """Of `total_s` of sums what is left after a backward of `window_s`, in which `total_bytes` get ready evenly.
 
         The sums go on without a pause from the first bucket on, or from the last full one, or from what is left over; nothing hides
         before the first is ready.
         """
-        ready = self.bucket_bytes / whole_bytes
+        ready = self.bucket_bytes / total_bytes
         full = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
         last = self.tail_s or self.each_s
         late = window_s * (full - 1) + self.each_s + self.tail_s

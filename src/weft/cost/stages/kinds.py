@@ -57,7 +57,7 @@ class Sections:
     kinds: Kinds
     stages: Sequence[Stage]
     half: bool
-    _found: dict[int, Section] = field(default_factory=dict)
+    _cache: dict[int, Section] = field(default_factory=dict)
 
     @cached_property
     def first(self) -> tuple[int, ...]:
@@ -69,15 +69,15 @@ class Sections:
 
     def of(self, stage: int) -> Section:
         """A stage's."""
-        if stage not in self._found:
+        if stage not in self._cache:
             first = self.first[stage]
             if first == stage:
-                self._found[stage] = self._made(stage)
+                self._cache[stage] = self._made(stage)
             else:
                 numbers = self._numbers[stage]
                 groups, staying = grouped(self.kinds.parts, numbers.tolist(), self.half)
-                self._found[stage] = replace(self.of(first), operators=numbers, groups=groups, staying=staying)
-        return self._found[stage]
+                self._cache[stage] = replace(self.of(first), operators=numbers, groups=groups, staying=staying)
+        return self._cache[stage]
 
     @cached_property
     def _numbers(self) -> list[NDArray[np.intp]]:

@@ -28,14 +28,14 @@ Array = NDArray[np.float64]
 class Staying:
     """What becomes of what a stage keeps of one microbatch for backward, under a choice of layers that are repeated or moved.
 
-    By operator: `kept` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
+    By operator: `activations` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
     came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes,
     and of those that are repeated, when it has run again.
     By run: `at_once`, all that comes back of it, `away`, the layers that do not keep their own, in parts, and `present`, those of them that
     are there in its backward. `moved` goes to the host.
     """
 
-    kept: Amounts
+    activations: Amounts
     there: Amounts
     back: Amounts
     forward: Amounts
@@ -206,8 +206,8 @@ def _core_operators(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
     """By number: the operators of each core of attention in a run."""
     found: dict[int, list[int]] = {}
     for i in run:
-        if parts.cores[i] >= 0:
-            found.setdefault(parts.cores[i], []).append(i)
+        if parts.attention_core[i] >= 0:
+            found.setdefault(parts.attention_core[i], []).append(i)
     return found
 
 
@@ -216,7 +216,7 @@ def _around_core(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]
     parts, half, found = groups.parts, groups.half, []
     firsts = {mine[0]: mine for mine in _core_operators(parts, run).values()}
     for i in run:
-        inside = parts.cores[i] >= 0
+        inside = parts.attention_core[i] >= 0
         entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
         found.append(entering if inside else kept_bytes(parts, [i], half, seen))
     return found
@@ -311,7 +311,7 @@ class Section:
 
     operators: NDArray[np.intp]
     held: Held
-    kept: Amounts  # by operator, what none before it keeps
+    activations: Amounts  # by operator, what none before it keeps
     score_bytes: Amount  # float32
     runs: Callable[[int], Runs]  # by the ranks among which experts are spread
     groups: Groups

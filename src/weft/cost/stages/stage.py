@@ -62,6 +62,6 @@ def by_moment(held: Sequence[StageMemory], now: Held) -> tuple[NDArray[np.float6
     def of(part: str) -> NDArray[np.float64]:
         return np.array([getattr(one, part) for one in held])
 
-    kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
+    kept = now.in_flight @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
     beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
     return kept, beside

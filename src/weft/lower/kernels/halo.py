@@ -22,13 +22,13 @@ from weft.ops.sliding_window import Range, Resample, Sliding, Spreading, Window
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of dimension `dim`, `size` long: the entries `read` that this rank has, and the entries `made` of the result that it makes."""
+    """Of dimension `dim`, `size` long: the entries `read` that this rank has, and the entries `output` of the result that it makes."""
 
     dim: int
     size: int
     window: Window
     read: Range
-    made: Range
+    output: Range
 
 
 def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, *args: Any) -> Tensor:
@@ -39,7 +39,7 @@ def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Pa
     if kinds == {Resample}:
         return _resampled(parts, x)
     if windows.padding is None:
-        sizes = {part.dim: part.made[1] - part.made[0] for part in parts}
+        sizes = {part.dim: part.output[1] - part.output[0] for part in parts}
         return target(x, [sizes.get(i + x.dim() - len(args[0]), n) for i, n in enumerate(args[0])])
     return _slid(target, windows, parts, x, list(args))
 
@@ -48,7 +48,7 @@ def _pads(parts: Sequence[Part], x: Tensor) -> list[int]:
     """How far what is read lies short of what windows reach, in the order that `F.pad` takes."""
     pads = [0] * (2 * x.dim())
     for part in parts:
-        low, high = part.window.needs(*part.made, part.size)
+        low, high = part.window.needs(*part.output, part.size)
         pads[2 * (x.dim() - 1 - part.dim)] = part.read[0] - low
         pads[2 * (x.dim() - 1 - part.dim) + 1] = high - part.read[1]
     return pads
@@ -86,7 +86,7 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
 def _larger(part: Part) -> tuple[float, ...]:
     """By how much the mean of each entry that is made is larger where what is padded does not count. Each step asks the same."""
     assert isinstance(part.window, Sliding)
-    return tuple(part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.made))
+    return tuple(part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.output))
 
 
 def _defaults(windows: Windows, dims: int) -> list[Any]:
@@ -104,19 +104,19 @@ def _each(args: Sequence[Any], position: int, count: int, default: int) -> list[
     return _tuple(args[position - 1] if len(args) >= position else default, count)
 
 
-def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *given: Any) -> Tensor:
-    weight, bias, spatial = given[0], given[1] if len(given) > 1 else None, x.dim() - 2
+def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *options: Any) -> Tensor:
+    weight, bias, spatial = options[0], options[1] if len(options) > 1 else None, x.dim() - 2
     cut = {part.dim: part for part in parts}
-    padding = [0 if i + 2 in cut else p for i, p in enumerate(_each(given, 4, spatial, 0))]
-    more = [0 if i + 2 in cut else p for i, p in enumerate(_each(given, 5, spatial, 0))]
-    groups = given[5] if len(given) > 5 else 1
-    out = target(x, weight, None, _each(given, 3, spatial, 1), padding, more, groups, _each(given, 7, spatial, 1))
+    padding = [0 if i + 2 in cut else p for i, p in enumerate(_each(options, 4, spatial, 0))]
+    more = [0 if i + 2 in cut else p for i, p in enumerate(_each(options, 5, spatial, 0))]
+    groups = options[5] if len(options) > 5 else 1
+    out = target(x, weight, None, _each(options, 3, spatial, 1), padding, more, groups, _each(options, 7, spatial, 1))
     pads = [0] * (2 * out.dim())
     for part in parts:  # what falls on other ranks' entries goes, and entries on which nothing falls are zero
         assert isinstance(part.window, Spreading)
         first = part.window.first_made(part.read[0])
-        pads[2 * (out.dim() - 1 - part.dim)] = first - part.made[0]
-        pads[2 * (out.dim() - 1 - part.dim) + 1] = part.made[1] - first - out.shape[part.dim]
+        pads[2 * (out.dim() - 1 - part.dim)] = first - part.output[0]
+        pads[2 * (out.dim() - 1 - part.dim) + 1] = part.output[1] - first - out.shape[part.dim]
     out = F.pad(out, pads) if any(pads) else out
     return out if bias is None else out + bias.to(out.dtype).view([-1] + [1] * spatial)
 
@@ -138,5 +138,5 @@ def _resampled(parts: Sequence[Part], x: Tensor) -> Tensor:
 def _taps(part: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """Of each entry that is made both neighbours among those that are read, and the weight of the second. Each step asks the same."""
     assert isinstance(part.window, Resample)
-    low, high, weights = zip(*(part.window.taps(entry, part.size) for entry in range(*part.made)), strict=True)
+    low, high, weights = zip(*(part.window.taps(entry, part.size) for entry in range(*part.output)), strict=True)
     return tuple(i - part.read[0] for i in low), tuple(i - part.read[0] for i in high), weights

@@ -127,14 +127,14 @@ class _Numbers(ctypes.Structure):
 
 
 def _draw(
-    library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | None, made: Tensor, bound: int, scale: float
+    library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | None, out: Tensor, bound: int, scale: float
 ) -> None:
-    total = made.numel()
+    total = out.numel()
     if not total:
         return
     threads = min(torch.get_num_threads(), max(1, total // SMALL))
     source = None if x is None else x.data_ptr()
-    library.weft_draw(numbers, *key, kind, source, made.data_ptr(), total, bound, scale, threads)
+    library.weft_draw(numbers, *key, kind, source, out.data_ptr(), total, bound, scale, threads)
 
 
 @cache

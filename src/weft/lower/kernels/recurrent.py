@@ -55,8 +55,8 @@ def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 
-def layers(group: Group, form: Shard, kind: str, whole: bool, *args: Any) -> tuple[Tensor, ...]:
-    """Layers over a sequence. `form`: how states lie along units, of (L, B, H); `whole`: whether all have the whole output."""
+def layers(group: Group, form: Shard, kind: str, gathers: bool, *args: Any) -> tuple[Tensor, ...]:
+    """Layers over a sequence. `form`: how states lie along units, of (L, B, H); `gathers`: whether all have the whole output."""
     x, states, weights, has_biases, num_layers, _, _, both, samples_first = args
     states = list(states) if isinstance(states, list | tuple) else [states]
     count = len(states)
@@ -70,7 +70,7 @@ def layers(group: Group, form: Shard, kind: str, whole: bool, *args: Any) -> tup
             read, outs, mine = x, [], []
         own = [*weights[number * each : (number + 1) * each], None, None][:4]
         reverse = number % directions == 1
-        goes_on = whole or number < (num_layers - 1) * directions
+        goes_on = gathers or number < (num_layers - 1) * directions
         begin = tuple(s[number] for s in states)
         whole_steps, steps, end = _over_steps((group, form), STEPS[kind], read, begin, own, time, reverse, goes_on)
         outs.append(whole_steps)
@@ -78,7 +78,7 @@ def layers(group: Group, form: Shard, kind: str, whole: bool, *args: Any) -> tup
         last.append(end)
         if len(outs) == directions and goes_on:
             x = torch.cat(outs, dim=-1) if both else outs[0]
-    out = x if whole else torch.cat(mine, dim=-1) if both else mine[0]
+    out = x if gathers else torch.cat(mine, dim=-1) if both else mine[0]
     return (out, *(torch.stack([end[i] for end in last]) for i in range(count)))
 
 

@@ -163,7 +163,7 @@ class _Followed:
         record = record_of(op)
         for number, value in enumerate(op.outputs):
             shape = self.graph.tensors[value].shape
-            if record.alike or draws(op):
+            if record.sample_invariant or draws(op):
                 self.even[value] = frozenset(range(len(shape)))
             elif record.moves == "repeat":  # what had one row, or none
                 source = self.graph.tensors[op.inputs[0]].shape

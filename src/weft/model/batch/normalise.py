@@ -136,19 +136,19 @@ def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
     return [*made, Operator(f"{op.name}_mean", "aten.div.Tensor", quotient, (), (out,), f"{op.site}_mean", autocast=op.autocast)]
 
 
-def normalised(part: Graph, whole: Graph, known: Additive) -> Normalised:
+def normalised(part: Graph, full: Graph, additive: Additive) -> Normalised:
     """The graph of a part, whose losses add up to the whole batch's. Both are `counted`, and have the same operators."""
-    return _Rewriting(part, whole, known).result()
+    return _Rewriting(part, full, additive).result()
 
 
 @dataclass
 class _Rewriting:
     part: Graph
-    whole: Graph
-    known: Additive
+    full: Graph
+    additive: Additive
     tensors: dict[str, Tensor] = field(init=False)
-    made: list[Operator] = field(default_factory=list)
-    instead: dict[str, str] = field(default_factory=dict)  # value -> the total that is read in its place
+    operators: list[Operator] = field(default_factory=list)
+    replaced: dict[str, str] = field(default_factory=dict)  # value -> the total that is read in its place
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -156,47 +156,47 @@ class _Rewriting:
 
     def result(self) -> Normalised:
         """Every operator in turn, the loss last."""
-        for op, other in zip(self.part.operators, self.whole.operators, strict=True):
+        for op, other in zip(self.part.operators, self.full.operators, strict=True):
             self._operator(op, other)
-        loss, form = self.part.loss, self.known.forms[self.part.loss]
-        if form is not P or loss in self.instead:
+        loss, form = self.part.loss, self.additive.forms[self.part.loss]
+        if form is not P or loss in self.replaced:
             site = next(op.site for op in reversed(self.part.operators) if loss in op.outputs)
-            loss = self._share(Ref(self.instead.get(loss, loss)), f"{loss}_part", f"{site}_part", "").value
-        read = {v for op in self.made for v in op.inputs} | {loss}
-        totals = tuple(Total(value, variable) for value, variable in self.instead.items() if variable in read)
+            loss = self._share(Ref(self.replaced.get(loss, loss)), f"{loss}_part", f"{site}_part", "").value
+        read = {v for op in self.operators for v in op.inputs} | {loss}
+        totals = tuple(Total(value, variable) for value, variable in self.replaced.items() if variable in read)
         constants = [Variable(t.variable, t.variable, self.tensors[t.variable]) for t in totals]
         if self.shared:
             constants.append(Variable(SHARE, SHARE, self.tensors[SHARE]))
         graph = replace(
-            self.part, operators=tuple(self.made), tensors=self.tensors, loss=loss, constants=(*self.part.constants, *constants)
+            self.part, operators=tuple(self.operators), tensors=self.tensors, loss=loss, constants=(*self.part.constants, *constants)
         )
         return Normalised(graph, True, SHARE if self.shared else "", totals)
 
     def _operator(self, op: Operator, other: Operator) -> None:
         op = replace(op, args=self._read(op.args), kwargs=tuple((k, self._read(a)) for k, a in op.kwargs))  # type: ignore[arg-type]
         op = _numbers_of(op, other)
-        if self.known.forms[op.outputs[0]] is P:
+        if self.additive.forms[op.outputs[0]] is P:
             op = self._in_shares(op, other)
-        if op.name in self.known.averages:
+        if op.name in self.additive.averages:
             self.tensors.update({f"{out}_mean": self.tensors[out] for out in op.outputs})
-            self.made.append(replace(op, outputs=tuple(f"{out}_mean" for out in op.outputs)))
+            self.operators.append(replace(op, outputs=tuple(f"{out}_mean" for out in op.outputs)))
             for out in op.outputs:
                 self._share(Ref(f"{out}_mean"), out, f"{op.site}_share", op.autocast)
         else:
-            self.made.append(op)
+            self.operators.append(op)
         for value in op.outputs:
-            if value in self.known.totals:
-                self.instead[value] = f"{value}_total"
+            if value in self.additive.totals:
+                self.replaced[value] = f"{value}_total"
                 self.tensors[f"{value}_total"] = self.tensors[value]
 
     def _read(self, arg: Arg) -> Arg:
         if isinstance(arg, Ref):
-            return Ref(self.instead.get(arg.value, arg.value))
+            return Ref(self.replaced.get(arg.value, arg.value))
         return tuple(self._read(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def _in_shares(self, op: Operator, other: Operator) -> Operator:
         """Of a sum of summands and others: the others count by shares."""
-        summands = {v for v in other.inputs if self.known.forms[v] is P}
+        summands = {v for v in other.inputs if self.additive.forms[v] is P}
         carried = set(op.inputs) if sums(op) else set(together(op) or ())
         if not summands or not carried:
             return op
@@ -222,7 +222,7 @@ class _Rewriting:
         self.tensors.setdefault(SHARE, Tensor((), kind))
         self.tensors[out] = self.tensors[of.value] if isinstance(of, Ref) and self.tensors[of.value].is_float else self.tensors[SHARE]
         args = (of, Ref(SHARE)) if isinstance(of, Ref) else (Ref(SHARE), of)
-        self.made.append(Operator(f"{out}_share", "aten.mul.Tensor", args, (), (out,), site, autocast=autocast))
+        self.operators.append(Operator(f"{out}_share", "aten.mul.Tensor", args, (), (out,), site, autocast=autocast))
         return Ref(out)
 
 

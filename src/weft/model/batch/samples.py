@@ -34,7 +34,7 @@ class _Followed:
     mixed: Operator | None = None
     steps: Operator | None = None
     summed: bool = False
-    known: bool = True
+    certain: bool = True
     places: dict[str, Place] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ def samples_elsewhere(graph: Graph) -> str | None:
     if graph.batch_size in lengths:
         return None  # as many labels as there are rows
     other = _follow(graph, {v.value: 1 for v in wide} | {v.value: 0 for v in graph.inputs if v.tensor.shape == (second,)})
-    if other.mixed is None and other.known and other.summed:
+    if other.mixed is None and other.certain and other.summed:
         why = f"each of the {second} in dimension 1 goes through by itself"
     elif second in lengths:
         why = f"the batch has {second} of what is one for each sample"
@@ -94,14 +94,14 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
                 else:
                     found.places[value] = place
         elif rule is None:
-            found.known = False
+            found.certain = False
         else:
             _through(found, op, record, rule, here, shapes)
     return found
 
 
 def _through(
-    found: _Followed, op: Operator, record: Op, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
+    followed: _Followed, op: Operator, record: Op, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """Take the dimension through one operator, by its labels."""
     rows = [(i, place, rule.inputs[i]) for i, place in here]
@@ -110,29 +110,29 @@ def _through(
         return
     sums = record.is_loss or (record.contracts and record.linear == "together") or op.function is not None
     if sums and all(prod(shapes[value]) == 1 for value in op.outputs):
-        found.summed = True
+        followed.summed = True
         if record.over_classes and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
-            found.mixed = found.mixed or op
+            followed.mixed = followed.mixed or op
         return
     label = next(iter(labels))
     place = next(place for _, place, row in rows if row is not None)
     if record.over_steps and here[0][0] == 0 and not label:
         time = 1 if bool(op.args[-1]) else 0
-        found.steps = found.steps or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
+        followed.steps = followed.steps or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
     if not label or len(labels) > 1 or rule.kernels.get(label) in ("statistics", "vocabulary", "running"):
-        found.mixed = found.mixed or op
+        followed.mixed = followed.mixed or op
         if record.shifts:
             for value in op.outputs:
                 if len(shapes[value]) == len(shapes[op.inputs[here[0][0]]]):
-                    found.places[value] = place
+                    followed.places[value] = place
         return
     kept = False
     for value, row in zip(op.outputs, rule.outputs, strict=True):
         if label in row:
             kept = True
-            found.places[value] = place._replace(dim=row.index(label))
+            followed.places[value] = place._replace(dim=row.index(label))
     if not kept:
-        found.mixed = found.mixed or op
+        followed.mixed = followed.mixed or op
 
 
 def _reshaped(place: Place, before: tuple[int, ...], after: tuple[int, ...]) -> Place | None:

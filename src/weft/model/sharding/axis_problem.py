@@ -46,10 +46,10 @@ class AxisProblem(AxisValues):
     """The problem along one axis of `n` ranks. `sequence` and `samples`: as `propagate` has them."""
 
     def __init__(
-        self, graph: Graph, axis: str, n: int, prices: Prices, given: Given, others: Others, sequence: bool = False, samples: bool = False
+        self, graph: Graph, axis: str, n: int, prices: Prices, fixed: Given, others: Others, sequence: bool = False, samples: bool = False
     ):
-        super().__init__(graph, axis, n, prices, given, others)
-        self.labels, self.pinned = given.labels, others.pinned
+        super().__init__(graph, axis, n, prices, fixed, others)
+        self.labels, self.pinned = fixed.labels, others.pinned
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
         self.sequence, self.samples = sequence, samples

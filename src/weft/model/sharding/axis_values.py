@@ -58,9 +58,9 @@ class Others:
 class AxisValues:
     """The values along one axis of `n` ranks."""
 
-    def __init__(self, graph: Graph, axis: str, n: int, prices: Prices, given: Given, others: Others):
+    def __init__(self, graph: Graph, axis: str, n: int, prices: Prices, fixed: Given, others: Others):
         self.graph, self.axis, self.n, self.prices, self.others = graph, axis, n, prices, others
-        self.fixed, self.attention = given.dims, given.attention
+        self.fixed, self.attention = fixed.dims, fixed.attention
         self.divide, self.divide_fixed = others.ranks, others.ranks // others.replicas
         self.taken, self.inside, self.more = others.taken, others.inside, others.more
         self.grads = needs_gradient(graph)

@@ -58,9 +58,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Fold:
-    """`small` stands for `whole`. `index[i]`: operator of `small` that stands for operator i of `whole`; `value`: the same of values."""
+    """`small` stands for `full`. `index[i]`: operator of `small` that stands for operator i of `full`; `value`: the same of values."""
 
-    whole: Graph
+    full: Graph
     small: Graph
     runs: tuple[Run, ...]
     index: tuple[int, ...]
@@ -69,12 +69,12 @@ class Fold:
     @cached_property
     def later(self) -> Fold | None:
         """The same with one layer more in front, for what the first layers treat differently."""
-        return _folded(self.whole, tuple(replace(run, lead=run.lead + 1) for run in self.runs))
+        return _folded(self.full, tuple(replace(run, lead=run.lead + 1) for run in self.runs))
 
     @cached_property
     def operator(self) -> dict[str, str]:
         """Name of an operator of the whole -> name of the one that stands for it."""
-        return {op.name: self.small.operators[i].name for op, i in zip(self.whole.operators, self.index, strict=True)}
+        return {op.name: self.small.operators[i].name for op, i in zip(self.full.operators, self.index, strict=True)}
 
     def expand(self, sharding: Sharding) -> Sharding | None:
         """The whole's sharding from the small graph's; None where layers do not join as the small graph's do."""
@@ -85,23 +85,23 @@ class Fold:
             return None
         stands = {v: k for k, v in self.value.items() if k in self.small.tensors}
         found: list[Move] = []
-        for op in self.whole.operators:
+        for op in self.full.operators:
             at = self.operator[op.name]
             reads = dict(zip(self._small_operator[at].inputs, op.inputs, strict=True))
             for move in moves.get(at, ()):
                 found.append(replace(move, op=op.name, value=reads.get(move.value, stands.get(move.value, move.value))))
-        forms = {value: sharding.forms[self.value[value]] for value in self.whole.tensors}
-        placed = (*self.whole.parameters, *self.whole.buffers)
+        forms = {value: sharding.forms[self.value[value]] for value in self.full.tensors}
+        placed = (*self.full.parameters, *self.full.buffers)
         gradients = {value: sharding.gradients[small] for value, small in self.value.items() if small in sharding.gradients}
         replicated = set(sharding.replicated)
         return Sharding(
             sharding.sizes,
-            {op.name: sharding.ops[self.operator[op.name]] for op in self.whole.operators},
+            {op.name: sharding.ops[self.operator[op.name]] for op in self.full.operators},
             forms,
-            {op.name: sharding.needs[self.operator[op.name]] for op in self.whole.operators},
+            {op.name: sharding.needs[self.operator[op.name]] for op in self.full.operators},
             gradients,
             tuple(sorted(found, key=lambda move: list(sharding.sizes).index(move.axis))),
-            tuple(op.site for op in self.whole.operators if self._small_operator[self.operator[op.name]].site in replicated),
+            tuple(op.site for op in self.full.operators if self._small_operator[self.operator[op.name]].site in replicated),
             {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
         )
 
@@ -112,8 +112,8 @@ class Fold:
     def _joins(self, run: Run, sharding: Sharding, moves: Mapping[str, list[Move]]) -> bool:
         """Whether a copy of the layer that stands for others may follow it as it follows the one before it."""
         at = run.start + (run.lead - 2) * run.period
-        first = self.whole.operators[at : at + run.period]
-        second = self.whole.operators[at + run.period : at + 2 * run.period]
+        first = self.full.operators[at : at + run.period]
+        second = self.full.operators[at + run.period : at + 2 * run.period]
         own = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
         for a, b in zip(first, second, strict=True):
             if sharding.ops[a.name] != sharding.ops[b.name] or sharding.needs[a.name] != sharding.needs[b.name]:
@@ -122,7 +122,7 @@ class Fold:
                 return False
             if any(move.value not in own for move in moves.get(b.name, ())):
                 return False  # a value of all layers would be moved once, not in each
-        held = self.whole.held
+        held = self.full.held
         return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
 
 

@@ -66,14 +66,14 @@ def nested(
     return found, frozenset(kernels), frozenset(sliced)
 
 
-def heads_in_pieces(found: Decided, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
+def heads_in_pieces(decided: Decided, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """[value][dim] -> pieces of the heads of attention that an axis of sequences cuts, which tensor ranks may cut as well: attention alone
     reads and makes them so, from and to pieces of positions (`weft.lower.local` cuts the pieces of tensor ranks)."""
     pieces: dict[str, dict[int, int]] = {}
-    for op in found.graph.operators if any(axis_of(axis).cuts_sequences for axis in sizes) else ():
-        read = [*zip(op.inputs, found.needs[op.name], strict=True)] if heads_of(found.graph.rules[op.name]) else []
+    for op in decided.graph.operators if any(axis_of(axis).cuts_sequences for axis in sizes) else ():
+        read = [*zip(op.inputs, decided.needs[op.name], strict=True)] if heads_of(decided.graph.rules[op.name]) else []
         for axis in (axis for axis in sizes if axis_of(axis).cuts_sequences and read):
-            placed = [(value, row[axis]) for value, row in read] + [(value, found.forms[value][axis]) for value in op.outputs]
+            placed = [(value, row[axis]) for value, row in read] + [(value, decided.forms[value][axis]) for value in op.outputs]
             for value, form in placed:
                 if is_shard(form) and not form.lengths:
                     pieces.setdefault(value, {})[form.dim] = sizes[axis]
@@ -81,7 +81,7 @@ def heads_in_pieces(found: Decided, sizes: Mapping[str, int]) -> dict[str, dict[
 
 
 def kept_for(
-    later: Sequence[str], given: Mapping[str, Mapping[str, int] | None], fixed: Mapping[str, int]
+    later: Sequence[str], planned: Mapping[str, Mapping[str, int] | None], fixed: Mapping[str, int]
 ) -> tuple[dict[str, set[int]], dict[str, Placement]]:
     """What an axis leaves to `later` ones, of variables whose cuts a plan gives: dimensions that it must not cut, and forms that it must
     read them in, since the last axis cuts those pieces once more. `fixed`: its own cuts.
@@ -92,7 +92,7 @@ def kept_for(
     reserved: dict[str, set[int]] = {}
     pinned: dict[str, Placement] = {}
     for axis in later:
-        for value, dim in (given.get(axis) or {}).items():
+        for value, dim in (planned.get(axis) or {}).items():
             if axis_of(axis).again and fixed.get(value) == dim:
                 pinned[value] = Shard(dim)
             elif fixed.get(value) != dim:

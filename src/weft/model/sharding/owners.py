@@ -32,8 +32,8 @@ class Taken:
     regions: tuple[Owners, ...] = ()
 
 
-def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], given: Mapping[str, int] | None) -> Taken:
-    """Let ranks of the axis own branches. `given`: by parameter or buffer the rank that a plan gives it to; None where that is searched.
+def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], planned: Mapping[str, int] | None) -> Taken:
+    """Let ranks of the axis own branches. `planned`: by parameter or buffer the rank that a plan gives it to; None where that is searched.
 
     Raises:
         LayoutError: the graph has no region that can be taken; a plan's owners of one branch differ.
@@ -48,8 +48,8 @@ def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], given: Map
             + (f"no branches of this model can be taken: {reasons}" if reasons else "this model has no parallel branches with products")
             + "; leave it out, or use data for these ranks"
         )
-    ranks = [c.given(given) if given is not None else balanced(c.work, n) for c in sound]
-    picked = _choose_regions(sound, ranks, n, given is not None)
+    ranks = [c.given(planned) if planned is not None else balanced(c.work, n) for c in sound]
+    picked = _choose_regions(sound, ranks, n, planned is not None)
     choices, placed = dict(chosen), dict[str, Placement]()
     regions: list[tuple[Owners, int]] = []
     for c, of in picked:
@@ -119,7 +119,7 @@ class _Candidate:
 
 
 def _choose_regions(
-    candidates: list[_Candidate], ranks: list[tuple[int, ...]], n: int, given: bool
+    candidates: list[_Candidate], ranks: list[tuple[int, ...]], n: int, is_planned: bool
 ) -> list[tuple[_Candidate, tuple[int, ...]]]:
     """Of regions that lie in one another those that take most work off the busiest ranks; the outer ones come first."""
     value: dict[int, float] = {}
@@ -132,7 +132,7 @@ def _choose_regions(
         for seconds, rank in zip(candidates[k].work, ranks[k], strict=False):
             loads[rank] += seconds
         own, theirs = sum(loads) - max(loads), sum(value[j] for j in within)
-        takes = bool(ranks[k]) and own > 0 and (own >= theirs or given)
+        takes = bool(ranks[k]) and own > 0 and (own >= theirs or is_planned)
         inner[k], value[k] = ([] if takes else within), own if takes else theirs
     found: list[int] = []
     seen: frozenset[int] = frozenset()

@@ -128,19 +128,21 @@ def _turn(row: Axis) -> tuple[bool, bool, bool]:
 
 
 def _others(
-    found: _Found, sizes: Mapping[str, int], order: list[str], axis: str, given: Mapping[str, Mapping[str, int] | None], samples: bool
+    decided: _Found, sizes: Mapping[str, int], order: list[str], axis: str, planned: Mapping[str, Mapping[str, int] | None], samples: bool
 ) -> Others:
     """What `axis` takes from those before it in `order`, and leaves to those after it."""
     row, before = axis_of(axis), order[: order.index(axis)]
     again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
     if row.again:
         again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
-    inside, kernels, sliced = nested(found, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
-    for value, dims in heads_in_pieces(found, sizes).items() if row.cuts_weights else ():
+    inside, kernels, sliced = (
+        nested(decided, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
+    )
+    for value, dims in heads_in_pieces(decided, sizes).items() if row.cuts_weights else ():
         inside.setdefault(value, {}).update(dims)
     later = order[len(before) + 1 :] if row.cuts_weights else []
-    reserved, pinned = kept_for(later, given, given[axis] or {})
-    taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}
+    reserved, pinned = kept_for(later, planned, planned[axis] or {})
+    taken = {v: decided.taken.get(v, set()) | reserved.get(v, set()) for v in (*decided.taken, *reserved)}
     replicas = prod(sizes[a] for a in before if not axis_of(a).cuts_weights)
     twice = any(axis_of(a).again for a in order if axis_of(a).cuts_weights)
     return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas, twice)

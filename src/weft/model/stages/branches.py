@@ -159,16 +159,16 @@ def balanced(work: Sequence[float], ranks: int) -> tuple[int, ...]:
         return tuple(longest)
     best, least = tuple(longest), max(loads)
 
-    def give(at: int, given: list[int], loads: list[float]) -> None:
+    def give(at: int, owners: list[int], loads: list[float]) -> None:
         nonlocal best, least
         if at == len(order):
-            best, least = tuple(given), max(loads)
+            best, least = tuple(owners), max(loads)
             return
         i = order[at]
-        for rank in range(min(ranks, len({given[j] for j in order[:at]}) + 1)):  # ranks are alike until they have something
+        for rank in range(min(ranks, len({owners[j] for j in order[:at]}) + 1)):  # ranks are alike until they have something
             if loads[rank] + work[i] < least * (1 - 1e-12):
-                given[i] = rank
-                give(at + 1, given, [x + work[i] * (r == rank) for r, x in enumerate(loads)])
+                owners[i] = rank
+                give(at + 1, owners, [x + work[i] * (r == rank) for r, x in enumerate(loads)])
 
     give(0, [0] * len(work), [0.0] * ranks)
     return best

@@ -151,19 +151,19 @@ class Layouts:
                         found[value] = made
         return found
 
-    def _gradient(self, op: Operator, at: int, found: Mapping[str, Strides]) -> Strides | None:
+    def _gradient(self, op: Operator, at: int, gradients: Mapping[str, Strides]) -> Strides | None:
         record, value, out, tensors = record_of(op), op.inputs[at], op.outputs[0], self.graph.tensors
         shape = tensors[value].shape
         if record.orders is not None:
             orders = record.orders(op)
             return in_order(shape, orders[at]) if orders else None
         if record.turn is not None:
-            back, after = record.turn(op, len(shape)), found.get(out) or natural(tensors[out].shape)
+            back, after = record.turn(op, len(shape)), gradients.get(out) or natural(tensors[out].shape)
             return tuple(after[back.index(d)] for d in range(len(shape)))
         if kind_of(op) == "convolution":
             return self.of(value) if self.has_channels_last(value) else None
-        if out in found and tensors[out].shape == shape and kind_of(op) in ("elementwise", "activation"):
-            return found[out]
+        if out in gradients and tensors[out].shape == shape and kind_of(op) in ("elementwise", "activation"):
+            return gradients[out]
         return None
 
     def turned(self, op: Operator) -> bool:

@@ -120,7 +120,7 @@ class _State:
 
     world: World
     mesh: Mesh
-    divided: ShardedModule | None
+    sharded: ShardedModule | None
     names: Mapping[int, str]
     weights: list[Piece]
     optimizers: list[Optimizer]
@@ -139,7 +139,7 @@ class _State:
             if id(p) in seen:
                 raise UsageError(f"{names[id(p)]} is in two optimizers, of which one checkpoint cannot tell the state apart")
             seen.add(id(p))
-        with private.as_plain():
+        with private.as_base_tensor():
             weights = replicated_pieces(model, world) if divided is None else [_under(prefix, piece) for piece in divided.way.pieces()]
             if prefix:
                 trained = {name for name, _ in model.named_parameters()}
@@ -166,10 +166,10 @@ class _State:
     def _pieces(self, name: str, slot: str, value: Tensor) -> list[Piece]:
         if not isinstance(value, Cut):
             return [full_piece(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)]
-        of = value.whole
+        of = value.full
         at, holders = self.mesh.coordinates(self.world.rank), {group.ranks for group in of.groups}
         owner = all(place == 0 or self.mesh.group(self.world.rank, axis) in holders for axis, place in at.items())
-        with private.as_plain():
+        with private.as_base_tensor():
             return pieces_at(name, "optimizer", of.shape, of.spans, value.detach().as_subclass(Tensor), slot, owner)
 
     def told_of(self, one: Optimizer) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _State:
             p, group = parameters[stored.name]
             of = state_like(p, tuple(stored.shape))
             own = tuple(stored.shape) if of is None else of.part
-            with private.as_plain():
+            with private.as_base_tensor():
                 narrow = DTYPES[stored.dtype].is_floating_point and bool(stored.shape)
                 there = p.device if stored.shape or group.get("capturable") or group.get("fused") else torch.device("cpu")
                 plain = torch.empty(own, dtype=p.dtype if narrow else DTYPES[stored.dtype], device=there)
@@ -229,7 +229,7 @@ class _State:
 
     def draw(self) -> dict[str, int]:
         """Where the model's own random numbers are."""
-        return {} if self.divided is None else {"seed": self.divided.way.draw.seed, "step": self.divided.way.draw.step}
+        return {} if self.sharded is None else {"seed": self.sharded.way.draw.seed, "step": self.sharded.way.draw.step}
 
     def streams(self) -> list[Piece]:
         """States of the loop's random numbers, which are alike on all ranks."""
@@ -249,18 +249,18 @@ class _State:
                 torch.random.set_rng_state(found["loop cpu"])
             if "loop cuda" in found and self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(found["loop cuda"], self.world.device)
-            if self.divided is not None and draw:
-                self.divided.way.draw.seed, self.divided.way.draw.step = draw["seed"], draw["step"]
+            if self.sharded is not None and draw:
+                self.sharded.way.draw.seed, self.sharded.way.draw.step = draw["seed"], draw["step"]
 
         return [full_piece(name, "random", x) for name, x in found.items()], restore
 
 
 def state_like(p: Tensor, shape: tuple[int, ...]) -> FullTensor | None:
     """How an optimizer's tensor of this whole shape lies beside a parameter: cut where both are as large. None where it is whole."""
-    if not isinstance(p, Cut) or len(shape) != len(p.whole.shape):
+    if not isinstance(p, Cut) or len(shape) != len(p.full.shape):
         return None
-    cuts = tuple((form, group) for form, group in p.whole.cuts if shape[form.dim] == p.whole.shape[form.dim])
-    return FullTensor(p.whole.name, shape, cuts) if cuts else None
+    cuts = tuple((form, group) for form, group in p.full.cuts if shape[form.dim] == p.full.shape[form.dim])
+    return FullTensor(p.full.name, shape, cuts) if cuts else None
 
 
 def _sharded_module(model: nn.Module) -> tuple[str, ShardedModule | None]:

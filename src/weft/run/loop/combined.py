@@ -19,9 +19,9 @@ from weft.world.world import Group
 
 
 class Part(Tensor):
-    """A part of what `whole` says: which `groups` hold the other parts, along which dimensions (`cuts`); see `run/loop/cut`."""
+    """A part of what `full` says: which `groups` hold the other parts, along which dimensions (`cuts`); see `run/loop/cut`."""
 
-    whole: Any
+    full: Any
 
 
 class _Summed(torch.autograd.Function):
@@ -79,11 +79,11 @@ def _norm(func: Any, x: Any = None, p: Any = None, dim: Any = None, keepdim: boo
     if not isinstance(x, Part) or dim is not None or keepdim or more or p == "nuc" or (of_matrix and x.dim() > 1):
         return NotImplemented
     p = 2.0 if p is None or p == "fro" else float(p)
-    with private.as_plain():
+    with private.as_base_tensor():
         if p in (inf, -inf):
-            return extreme(x.whole.groups, p == inf, x.as_subclass(Tensor).to(dtype or x.dtype).abs())
+            return extreme(x.full.groups, p == inf, x.as_subclass(Tensor).to(dtype or x.dtype).abs())
         own = torch.linalg.vector_norm(x.as_subclass(Tensor), p, dtype=dtype)
-        return _Norm.apply(own, x.whole.groups, p)  # type: ignore[no-untyped-call]
+        return _Norm.apply(own, x.full.groups, p)  # type: ignore[no-untyped-call]
 
 
 def _norms(func: Any, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -91,21 +91,21 @@ def _norms(func: Any, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tupl
     return tuple(torch.linalg.vector_norm(x, float(ord), **kwargs) for x in xs)
 
 
-def _unscaled(func: Any, gradients: list[Tensor], found: Tensor, *scale: Tensor) -> None:
+def _unscaled(func: Any, gradients: list[Tensor], found_inf: Tensor, *scale: Tensor) -> None:
     """Unscales gradients of float16, for all ranks to skip the step together where one has found what is not finite."""
-    groups = {group.ranks: group for x in gradients if isinstance(x, Part) for group in x.whole.groups}
-    with private.as_plain():
-        private.unscale(gradients, found, *scale)
+    groups = {group.ranks: group for x in gradients if isinstance(x, Part) for group in x.full.groups}
+    with private.as_base_tensor():
+        private.unscale(gradients, found_inf, *scale)
         for group in groups.values():
-            group.all_reduce(found, op="max")
+            group.all_reduce(found_inf, op="max")
 
 
 def _extreme(largest: bool) -> Callable[..., Any]:
     def found(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Part) or args or kwargs:
             return NotImplemented
-        with private.as_plain():
-            return extreme(x.whole.groups, largest, x.as_subclass(Tensor))
+        with private.as_base_tensor():
+            return extreme(x.full.groups, largest, x.as_subclass(Tensor))
 
     return found
 
@@ -118,10 +118,10 @@ def _extreme_over(largest: bool) -> Callable[..., Any]:
         dims = [d % x.dim() for d in (dim if isinstance(dim, Iterable) else [dim])] if isinstance(x, Part) else []
         if not dims and not keepdim:
             return all_of(func, x, **more)
-        over = [group for form, group in x.whole.cuts if form.dim in dims] if dims else []
-        if more or len(over) != len(x.whole.groups):  # none, or some: the rule knows the former
+        over = [group for form, group in x.full.cuts if form.dim in dims] if dims else []
+        if more or len(over) != len(x.full.groups):  # none, or some: the rule knows the former
             return NotImplemented
-        with private.as_plain():
+        with private.as_base_tensor():
             return extreme(tuple(over), largest, x.as_subclass(Tensor), dims, keepdim)
 
     return found
@@ -131,10 +131,10 @@ def _truth(any_of: bool) -> Callable[..., Any]:
     def found(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Part) or args or kwargs:
             return NotImplemented
-        with private.as_plain():
+        with private.as_base_tensor():
             own = (torch.any if any_of else torch.all)(x.as_subclass(Tensor))
             told = own.to(torch.int64)
-            for group in x.whole.groups:
+            for group in x.full.groups:
                 group.all_reduce(told, op="max" if any_of else "min")
             return told.to(own.dtype)
 
@@ -145,10 +145,10 @@ def _compared(compare: Callable[..., Tensor]) -> Callable[..., Any]:
     """Whether wholes are the same. What is as large as a part, and no part itself, is held against this rank's alone."""
 
     def found(func: Any, x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-        shapes = [one.whole.shape if isinstance(one, Part) else tuple(one.shape) for one in (x, other)]
+        shapes = [one.full.shape if isinstance(one, Part) else tuple(one.shape) for one in (x, other)]
         if shapes[0] == shapes[1]:
             return bool(compare(x, other, *args, **kwargs).all())
-        with private.as_plain():
+        with private.as_base_tensor():
             alone = tuple(x.shape) == tuple(other.shape) and not (isinstance(x, Part) and isinstance(other, Part))
             return alone and bool(func(x, other, *args, **kwargs))
 
@@ -161,15 +161,15 @@ def _grad(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with private.as_plain():
+    with private.as_base_tensor():
         found = func(*args, **kwargs)
-    return tuple(x.whole.of(g) if isinstance(x, Part) and g is not None else g for g, x in zip(found, given, strict=True))
+    return tuple(x.full.of(g) if isinstance(x, Part) and g is not None else g for g, x in zip(found, given, strict=True))
 
 
 def _hook(func: Any, x: Any, hook: Callable[[Tensor], Any]) -> Any:
     """A hook sees a part's gradient as a part."""
-    with private.as_plain():
-        return func(x, lambda grad: hook(x.whole.of(grad)))
+    with private.as_base_tensor():
+        return func(x, lambda grad: hook(x.full.of(grad)))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

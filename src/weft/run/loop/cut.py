@@ -26,7 +26,7 @@ from weft.run.state.spans import Spans, block_of, cut_again, full_spans
 from weft.world import private
 from weft.world.world import Group
 
-_KNOWN = 4096  # calls whose verdicts are kept
+_MOST_VERDICTS = 4096  # calls whose verdicts are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,20 +73,20 @@ class FullTensor:
 class Cut(combined.Part):
     """This rank's part of a tensor."""
 
-    whole: FullTensor
+    full: FullTensor
 
     @classmethod
-    def of(cls, part: Tensor, whole: FullTensor) -> Self:
+    def of(cls, part: Tensor, full: FullTensor) -> Self:
         """`part`, sharing its memory and its place in autograd's graph."""
         made = part.as_subclass(cls)
-        made.whole = whole
+        made.full = full
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _properties:
-            with private.as_plain():
+            with private.as_base_tensor():
                 return func(*args)
         name = _name(func)
         combine = combined.FUNCTIONS.get(name)
@@ -98,8 +98,8 @@ class Cut(combined.Part):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         if id(self) not in memo:
-            with private.as_plain():
-                memo[id(self)] = type(self).of(self.detach().clone().requires_grad_(self.requires_grad), self.whole)
+            with private.as_base_tensor():
+                memo[id(self)] = type(self).of(self.detach().clone().requires_grad_(self.requires_grad), self.full)
         found: Cut = memo[id(self)]
         return found
 
@@ -111,16 +111,16 @@ class CutParameter(Cut, nn.Parameter):
     """This rank's part of a parameter."""
 
     @classmethod
-    def of(cls, part: Tensor, whole: FullTensor) -> Self:
+    def of(cls, part: Tensor, full: FullTensor) -> Self:
         """A parameter of its own that shares the memory of `part`, which gives the gradient's need."""
         made = cls(part.detach(), part.requires_grad)
-        made.whole = whole
+        made.full = full
         return made
 
 
 def refusal(name: str, part: Cut, why: str = "") -> UsageError:
     """What is said to an operation that would take the part for the whole."""
-    whole = part.whole
+    whole = part.full
     return UsageError(
         f"{name} of {whole.name}, of which this rank holds a part, {list(part.shape)} of {list(whole.shape)}, would take that part for the "
         'whole; use weft.full_state_dict(net), or a layout that cuts no weights: auto_parallelize(..., plan="data=N")'
@@ -142,7 +142,7 @@ def _check_set(name: str, part: Cut, x: Tensor, value: Any) -> None:
 
 def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the function gives, as its verdict says."""
-    with private.as_plain():
+    with private.as_base_tensor():
         tensors: list[Tensor] = []
         key = (func, _key(args, tensors), _key(kwargs, tensors) if kwargs else None)
         told = _verdict(key, args, kwargs, tensors)
@@ -151,7 +151,7 @@ def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if not told.computes:
             return _of_itself(name, func, args, kwargs, _first(tensors))
         groups: dict[Ranks, Group] = {
-            ranks: group for x in tensors if isinstance(x, Cut) for (_, ranks), group in zip(x.whole.places, x.whole.groups, strict=True)
+            ranks: group for x in tensors if isinstance(x, Cut) for (_, ranks), group in zip(x.full.places, x.full.groups, strict=True)
         }
         if told.prepares:
             tensors = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
@@ -162,7 +162,7 @@ def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if len(found) != len(told.results):
             raise AssertionError(f"{name} gives {len(found)} tensors, and was to give {len(told.results)}")
         known = {id(x) for x in tensors}  # what was changed in place comes back
-        whole = _first(tensors).whole
+        whole = _first(tensors).full
         made = [x if id(x) in known else _made(x, one, whole.name, groups) for x, one in zip(found, told.results, strict=True)]
         return made[0] if isinstance(result, Tensor) else followed.replaced(result, iter(made))
 
@@ -200,7 +200,7 @@ def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(result, Tensor) and not isinstance(result, Cut):
         if tuple(result.shape) != tuple(part.shape):
             raise refusal(name, part)
-        return Cut.of(result, part.whole)
+        return Cut.of(result, part.full)
     if kind == "__get__" and not isinstance(result, Tensor) and name not in combined.FUNCTIONS:
         _properties.add(func)
     return result
@@ -214,7 +214,7 @@ def _verdict(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
         return _asked(func, args, kwargs, tensors)
     if known is None:
         known = _asked(func, args, kwargs, tensors)
-        while len(_verdicts) >= _KNOWN:
+        while len(_verdicts) >= _MOST_VERDICTS:
             del _verdicts[next(iter(_verdicts))]
         _verdicts[key] = known
     return known
@@ -234,7 +234,7 @@ def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Se
 def _given(x: Tensor) -> Given:
     shape = tuple(x.shape)
     if isinstance(x, Cut):
-        return Given(x.whole.shape, shape, x.whole.places, x.dtype, True, False)
+        return Given(x.full.shape, shape, x.full.places, x.dtype, True, False)
     return Given(shape, shape, (), x.dtype, False, x.requires_grad)
 
 
@@ -249,7 +249,7 @@ def _key(value: Any, tensors: list[Tensor]) -> Hashable:
     """
     if isinstance(value, Tensor):
         tensors.append(value)
-        return (value.shape, value.dtype, value.whole.key if isinstance(value, Cut) else value.requires_grad)
+        return (value.shape, value.dtype, value.full.key if isinstance(value, Cut) else value.requires_grad)
     if isinstance(value, float):
         return value if value.is_integer() else float
     if isinstance(value, list | tuple):

@@ -32,8 +32,8 @@ def guard_optimizers() -> None:
         first = next((p for group in self.param_groups for p in group["params"] if isinstance(p, Cut)), None)
         if first is not None:
             raise UsageError(
-                f"{type(self).__name__}.state_dict() would hold this rank's parts only, of {first.whole.name} {list(first.shape)} of "
-                f"{list(first.whole.shape)}; weft.save(folder, net, optimizer), called on every rank, saves all of it, and weft.load takes "
+                f"{type(self).__name__}.state_dict() would hold this rank's parts only, of {first.full.name} {list(first.shape)} of "
+                f"{list(first.full.shape)}; weft.save(folder, net, optimizer), called on every rank, saves all of it, and weft.load takes "
                 "it back in any layout"
             )
         return give(self)
@@ -64,22 +64,22 @@ def _state_dict_as_it_is(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _gathered(x: Cut) -> Tensor:
-    with private.as_plain():
+    with private.as_base_tensor():
         part = x.detach().as_subclass(Tensor)
-        for form, group in reversed(x.whole.cuts):
+        for form, group in reversed(x.full.cuts):
             part = moved(part, form, R, group)
     return part
 
 
-def _in_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(optimizer: Optimizer, slots: dict[str, Any]) -> dict[str, Any]:
     """A whole state dict with this rank's part of what belongs to cut parameters."""
-    places = [place for group in given["param_groups"] for place in group["params"]]
+    places = [place for group in slots["param_groups"] for place in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     cut = {place: p for place, p in zip(places, parameters, strict=False) if isinstance(p, Cut)}
-    state = dict(given["state"])
+    state = dict(slots["state"])
     for place in cut.keys() & state.keys():
         state[place] = {slot: _part(cut[place], slot, x) for slot, x in state[place].items()}
-    return {**given, "state": state}
+    return {**slots, "state": state}
 
 
 def _part(p: Cut, slot: str, value: Any) -> Any:
@@ -87,11 +87,11 @@ def _part(p: Cut, slot: str, value: Any) -> Any:
         return value
     of = state_like(p, tuple(value.shape))
     if of is not None:
-        with private.as_plain():
+        with private.as_base_tensor():
             return Cut.of(block_of(value, of.spans).clone(), of)
-    if value.dim() == len(p.whole.shape):
+    if value.dim() == len(p.full.shape):
         raise UsageError(
-            f"the state {slot} of {p.whole.name} is {list(value.shape)}, and the whole parameter is {list(p.whole.shape)}: load whole "
+            f"the state {slot} of {p.full.name} is {list(value.shape)}, and the whole parameter is {list(p.full.shape)}: load whole "
             "tensors, or what weft.save wrote with weft.load"
         )
     return value

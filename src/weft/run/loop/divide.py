@@ -32,7 +32,7 @@ from weft.run.build import Source, build
 from weft.run.loop.cut import CutParameter, FullTensor
 from weft.run.loop.cut_optimizer import full_optimizer_state, guard_optimizers
 from weft.run.loop.forward import ByGraphs, Captures
-from weft.run.loop.module import OWN, ShardedModule, sharded_modules_of, tensors_outside
+from weft.run.loop.module import REPLACED, ShardedModule, sharded_modules_of, tensors_outside
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
 from weft.run.loop.wrappers import guard_wrappers
@@ -79,7 +79,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     if pairs:
         raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
     _mark_cut(parts, world, layout.mesh)
-    original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
+    original = Original(model, REPLACED, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     place(model, parts.parameters, parts.buffers)
     captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
     exchange = Exchange(parts.groups, parts.parameters, world)

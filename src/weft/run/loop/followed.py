@@ -166,32 +166,32 @@ def replaced(value: Any, tensors: Iterator[Any]) -> Any:
     return value
 
 
-def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Given]) -> Verdict:
-    """What `func` gives when it is called so; `given` tells of the tensors in order."""
-    whole = _record(func, args, kwargs, [one.shape for one in given], given)
+def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Given]) -> Verdict:
+    """What `func` gives when it is called so; `inputs` tells of the tensors in order."""
+    whole = _record(func, args, kwargs, [one.shape for one in inputs], inputs)
     if not whole.calls:
-        part = _record(func, args, kwargs, [one.part for one in given], given)
+        part = _record(func, args, kwargs, [one.part for one in inputs], inputs)
         if part.calls or (part.error is None) != (whole.error is None):
             return Verdict(f"the whole cannot be called so: {said(whole.error or part.error or ValueError('no elements'))}", can_be=False)
         return Verdict(computes=False)  # it asks or changes what is not an element
     if whole.error is not None:
         return Verdict(f"the whole cannot be called so, or not without its values: {said(whole.error)}", can_be=False)
-    cuts = [list(one.cuts) for one in given]
+    cuts = [list(one.cuts) for one in inputs]
     while True:
         try:
-            forms = _Forms(whole, given, cuts)
+            forms = _Forms(whole, inputs, cuts)
             break
         except _NeedsCut as found:
             cuts[found.number].append(found.cut)
         except _Unclear as error:
             return Verdict(str(error))
     try:
-        parts = [part_of(one.shape, tuple(c)) if not one.cuts else one.part for one, c in zip(given, cuts, strict=True)]
-        part = _record(func, args, kwargs, parts, given)
+        parts = [part_of(one.shape, tuple(c)) if not one.cuts else one.part for one, c in zip(inputs, cuts, strict=True)]
+        part = _record(func, args, kwargs, parts, inputs)
         if part.error is not None:
             raise _Unclear(f"it does not run on parts: {said(part.error)}")
         _compare(whole, part, forms)
-        return _verdict(whole, given, cuts, forms)
+        return _verdict(whole, inputs, cuts, forms)
     except _Unclear as error:
         return Verdict(str(error))
 
@@ -222,10 +222,10 @@ def _mode() -> FakeMode:
     return fake_mode()
 
 
-def _record(func: Any, args: Any, kwargs: Any, shapes: Sequence[Sequence[int]], given: Sequence[Given]) -> _Run:
+def _record(func: Any, args: Any, kwargs: Any, shapes: Sequence[Sequence[int]], inputs: Sequence[Given]) -> _Run:
     recorder = _Recorder()
     with torch.no_grad(), _mode(), unlogged():
-        twins = [torch.empty(tuple(shape), dtype=one.dtype) for shape, one in zip(shapes, given, strict=True)]
+        twins = [torch.empty(tuple(shape), dtype=one.dtype) for shape, one in zip(shapes, inputs, strict=True)]
         fed = iter(twins)
         args, kwargs = replaced(args, fed), replaced(kwargs, fed)
         try:
@@ -291,8 +291,8 @@ def _rows(call: _Call) -> Iterator[_Row]:
 class _Forms:
     """How every tensor of a run lies when its arguments are cut so."""
 
-    def __init__(self, run: _Run, given: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]]) -> None:
-        self._given = given
+    def __init__(self, run: _Run, inputs: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]]) -> None:
+        self._inputs = inputs
         self._of: dict[tuple[Any, ...], Form] = {}
         self._number: dict[tuple[Any, ...], int] = {}
         self._keep = [x.untyped_storage() for x in tensors_in([(c.args, c.kwargs, c.out) for c in run.calls])]
@@ -323,7 +323,7 @@ class _Forms:
         for x, form in zip(outs, made, strict=True):
             self._of[_place(x)] = form
 
-    def _cut(self, row: _Row, rule: Rule, ranks: Ranks, inputs: list[Tensor], placed: list[Form], made: list[Form]) -> None:
+    def _cut(self, row: _Row, rule: Rule, ranks: Ranks, inputs: list[Tensor], placed: list[Form], outputs: list[Form]) -> None:
         """What comes of a cut over one axis."""
         labels = set()
         for form, labelled in zip(placed, rule.inputs, strict=True):
@@ -342,10 +342,10 @@ class _Forms:
         for x, form, labelled in zip(inputs, placed, rule.inputs, strict=True):
             if ranks not in form and labelled is not None and label in labelled:
                 number = self._number.get(_place(x))
-                if number is None or self._given[number].cuts:
+                if number is None or self._inputs[number].cuts:
                     raise _Unclear(f"{row.name} would meet a tensor that is cut otherwise")
                 raise _NeedsCut(number, labelled.index(label), ranks)
-        for form, found in zip(made, self._given_by(row, rule, label, ranks), strict=True):
+        for form, found in zip(outputs, self._given_by(row, rule, label, ranks), strict=True):
             form[ranks] = found
 
     def _given_by(self, row: _Row, rule: Rule, label: str, ranks: Ranks) -> list[int | float]:
@@ -360,7 +360,7 @@ class _Forms:
 
     def _check_written(self, row: _Row, x: Tensor, form: Form) -> None:
         number = self._number.get(_place(x))
-        if self.of(x) != form or (form and number is not None and not self._given[number].knows):
+        if self.of(x) != form or (form and number is not None and not self._inputs[number].knows):
             raise _Unclear(
                 f"{row.name} would write a part into a tensor that does not know that it is one: make it with torch.zeros_like(parameter)"
             )
@@ -405,9 +405,9 @@ def _fits(rows: Sequence[Labels | None], tensors: Sequence[Tensor]) -> bool:
     return len(rows) == len(tensors) and all(labels is None or len(labels) == x.dim() for labels, x in zip(rows, tensors, strict=True))
 
 
-def _compare(whole: _Run, part: _Run, forms: _Forms) -> None:
+def _compare(full: _Run, part: _Run, forms: _Forms) -> None:
     """Raise where parts do not run the same operators, with the same numbers, to parts of the same tensors."""
-    for one, other in zip_longest(whole.calls, part.calls):
+    for one, other in zip_longest(full.calls, part.calls):
         if one is None or other is None or one.op is not other.op:
             raise _Unclear("parts take another way through it")
         if _numbers(one) != _numbers(other):
@@ -425,19 +425,19 @@ def _numbers(call: _Call) -> list[str]:
     return [repr(a) for a in (*call.args, *call.kwargs.values()) if not isinstance(a, Tensor | list | tuple)]
 
 
-def _verdict(run: _Run, given: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]], forms: _Forms) -> Verdict:
-    axes = list(dict.fromkeys(ranks for one in given for _, ranks in one.cuts))
+def _verdict(run: _Run, inputs: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]], forms: _Forms) -> Verdict:
+    axes = list(dict.fromkeys(ranks for one in inputs for _, ranks in one.cuts))
     results: list[Made] = []
     for x in tensors_in(run.result):
         form = forms.of(x)
-        if not form and any(one.learns for one in given):
+        if not form and any(one.learns for one in inputs):
             raise _Unclear("a result of whole tensors alone would stand beside parts, and learn otherwise")
         own = tuple((int(dim), ranks) for ranks, dim in form.items() if not isinstance(dim, float))
         sums = tuple((ranks, share) for ranks, share in form.items() if isinstance(share, float))
         results.append(Made(tuple(x.shape), own, sums))
-    taken = tuple(() if one.cuts else tuple(own) for one, own in zip(given, cuts, strict=True))
+    taken = tuple(() if one.cuts else tuple(own) for one, own in zip(inputs, cuts, strict=True))
     summed = tuple(
-        tuple(ranks for ranks in axes if one.learns and ranks not in {r for _, r in own}) for one, own in zip(given, taken, strict=True)
+        tuple(ranks for ranks in axes if one.learns and ranks not in {r for _, r in own}) for one, own in zip(inputs, taken, strict=True)
     )
     return Verdict(cuts=taken, sums=summed, results=tuple(results))
 

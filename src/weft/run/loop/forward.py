@@ -33,7 +33,7 @@ from weft.run.loop.gathered_weights import GatheredWeights
 from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
-from weft.run.loop.watched import Watched, call_hooks, recording
+from weft.run.loop.watched import Hooked, call_hooks, recording
 from weft.run.rank_agreement import digest
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
@@ -50,8 +50,8 @@ class Given(Enum):
     its part, and returns all."""
 
     PARTS = 0
-    ALIKE = 1
-    WHOLE = 2
+    REPLICATED = 1
+    FULL = 2
 
 
 class NotReturned:
@@ -87,25 +87,25 @@ def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[s
 
 @dataclass(frozen=True)
 class Forward:
-    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name. `given`: which samples ranks are called
+    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name. `batch`: which samples ranks are called
     with; `part`: what this replica has of them, in parts of what each would have of equal shares."""
 
     parts: Parts
     plan: Plan
     world: World
     exchanged: Mapping[str, tuple[str, ...]]
-    given: Given = Given.PARTS
+    batch: Given = Given.PARTS
     part: float = 1.0
 
-    def __call__(self, given: Mapping[str, Tensor]) -> Any:
-        """The output. `given`: the tensors of the call by path."""
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        """The output. `inputs`: the tensors of the call by path."""
         parts, layout, local = self.parts, self.plan.layout, self.parts.only
-        tensors = {v.value: given[v.name].to(self.world.device) for v in parts.graph.inputs}
+        tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
         for value, group in self._summed_inputs:
             if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
                 tensors[value] = redistribute(tensors[value], R, D, group)
         at = layout.mesh.coordinates(self.world.rank)
-        but = () if self.given is Given.WHOLE else parts.sharding.sample_axes
+        but = () if self.batch is Given.FULL else parts.sharding.sample_axes
         for value, x in tensors.items():
             tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=but))
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
@@ -117,7 +117,7 @@ class Forward:
         theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
         autocast = products_of(layout.precision) or theirs
         saved, module = self._gathering
-        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None), saved.kept():
+        with private.as_base_tensor(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None), saved.kept():
             results = module(*values)
         out = []
         for name, x in zip(local.results, results, strict=True):
@@ -163,7 +163,7 @@ class Forward:
         if not names:
             return saved, module
         assert isinstance(module, fx.GraphModule)
-        read = R if self.given is Given.ALIKE else D  # where every rank computes all samples, its gradient is whole
+        read = R if self.batch is Given.REPLICATED else D  # where every rank computes all samples, its gradient is whole
         pieces = {
             i: Pieces(names[v], parts.pieces[names[v]], read, self._group(DATA)) for i, v in enumerate(parts.only.variables) if v in names
         }
@@ -184,7 +184,7 @@ class Forward:
 
         The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
         """
-        data, sizes = 1 if self.given is Given.ALIKE else self.plan.layout.data, self.parts.sharding.sizes
+        data, sizes = 1 if self.batch is Given.REPLICATED else self.plan.layout.data, self.parts.sharding.sizes
         shares = {value: prod(sizes[axis] for axis in made & exchanged) / data for value, (made, exchanged) in self._axes.items()}
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
 
@@ -200,7 +200,7 @@ class Forward:
 
 
 # The model's modes, the form of what it is called with, which samples these are, and the hooks that watch it.
-Call = tuple[Modes, Hashable, Given, Watched]
+Call = tuple[Modes, Hashable, Given, Hooked]
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ class Captures:
         batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
         try:
             with self.original.back(), recording(self.source.model, call[3]):
-                alone, together = call[2] is Given.ALIKE, call[2] is Given.WHOLE
-                asked = Asked(call[0], batch, outputs=True, size=samples, alike=alone, together=together)
+                alone, together = call[2] is Given.REPLICATED, call[2] is Given.FULL
+                asked = Asked(call[0], batch, outputs=True, size=samples, replicated=alone, together=together)
                 return captured_in(asked, self.parts, self.plan, source, self.world)
         except ModelError as error:
             now = "trains" if call[0][0] else "evaluates"
@@ -334,7 +334,7 @@ class ByGraphs:
         if n == 1:
             return have, Given.PARTS
         if known == have and layout.expert == 1 and (given is Given.PARTS or have < n):
-            return have, Given.ALIKE
+            return have, Given.REPLICATED
         if given is Given.PARTS and have != piece(known, n, places[self.captures.world.rank])[1]:
             raise Infeasible(
                 f"the model was called with {have} of {known} samples, which {layout} divides otherwise; draw batches through "
@@ -365,7 +365,7 @@ class ByGraphs:
                 "weft.shard(loader), or pad them to one shape on all ranks"
             )
         if len(set(digests)) == 1:
-            return have, Given.WHOLE
+            return have, Given.FULL
         beside = {(place, number) for place, number in zip(places, digests, strict=True)}
         if self.expects.whole or len(beside) > len(set(places)):
             who = "all of them" if self.expects.whole else "those with the same samples"
@@ -392,11 +392,11 @@ class ByGraphs:
 
         return self.forwards.of((call, samples), made)
 
-    def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
+    def of_copy(self, copied: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
         """The same captures over the copy's tensors."""
         held = self.parts.parameters, self.parts.buffers
         parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in held)
-        return ByGraphs(made, with_tensors(self.parts, parameters, buffers), self.captures, Unchanged(made))
+        return ByGraphs(copied, with_tensors(self.parts, parameters, buffers), self.captures, Unchanged(copied))
 
     def pieces(self) -> list[Piece]:
         """This rank's parts of what a state dict has, for a checkpoint."""
@@ -406,7 +406,7 @@ class ByGraphs:
 
     def full_state(self) -> dict[str, Tensor] | None:
         """The whole model's state dict on rank 0, None elsewhere. Every rank calls it."""
-        with private.as_plain():
+        with private.as_base_tensor():
             return full_state(self.parts, self._weights(), self.captures.world.everyone)
 
     def _weights(self) -> list[Piece]:

@@ -26,7 +26,7 @@ class GatheredWeights:
     """The weights and buffers of a module of which ranks have parts, gathered."""
 
     world: World
-    _whole: dict[str, Tensor] = field(default_factory=dict)
+    _full: dict[str, Tensor] = field(default_factory=dict)
     _versions: tuple[int, ...] = ()
 
     @contextmanager
@@ -38,7 +38,7 @@ class GatheredWeights:
             for v in (*parts.graph.parameters, *parts.graph.buffers)
         }
         self._gather(held, {name: those for name, those in cuts.items() if those}, mesh)
-        whole = {id(held[name]): x for name, x in self._whole.items()}
+        whole = {id(held[name]): x for name, x in self._full.items()}
         tables = [(table, dict(table)) for module in model.modules() for table in private.tensors_of(module)]
         try:
             for table, before in tables:
@@ -51,16 +51,16 @@ class GatheredWeights:
     def _gather(self, held: Mapping[str, Tensor], cuts: Mapping[str, list[tuple[str, Placement]]], mesh: Mesh) -> None:
         """Gather what changed on any rank since it was gathered."""
         versions = tuple(private.version_of(held[name]) for name in cuts)
-        if not cuts or not self.world.maximum([int(versions != self._versions or not self._whole)])[0]:
+        if not cuts or not self.world.maximum([int(versions != self._versions or not self._full)])[0]:
             return
         for name, those in cuts.items():
-            with private.as_plain():
+            with private.as_base_tensor():
                 x = held[name].detach()
                 for axis, form in reversed(those):
                     x = redistribute(x, form, R, self.world.group(mesh.group(self.world.rank, axis)))
-            self._whole[name] = x
+            self._full[name] = x
         self._versions = versions
 
     def let_go(self) -> None:
         """Keep nothing of it: the module learns."""
-        self._whole.clear()
+        self._full.clear()

@@ -23,7 +23,7 @@ from weft.run.uncaptured.replicated import ByItself
 from weft.world import private
 from weft.world.world import World
 
-OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
+REPLACED = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ShardedModule:
         model = self.model
         made: nn.Module = model.__new__(type(model))
         memo[id(model)] = made
-        made.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in OWN}, memo))
+        made.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in REPLACED}, memo))
         replace(self, model=made, way=self.way.of_copy(made, memo), copied=True, frozen=[]).bind()
         return made
 

@@ -53,15 +53,15 @@ class Original:
             torch.random.set_rng_state(drawn)
 
 
-def _stand_in(x: Tensor, made: dict[int, Tensor], mode: FakeMode) -> Tensor:
+def _stand_in(x: Tensor, stand_ins: dict[int, Tensor], mode: FakeMode) -> Tensor:
     """A tensor of the same form without memory; tied ones stay tied."""
     if isinstance(x, Fake):
         return x
-    if id(x) not in made:
+    if id(x) not in stand_ins:
         with mode:
             stand = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-            made[id(x)] = nn.Parameter(stand, x.requires_grad) if isinstance(x, nn.Parameter) else stand
-    return made[id(x)]
+            stand_ins[id(x)] = nn.Parameter(stand, x.requires_grad) if isinstance(x, nn.Parameter) else stand
+    return stand_ins[id(x)]
 
 
 def _fill(tables: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:

@@ -52,7 +52,7 @@ def gathering(module: fx.GraphModule, pieces: Mapping[int, Pieces], saved: Saved
             continue
         with graph.inserting_before(first):
             whole = graph.call_function(bind(saved.gathered, one), (part,))
-        part.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+        part.replace_all_uses_with(whole, delete_user_cb=lambda user, full=whole: user is not full)
     graph.lint()
     return fx.GraphModule(module, graph)
 
@@ -74,26 +74,26 @@ class Saved:
     """What autograd saves while a graph computes. `again`: whether weights are gathered once more for backward."""
 
     again: bool
-    _whole: dict[int, tuple[weakref.ref[Tensor], Pieces, Tensor]] = field(default_factory=dict)
+    _full: dict[int, tuple[weakref.ref[Tensor], Pieces, Tensor]] = field(default_factory=dict)
 
     def gathered(self, pieces: Pieces, part: Tensor) -> Tensor:
         """The whole of a part."""
         whole = redistribute(part, pieces.form, pieces.read, pieces.group)
         if self.again:
             held = private.viewed(whole)
-            self._whole[id(held)] = (weakref.ref(held), pieces, part)
+            self._full[id(held)] = (weakref.ref(held), pieces, part)
         return whole
 
     def kept(self) -> AbstractContextManager[Any]:
         """A block in which autograd keeps no whole weight, if that is asked for."""
         if not (self.again and torch.is_grad_enabled()):
             return nullcontext()
-        self._whole.clear()
+        self._full.clear()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, x: Tensor) -> Tensor | _View:
         held = private.viewed(x)
-        known, pieces, part = self._whole.get(id(held), (None, None, None))
+        known, pieces, part = self._full.get(id(held), (None, None, None))
         if known is None or pieces is None or part is None or known() is not held:
             return x
         return _View(pieces, part, private.version_of(part), tuple(x.shape), x.stride(), int(x.storage_offset()))

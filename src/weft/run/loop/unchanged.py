@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UsageError
-from weft.run.loop.watched import Watched
+from weft.run.loop.watched import Hooked
 from weft.world import private
 
 INSIDE = "do it inside the block of weft.auto_parallelize, before the model is divided"
@@ -51,7 +51,7 @@ class Unchanged:
             if changed or len(table) != len(items):
                 changed += [key for key in table if key not in dict(items)]
                 raise UsageError(f"{_path(name, changed[0])} was replaced after the model was divided: {INSIDE}")
-        with private.as_plain():
+        with private.as_base_tensor():
             resized = next((path for path, x, shape in self._shapes if x.shape != shape), None)
         if resized is not None:
             raise UsageError(f"{resized} was resized after the model was divided: {INSIDE}")
@@ -64,7 +64,7 @@ class Unchanged:
             if one.before - one.table.keys():
                 raise UsageError(f"a hook on {one.module} was removed after the model was divided: {INSIDE}")
 
-    def watched(self) -> Watched:
+    def watched(self) -> Hooked:
         """The parts with hooks around forward that were registered since, and which these are."""
         found: dict[str, frozenset[int]] = {}
         for one in self._hooked_since():

@@ -18,13 +18,13 @@ from weft.capture.nesting import leaves, rebuild
 from weft.errors import UsageError
 from weft.world import private
 
-Watched = tuple[tuple[str, frozenset[int]], ...]  # of each such part, its name and which of its hooks
+Hooked = tuple[tuple[str, frozenset[int]], ...]  # of each such part, its name and which of its hooks
 
 
 @contextmanager
-def recording(model: nn.Module, watched: Watched) -> Iterator[None]:
+def recording(model: nn.Module, hooked: Hooked) -> Iterator[None]:
     """A block in which the model, called, returns (its output, [(name, arguments, keyword arguments, output) of each call of a part])."""
-    if not watched:
+    if not hooked:
         yield
         return
     calls: list[tuple[str, Any, Any, Any]] = []
@@ -39,13 +39,13 @@ def recording(model: nn.Module, watched: Watched) -> Iterator[None]:
         return output, list(calls)
 
     parts = dict(model.named_modules())
-    tables = [(table, dict(table), ids) for name, ids in watched for table in private.tables_of(parts[name])[1]]
+    tables = [(table, dict(table), ids) for name, ids in hooked for table in private.tables_of(parts[name])[1]]
     handles = []
     try:
         for table, _, ids in tables:
             for number in ids & table.keys():
                 del table[number]
-        handles = [parts[name].register_forward_hook(noted(name), with_kwargs=True) for name, _ in watched]
+        handles = [parts[name].register_forward_hook(noted(name), with_kwargs=True) for name, _ in hooked]
         handles += [model.register_forward_pre_hook(begin), model.register_forward_hook(finish)]
         yield
     finally:
@@ -56,13 +56,13 @@ def recording(model: nn.Module, watched: Watched) -> Iterator[None]:
             table.update(items)
 
 
-def call_hooks(model: nn.Module, watched: Watched, calls: Iterable[tuple[str, Any, Any, Any]]) -> None:
+def call_hooks(model: nn.Module, hooked: Hooked, calls: Iterable[tuple[str, Any, Any, Any]]) -> None:
     """Call the user's hooks of these calls.
 
     Raises:
         UsageError: a hook returns something else than None, which would not reach the model.
     """
-    parts, ids = dict(model.named_modules()), dict(watched)
+    parts, ids = dict(model.named_modules()), dict(hooked)
     for name, *seen in calls:
         args, kwargs, output = (_without_gradients(x) for x in seen)
         for number, before, hook, takes_kwargs in private.hooks_around_forward(parts[name]):

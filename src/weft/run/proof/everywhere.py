@@ -78,12 +78,12 @@ def _names(v: Variable, slot: str) -> list[str]:
     return [f"{name} {slot}" if slot else name for name in (v.name, *v.aliases)]
 
 
-def _off(piece: Piece, whole: Tensor) -> float:
+def _off(piece: Piece, full: Tensor) -> float:
     shape = piece.tensor.shape if piece.block is None else piece.block
     got = comparable(piece.slot, piece.tensor.detach())
     if got.is_complex():
         got, shape = torch.view_as_real(got.resolve_conj()), (*shape, 2)
-    want = whole[tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=False))]
+    want = full[tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=False))]
     if piece.flat is not None:
         want = want.reshape(-1)[piece.flat[0] : piece.flat[1]]
     return farthest(got, want.to(got.device))

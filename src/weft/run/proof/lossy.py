@@ -23,8 +23,8 @@ class _Between:
 
     def __init__(self, how: Compression, num: int, sharded: bool) -> None:
         self._how, self._num, self._sharded = how, num, sharded
-        self._rests: list[Tensor] = []
-        self._rests_of_sums: list[Tensor] = []
+        self._residuals: list[Tensor] = []
+        self._residuals_of_sums: list[Tensor] = []
 
     def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
         """The sum that arrives of flat gradients, one tensor each."""
@@ -34,18 +34,18 @@ class _Between:
         starts = range(0, length * (1 if whole else self._num), length)
         wanted = [torch.cat([g, g.new_zeros(len(starts) * length - size)]) for g in gradients]
         if self._how.keeps:
-            wanted = [g + rest for g, rest in zip(wanted, self._rests, strict=True)] if self._rests else wanted
+            wanted = [g + rest for g, rest in zip(wanted, self._residuals, strict=True)] if self._residuals else wanted
         sent = [torch.cat([self._arriving(g[at : at + length]) for at in starts]) for g in wanted]
-        self._rests = [g - s for g, s in zip(wanted, sent, strict=True)]
+        self._residuals = [g - s for g, s in zip(wanted, sent, strict=True)]
         total = torch.zeros_like(sent[0])
         for s in sent:
             total = total + s
         if not (whole or self._sharded):
             sums = [total[at : at + length] for at in starts]
-            if self._how.keeps and self._rests_of_sums:
-                sums = [s + rest for s, rest in zip(sums, self._rests_of_sums, strict=True)]
+            if self._how.keeps and self._residuals_of_sums:
+                sums = [s + rest for s, rest in zip(sums, self._residuals_of_sums, strict=True)]
             arrived = [self._arriving(s) for s in sums]
-            self._rests_of_sums = [s - a for s, a in zip(sums, arrived, strict=True)]
+            self._residuals_of_sums = [s - a for s, a in zip(sums, arrived, strict=True)]
             total = torch.cat(arrived)
         return total[:size]
 
@@ -98,7 +98,7 @@ class Lossy:
             k: Emulated(how, [[one.over.ranks.index(rank) for rank in box] for box in one.boxes], one.sharded)
             for k, one in gradients.compressed.items()
         }
-        self._known: dict[int, dict[str, Tensor]] = {}
+        self._exchanged: dict[int, dict[str, Tensor]] = {}
 
     def compare(self) -> float:
         """After the gradients of a step: how far what arrived is from the emulation, relative to the largest of each bucket."""
@@ -107,7 +107,7 @@ class Lossy:
             one = self._gradients.compressed[k]
             given = one.over.all_gather((self._gradients.before or {})[k][None])
             arrived, emulated = one.flat.clone(), self._emulated[k].exchange(given.unbind())
-            self._known[k] = {"arrived": arrived, "emulated": emulated, "summed": given.sum(0)}
+            self._exchanged[k] = {"arrived": arrived, "emulated": emulated, "summed": given.sum(0)}
             if one.sharded:
                 arrived, emulated = (x.view(one.over.size, -1)[one.over.index] for x in (arrived, emulated))
             off = (arrived - emulated).abs().max() / emulated.abs().max().clamp(min=torch.finfo(emulated.dtype).tiny)
@@ -116,5 +116,5 @@ class Lossy:
 
     def show(self, which: Literal["arrived", "emulated", "summed"]) -> None:
         """Let the gradients be these."""
-        for k, known in self._known.items():
+        for k, known in self._exchanged.items():
             self._gradients.compressed[k].flat.copy_(known[which])

@@ -46,14 +46,14 @@ _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 class Traits:
     """What a serial run is told of its model.
 
-    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
-    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
-    `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole batch is
-    computed at once. `replicas`: parts of a microbatch of whose samples batch norm takes statistics of their own.
+    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `without_samples`: tensors of the batch
+    that are no samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model
+    makes, and `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole
+    batch is computed at once. `replicas`: parts of a microbatch of whose samples batch norm takes statistics of their own.
     """
 
     every: bool = False
-    whole: frozenset[str] = frozenset()
+    without_samples: frozenset[str] = frozenset()
     closed: frozenset[str] = frozenset()
     draws: int = 0
     folds: Sequence[Fold | None] = ()
@@ -109,7 +109,7 @@ class Serial:
         traits: Traits = Traits(),
     ) -> None:
         self._sizes = traits.sizes or (batch_size_of(batch),)
-        self._whole, self._closed, self._every = traits.whole, traits.closed, traits.every
+        self._without_samples, self._closed, self._every = traits.without_samples, traits.closed, traits.every
         self._replicas = traits.replicas
         self._draws, self._step = traits.draws, 0
         self._random = Draws(seed, plan.layout.precision == "float64", traits.folds)
@@ -118,7 +118,7 @@ class Serial:
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         set_modes(self.model, training_modes(self.model))
         self._double = plan.layout.precision == "float64"
-        self._own = is_double(self.model)
+        self._is_double = is_double(self.model)
         if self._double:
             self.model = widened(self.model)
         self.model = self.model.to(device)
@@ -134,21 +134,21 @@ class Serial:
         self._narrow, self._scales = products_of(plan.layout.precision), bool(PRECISIONS[plan.layout.precision].linears)
         if self._carries_inputs():
             self._closed = frozenset(self._batch)
-        self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
+        self._pending: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
 
     def _input(self, x: Tensor) -> Tensor:
         x = x.to(self._device)
         return x.double() if self._double and x.is_floating_point() else x.clone()
 
-    def step(self, instead: Mapping[str, Tensor] | None = None) -> Values:
+    def step(self, gradients: Mapping[str, Tensor] | None = None) -> Values:
         """One step. Loss, gradients (before clipping), gradients of floating-point inputs, the updated weights and buffers, and what the
         optimizer keeps.
 
         Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
-        K before. `instead`: gradients that update them in the place of its own.
+        K before. `gradients`: gradients that update them in the place of its own.
         """
         drawn = torch.random.get_rng_state()
-        with doubled(self._double, self._own):
+        with doubled(self._double, self._is_double):
             try:
                 total, inputs = self._forward_backward()
             except RuntimeError as error:
@@ -170,11 +170,11 @@ class Serial:
                     p.grad = p.grad.to_dense()
                 found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for name, p in self.model.named_parameters():
-            if instead is not None and p.grad is not None and name in instead:
-                p.grad.copy_(instead[name])
-        self._late.append([p.grad for p in self.model.parameters()])
-        if len(self._late) > self._plan.layout.staleness:
-            for p, grad in zip(self.model.parameters(), self._late.pop(0), strict=True):
+            if gradients is not None and p.grad is not None and name in gradients:
+                p.grad.copy_(gradients[name])
+        self._pending.append([p.grad for p in self.model.parameters()])
+        if len(self._pending) > self._plan.layout.staleness:
+            for p, grad in zip(self.model.parameters(), self._pending.pop(0), strict=True):
                 p.grad = grad
             if self._clip:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
@@ -203,7 +203,7 @@ class Serial:
         }
         total = 0.0
         for length in self._sizes:
-            samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
+            samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._without_samples}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             narrow = torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None)
@@ -234,7 +234,7 @@ class Serial:
         try:
             for p, _, _ in parameters:
                 p.requires_grad_(False)
-            with doubled(self._double, self._own):
+            with doubled(self._double, self._is_double):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
                 call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
             return any(b.requires_grad for b in self.model.buffers())

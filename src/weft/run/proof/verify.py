@@ -227,7 +227,7 @@ class _Run:
         inputs, closed = parts.graph.inputs, without_gradient(parts.graph) | parts.counted
         return Traits(
             every=bool(plan.uncaptured),
-            whole=frozenset(v.name for v in inputs if not v.batched),
+            without_samples=frozenset(v.name for v in inputs if not v.batched),
             # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
             closed=frozenset(v.name for v in inputs if v.value in closed or plan.uncaptured),
             draws=len(random),
@@ -300,12 +300,12 @@ class _Run:
         self.lossy.show("summed")
         return gradients
 
-    def _serial_step(self, instead: Mapping[str, Tensor] | None) -> Values:
+    def _serial_step(self, gradients: Mapping[str, Tensor] | None) -> Values:
         if self.serial is None:
             return {}
         before = _random_state(self.world.device)
         with _explained(self.plan), _in_one_process(self.plan):
-            wanted = self.serial.step(instead)
+            wanted = self.serial.step(gradients)
         if self.serial.drew_otherwise or not torch.equal(before, _random_state(self.world.device)):
             raise _drawing(self.plan)
         return wanted

@@ -23,23 +23,23 @@ class Residuals:
     def __init__(self, compressed: Iterable[Compressed | BetweenHosts], layout: Layout, rank: int) -> None:
         axes = f"data={layout.data} tensor={layout.grid or layout.tensor} pipeline={layout.pipeline}"
         self._name = f"{axes} zero={layout.zero} compress={layout.compress} rank={rank}"
-        self._found = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.residuals.items()}
+        self._tensors = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.residuals.items()}
         self._step = torch.zeros((), dtype=torch.int64)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(self._found.values())
+        return list(self._tensors.values())
 
     def pieces(self, step: int) -> list[Piece]:
         """All of them, after `step` steps; to be saved, or loaded into."""
-        if not self._found:
+        if not self._tensors:
             return []
         self._step.fill_(step)
-        found = [full_piece(name, "rest", x, slot) for (name, slot), x in self._found.items()]
+        found = [full_piece(name, "rest", x, slot) for (name, slot), x in self._tensors.items()]
         return [*found, full_piece(self._name, "rest", self._step, "step")]
 
     def loaded(self, step: int) -> None:
         """After `pieces(-1)` were loaded from a checkpoint of `step` steps: forget what it had nothing for."""
         if int(self._step) != step:
-            for x in self._found.values():
+            for x in self._tensors.values():
                 x.zero_()

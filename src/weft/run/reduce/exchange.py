@@ -30,8 +30,8 @@ from weft.world.world import World
 class Exchange:
     """Averages gradients over ranks while backward runs. What `.grad` held before is the same on all ranks, and so is its own mean.
 
-    `unlike`: ranks may use different parameters. `late`: nothing is summed before backward is at its end, for models that have sums of
-    their own in backward, which ranks might otherwise begin in different orders. `outputs`: those whose rows are counted.
+    `uses_differ`: ranks may use different parameters. `at_end`: nothing is summed before backward is at its end, for models that have sums
+    of their own in backward, which ranks might otherwise begin in different orders. `outputs`: those whose rows are counted.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Exchange:
         groups: Sequence[FlatGroup],
         parameters: Mapping[str, nn.Parameter],
         world: World,
-        unlike: bool = False,
-        late: bool = False,
+        uses_differ: bool = False,
+        at_end: bool = False,
         outputs: Sequence[str] = (),
     ) -> None:
         sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
         share(groups, sums)
         self._summed = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
         self._order = [(group, over, bucket) for group, over in self._summed for bucket in group.buckets]
-        self._parameters, self._unlike, self._late = parameters, unlike, late
+        self._parameters, self._uses_differ, self._at_end = parameters, uses_differ, at_end
         self._running = False
         self._arriving: set[str] = set()  # gradients that are not in `.grad` yet
         self._used: set[str] = set()
@@ -58,7 +58,7 @@ class Exchange:
         self._before: set[str] = set()  # used by backwards that exchanged nothing
         for number, (_, _, bucket) in enumerate(self._order):
             for name in bucket.names:
-                with private.as_plain():
+                with private.as_base_tensor():
                     parameters[name].register_hook(partial(self._arrives, name))  # type: ignore[no-untyped-call]
                     parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, number, name))  # type: ignore[no-untyped-call]
 
@@ -66,7 +66,7 @@ class Exchange:
     def holding(self) -> Iterator[None]:
         """A block whose gradients are added up on each rank, for the first backward behind it to exchange together. Of ranks that may use
         different parameters each backward is exchanged all the same."""
-        held, self._holds = self._holds, not self._unlike
+        held, self._holds = self._holds, not self._uses_differ
         try:
             yield
         finally:
@@ -114,9 +114,9 @@ class Exchange:
 
     def _launch(self, finished: bool) -> None:
         """Begin the sums whose turn it is: in one order on all ranks."""
-        while len(self._works) < len(self._order) and (finished or not (self._late or self._left[len(self._works)])):
+        while len(self._works) < len(self._order) and (finished or not (self._at_end or self._left[len(self._works)])):
             group, over, bucket = self._order[len(self._works)]
-            with private.as_plain():
+            with private.as_base_tensor():
                 for name in bucket.names:
                     grad = self._parameters[name].grad
                     if grad is None:
@@ -137,8 +137,8 @@ class Exchange:
         self._check_arrived()
         self._used |= {name for name in self._before if self._parameters[name].grad is not None}
         self._before.clear()
-        with private.as_plain():
-            self._hand_over(self._told() if self._unlike else None)
+        with private.as_base_tensor():
+            self._hand_over(self._told() if self._uses_differ else None)
 
     def _check_arrived(self) -> None:
         """Raise where a gradient was asked for that is no `.grad`."""

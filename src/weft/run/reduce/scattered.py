@@ -23,7 +23,7 @@ _UNDER_WAY = 1  # buckets whose memory is held while they are scattered
 class _Open:
     """A bucket that is being filled: its memory, and the parameters that have not come."""
 
-    whole: Tensor
+    full: Tensor
     missing: set[str]
 
 
@@ -53,7 +53,7 @@ class Scattered:
         if opened is None:
             bucket = self._group.buckets[number]
             opened = self._open[number] = _Open(self._group.grad.new_zeros(bucket.stop - bucket.start), set(self._expected[number]))
-        opened.whole[self._places[name]].add_(grad.reshape(-1))
+        opened.full[self._places[name]].add_(grad.reshape(-1))
         opened.missing.discard(name)
         if not opened.missing and self._by_itself:
             self._scatter(number)
@@ -73,7 +73,7 @@ class Scattered:
         self._finish(0)
 
     def _scatter(self, number: int) -> None:
-        whole = self._open.pop(number).whole
+        whole = self._open.pop(number).full
         arrived = torch.empty_like(self._pieces[number])
         self._works.append((self._over.reduce_scatter_into(arrived, whole, wait=False), arrived, self._pieces[number]))
         self._finish(_UNDER_WAY)

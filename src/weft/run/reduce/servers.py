@@ -35,9 +35,9 @@ PATIENCE_S = 10.0  # in which an idle server looks after what it has sent
 class _Thread:
     """Jobs in order, on connections of their own. After one failed, the others that wait for this rank are told, and nothing more runs."""
 
-    lanes: Sequence[Group]
+    groups: Sequence[Group]
     worker: Worker = field(default_factory=Worker)
-    given: int = 0
+    submitted: int = 0
     ended: int = 0
     broken: BaseException | None = None
 
@@ -50,13 +50,13 @@ class _Thread:
             except BaseException as error:
                 if self.broken is None:
                     self.broken = error
-                    for lane in self.lanes:
+                    for lane in self.groups:
                         lane.close()
                 raise
             finally:
                 self.ended += 1
 
-        self.given += 1
+        self.submitted += 1
         return self.worker.do(run)
 
 
@@ -67,7 +67,7 @@ class Served:
     ranks: tuple[int, ...]
     masters: list[FlatGroup]
     optimizer: Optimizer
-    lanes: list[Group]  # by server
+    groups: list[Group]  # by server
 
     @classmethod
     def of(cls, spec: OptimizerSpec, groups: Sequence[FlatGroup], ranks: tuple[int, ...], everyone: Group) -> Served:
@@ -89,8 +89,8 @@ class Servers:
         self._staleness, self._gradients, self._served, self._groups, self._everyone = staleness, gradients, served, list(groups), everyone
         self._mine = served.ranks.index(everyone.index) if everyone.index in served.ranks else -1
         self._others = [rank for rank in range(everyone.size) if rank != everyone.index]
-        self._client = _Thread([lane for server, lane in enumerate(served.lanes) if server != self._mine])
-        self._server = _Thread([served.lanes[self._mine]] if self._mine >= 0 else [])
+        self._client = _Thread([lane for server, lane in enumerate(served.groups) if server != self._mine])
+        self._server = _Thread([served.groups[self._mine]] if self._mine >= 0 else [])
         self._buckets = gradients.order
         self._starts = [[bucket.start for bucket in group.buckets] for group in self._groups]
         self._turn = self._pushed = self._current = self._asked = 0
@@ -98,7 +98,7 @@ class Servers:
         self._counted: Tensor | None = None
         self._settled = True
         self._pull = Job(lambda: None)
-        self._made: dict[int, Job] = {}  # by version of this rank's part
+        self._updates: dict[int, Job] = {}  # by version of this rank's part
         self._norms: dict[int, Tensor] = {}
         self._sent: deque[list[Work]] = deque()
         self.waited_s = 0.0  # by the last `push`
@@ -154,13 +154,13 @@ class Servers:
         self._jobs[self._turn] = []
         self._gradients.turn(self._turn)
 
-    def _push_bucket(self, at: int, whole: Tensor, summed: bool) -> None:
+    def _push_bucket(self, at: int, bucket: Tensor, summed: bool) -> None:
         """The gradients of a bucket are there: push its parts; where this rank is a server, add up its own. What is the same everywhere is
         not `summed`."""
-        parts = whole.view(len(self._served.ranks), -1)
+        parts = bucket.view(len(self._served.ranks), -1)
         if not summed:
             return
-        if self._client.lanes:
+        if self._client.groups:
             self._jobs[self._turn].append(self._client.do(lambda: self._send(at, parts)))
         if self._mine >= 0:
             self._jobs[self._turn].append(self._server.do(lambda: self._add_up(at, parts[self._mine])))
@@ -168,28 +168,28 @@ class Servers:
     def _send(self, tag: int, parts: Sequence[Tensor] | Tensor) -> None:
         works = [
             lane.isend(parts[server], self._served.ranks[server], tag)
-            for server, lane in enumerate(self._served.lanes)
+            for server, lane in enumerate(self._served.groups)
             if server != self._mine
         ]
         for work in works:
             work.wait()
 
-    def _add_up(self, tag: int, own: Tensor) -> None:
-        """Add everyone's to `own`, in the order of ranks."""
-        lane = self._served.lanes[self._mine]
-        rooms = self._rooms[:, : own.numel()] if own.dtype is self._rooms.dtype else own.new_empty((len(self._others), own.numel()))
+    def _add_up(self, tag: int, mine: Tensor) -> None:
+        """Add everyone's to `mine`, in the order of ranks."""
+        lane = self._served.groups[self._mine]
+        rooms = self._rooms[:, : mine.numel()] if mine.dtype is self._rooms.dtype else mine.new_empty((len(self._others), mine.numel()))
         arriving = [(rank, room, lane.irecv(room, rank, tag)) for rank, room in zip(self._others, rooms, strict=True)]
         total: Tensor | None = None
         for rank, room, work in arriving:
             work.wait()
             if total is None:
-                total = own.add_(room) if rank > self._everyone.index else room
+                total = mine.add_(room) if rank > self._everyone.index else room
             else:
                 if rank == self._everyone.index + 1:
-                    total = own.add_(total)
+                    total = mine.add_(total)
                 total.add_(room)
-        if total is not None and total.data_ptr() != own.data_ptr():  # all others come before this rank
-            own.add_(total)
+        if total is not None and total.data_ptr() != mine.data_ptr():  # all others come before this rank
+            mine.add_(total)
 
     def take(self, loss: Work, divisor: Tensor | None = None, counted: Tensor | None = None) -> None:
         """All gradients of the step are on their way. `counted`: this rank's summand of what they are divided by, where that is not known
@@ -198,7 +198,7 @@ class Servers:
         if divisor is None or counted is None:
             return
         tag, counts = len(self._buckets), counted.clone().view(1)
-        if self._client.lanes:
+        if self._client.groups:
             self._jobs[self._turn].append(self._client.do(lambda: self._send(tag, [counts] * len(self._served.ranks))))
         if self._mine >= 0:
             turn = self._turn
@@ -227,7 +227,7 @@ class Servers:
         if self._mine >= 0:
             version, turn = self._pushed, self._turn
             self._norms[version] = torch.zeros(1, dtype=torch.float64)
-            self._made[version] = self._server.do(lambda: self._update(version, turn, lr))
+            self._updates[version] = self._server.do(lambda: self._update(version, turn, lr))
             self._server.do(self._look_after)
         self._turn = self._pushed % (self._staleness + 1)
         self._settled = True
@@ -256,7 +256,7 @@ class Servers:
         while len(self._sent) > self._staleness:
             for work in self._sent.popleft():
                 work.wait()
-        optimizer, lane = self._served.optimizer, self._served.lanes[self._mine]
+        optimizer, lane = self._served.optimizer, self._served.groups[self._mine]
         optimizer.read([group.turns[turn] for group in self._groups])
         norm = optimizer.step(lr)
         self._norms[version].fill_(norm or 0.0)
@@ -273,8 +273,8 @@ class Servers:
 
     def _look_after(self) -> None:
         """Large messages between ranks of a host move when they are looked at, which nobody does while there is nothing to serve."""
-        until, lane = time.monotonic() + PATIENCE_S, self._served.lanes[self._mine]
-        while lane.shares_memory and self._server.given == self._server.ended + 1 and time.monotonic() < until:
+        until, lane = time.monotonic() + PATIENCE_S, self._served.groups[self._mine]
+        while lane.shares_memory and self._server.submitted == self._server.ended + 1 and time.monotonic() < until:
             if all(work.done for works in self._sent for work in works):
                 return
             time.sleep(2e-4)
@@ -284,13 +284,13 @@ class Servers:
         version = self._asked
         if self._served.optimizer.spec.clip:
             self._norms.setdefault(version, torch.zeros(1, dtype=torch.float64))
-        self._pull = self._client.do(lambda: self._receive(version)) if self._client.lanes else Job(lambda: None)
-        if not self._client.lanes:
+        self._pull = self._client.do(lambda: self._receive(version)) if self._client.groups else Job(lambda: None)
+        if not self._client.groups:
             self._pull.run()
 
     def _receive(self, version: int) -> None:
         works = []
-        for server, lane in enumerate(self._served.lanes):
+        for server, lane in enumerate(self._served.groups):
             if server == self._mine:
                 continue
             rank = self._served.ranks[server]
@@ -310,7 +310,7 @@ class Servers:
             self._pull.wait()
             self._current += 1
             if self._mine >= 0:
-                self._made.pop(self._current).wait()
+                self._updates.pop(self._current).wait()
             self._copy(self._current)
             made = self._norms.pop(self._current, None)
             norm = float(made) if made is not None and self._served.optimizer.spec.clip else None

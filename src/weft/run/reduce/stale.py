@@ -35,7 +35,7 @@ class Stale:
 
     def __init__(self, staleness: int, gradients: Gradients, optimizer: Optimizer) -> None:
         self._staleness, self._gradients, self._optimizer = staleness, gradients, optimizer
-        self._late: deque[_PendingUpdate] = deque()
+        self._pending: deque[_PendingUpdate] = deque()
         self._works: list[Work] = []  # of the step that is not pushed yet
         self._divisor: Tensor | None = None  # and what its gradients are still to be divided by
         self._turn = 0
@@ -47,7 +47,7 @@ class Stale:
         """Collect in buffers that no update waits for."""
         self.settle()
         self._gradients.turn(self._turn)
-        for late in self._late:  # between ranks of one host sums move when they are looked at
+        for late in self._pending:  # between ranks of one host sums move when they are looked at
             for work in late.works:
                 _ = work.done
 
@@ -71,34 +71,34 @@ class Stale:
 
     def push(self, lr: float | None) -> float | None:
         """End a step; apply the update that is due. Returns the gradient norm of that one where it is clipped."""
-        self._late.append(_PendingUpdate(self._turn, self._works, lr, self._divisor))
+        self._pending.append(_PendingUpdate(self._turn, self._works, lr, self._divisor))
         self._works, self._divisor = [], None
         self._turn = (self._turn + 1) % (self._staleness + 1)
         self.waited_s = 0.0
         norm = None
-        while len(self._late) > self._staleness:
+        while len(self._pending) > self._staleness:
             norm = self._apply()
         return norm
 
     def drain(self) -> None:
         """Apply all updates that wait."""
-        while self._late:
+        while self._pending:
             self._apply()
 
     def forget(self) -> None:
         """Let all updates that wait go, since the weights have become others."""
-        while self._late:
-            self._wait(self._late.popleft())
+        while self._pending:
+            self._wait(self._pending.popleft())
 
     def _apply(self) -> float | None:
-        late = self._late.popleft()
+        late = self._pending.popleft()
         self._wait(late)
         self._divide(late.turn, late.divisor)
         self._optimizer.read([group.turns[late.turn] for group in self._gradients.groups])
         return self._optimizer.step(late.lr)
 
-    def _wait(self, late: _PendingUpdate) -> None:
+    def _wait(self, pending: _PendingUpdate) -> None:
         began = time.perf_counter()
-        for work in late.works:
+        for work in pending.works:
             work.wait()
         self.waited_s += time.perf_counter() - began

@@ -32,7 +32,7 @@ class _Weights:
     """One bucket: its piece, its whole, and who needs the whole."""
 
     piece: Tensor
-    whole: Tensor
+    full: Tensor
     over: Group
     size_bytes: int
     users: set[object] = field(default_factory=set)
@@ -102,11 +102,11 @@ class Gathered:
         """After a layer has run: its weights are pieces again, unless someone else needs them."""
         for weights in self.units[unit]:
             weights.users.discard(unit if user is None else user)
-            if not weights.users and weights.whole.untyped_storage().nbytes():
+            if not weights.users and weights.full.untyped_storage().nbytes():
                 if weights.work is not None:
                     weights.work.wait()
                     weights.work = None
-                weights.whole.untyped_storage().resize_(0)
+                weights.full.untyped_storage().resize_(0)
 
     def release(self) -> None:
         """At the end of a step, after which the pieces change: nothing is whole, whatever backward did not reach."""
@@ -119,21 +119,21 @@ class Gathered:
         for weights in self.units[unit]:
             if not weights.users:
                 with self._memory.counting("buffers"):
-                    weights.whole.untyped_storage().resize_(weights.size_bytes)
-                weights.work = weights.over.all_gather_into(weights.whole, weights.piece, wait=False)
+                    weights.full.untyped_storage().resize_(weights.size_bytes)
+                weights.work = weights.over.all_gather_into(weights.full, weights.piece, wait=False)
             weights.users.add(user)
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the weights that are whole now."""
-        return sum(w.whole.untyped_storage().nbytes() for w in {id(w): w for those in self.units.values() for w in those}.values())
+        return sum(w.full.untyped_storage().nbytes() for w in {id(w): w for those in self.units.values() for w in those}.values())
 
 
 def _weights(bucket: Bucket, piece: Tensor, over: Group) -> _Weights:
-    assert bucket.whole is not None
-    storage = bucket.whole.untyped_storage()
-    alias = torch.empty(0, dtype=bucket.whole.dtype, device=bucket.whole.device)
-    alias.set_(storage, 0, bucket.whole.shape, (1,))
+    assert bucket.full is not None
+    storage = bucket.full.untyped_storage()
+    alias = torch.empty(0, dtype=bucket.full.dtype, device=bucket.full.device)
+    alias.set_(storage, 0, bucket.full.shape, (1,))
     made = _Weights(piece, alias, over, storage.nbytes())
     storage.resize_(0)
     return made

@@ -136,15 +136,15 @@ class HostStore:
         if moved is not None:
             self.back(moved)
 
-    def _unpack(self, kept: object) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        assert isinstance(kept, _View)
-        if self.overlaps and kept.moved is not None and not kept.moved.is_read:
-            kept.moved.is_read = True
-            self.back(kept.moved)
-            self.call(kept.moved.before)  # on its way while this one's backward runs
-        return self._tensor(kept)
+    def _unpack(self, packed: object) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        assert isinstance(packed, _View)
+        if self.overlaps and packed.moved is not None and not packed.moved.is_read:
+            packed.moved.is_read = True
+            self.back(packed.moved)
+            self.call(packed.moved.before)  # on its way while this one's backward runs
+        return self._tensor(packed)
 
     def _tensor(self, view: _View) -> Tensor:
         block = view.block

@@ -103,9 +103,9 @@ class Recomputed(nn.Module):
         # torch's checkpoint saves what it is called with, and backward would refuse buffers that were written since.
         learned = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
-        def run(*given: Tensor) -> Any:
+        def run(*inputs: Tensor) -> Any:
             whole = list(args)
-            for i, x in zip(learned, given, strict=True):
+            for i, x in zip(learned, inputs, strict=True):
                 whole[i] = x
             return self.inner(*whole)
 

@@ -70,14 +70,14 @@ class LocalParameter:
 class Bucket:
     """A range of a flat group, exchanged as one message.
 
-    `units`: from ZeRO-2 on, the layers that read it. `whole`: of ZeRO-3, where they read it.
+    `units`: from ZeRO-2 on, the layers that read it. `full`: of ZeRO-3, where they read it.
     """
 
     start: int
     stop: int
     names: tuple[str, ...]
     units: tuple[tuple[int, int], ...] = ()
-    whole: Tensor | None = None
+    full: Tensor | None = None
 
 
 @dataclass
@@ -184,10 +184,10 @@ def build_groups(
         if not scattered:
             group.collect_in(grad)
         for bucket in buckets if gathered else ():
-            bucket.whole = torch.empty(bucket.stop - bucket.start, dtype=first.dtype, device=device)
+            bucket.full = torch.empty(bucket.stop - bucket.start, dtype=first.dtype, device=device)
         for p, start in zip(members, starts, strict=True):
             bucket = next(b for b in buckets if b.start <= start and p.name in b.names)
-            whole, at = (data, start) if bucket.whole is None else (bucket.whole, start - bucket.start)
+            whole, at = (data, start) if bucket.full is None else (bucket.full, start - bucket.start)
             made[p.name] = torch.nn.Parameter(whole[at : at + p.size].view(p.shape))
         groups.append(group)
     for p in parameters:

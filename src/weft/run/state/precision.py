@@ -53,7 +53,7 @@ class LossScale:
 
     def __init__(self, device: torch.device, precision: str, first: float = FIRST) -> None:
         self.scaled = PRECISIONS[precision].scaled
-        self._found = torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), device=device)
         self._first, self._factor = first, torch.tensor(first)
         self._steps, self._skipped, self._at = (torch.zeros((), dtype=torch.int64) for _ in range(3))
 
@@ -70,7 +70,7 @@ class LossScale:
     @property
     def overflowed(self) -> Tensor:
         """1 where this rank's gradients of the step are not all finite, else 0; to be voted on."""
-        return self._found
+        return self._found_inf
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -79,9 +79,9 @@ class LossScale:
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide summed gradients by the factor, and see whether all are finite."""
-        self._found.zero_()
+        self._found_inf.zero_()
         if gradients:
-            unscale(list(gradients), self._found, torch.full_like(self._found, 1 / self.factor))
+            unscale(list(gradients), self._found_inf, torch.full_like(self._found_inf, 1 / self.factor))
 
     def update(self, overflowed: bool) -> None:
         """End a step: a smaller factor after one that was skipped, a larger one after `INTERVAL` that were not."""

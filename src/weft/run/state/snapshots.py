@@ -48,7 +48,7 @@ class Snapshots:
     def __init__(self, world: World, tensors: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> None:
         assert world.survivor is not None
         self._world, self._tensors, self._fixed = world, list(tensors), list(fixed)
-        mapping, was_there = world.survivor.kept.memory(room_bytes(tensors, fixed))
+        mapping, was_there = world.survivor.memory.memory(room_bytes(tensors, fixed))
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         at = 0
 

@@ -62,13 +62,20 @@ def boxes_of(spans: Spans) -> Iterator[tuple[Box, tuple[int, ...]]]:
 
 
 def pieces_at(
-    name: str, kind: Kind, whole: tuple[int, ...], spans: Spans, x: Tensor, slot: str = "", owner: bool = True, flat: Range | None = None
+    name: str,
+    kind: Kind,
+    global_shape: tuple[int, ...],
+    spans: Spans,
+    x: Tensor,
+    slot: str = "",
+    owner: bool = True,
+    flat: Range | None = None,
 ) -> list[Piece]:
     """A block, or with `flat` these of its elements in row-major order, as pieces of the whole that share its memory: one where it lies in
     one place, else one for each box of it."""
     shape = shape_of(spans)
     if all(len(of) == 1 for of in spans):
-        return [Piece(name, kind, whole, tuple(start for ((start, _),) in spans), x, slot, owner, shape, flat)]
+        return [Piece(name, kind, global_shape, tuple(start for ((start, _),) in spans), x, slot, owner, shape, flat)]
     found = []
     for box, begin in Region(shape, (0,) * len(shape), shape, flat).boxes():
         part = x if flat is None else x[begin : begin + box.size].view(box.shape)
@@ -76,5 +83,5 @@ def pieces_at(
             common = box.intersect(Box(start, there.shape))
             if common is not None:
                 offsets = tuple(a + b - c for a, b, c in zip(there.offsets, common.offsets, start, strict=True))
-                found.append(Piece(name, kind, whole, offsets, part[box.slices_of(common)], slot, owner))
+                found.append(Piece(name, kind, global_shape, offsets, part[box.slices_of(common)], slot, owner))
     return found

@@ -110,7 +110,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
     ]
     saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
     completes, weight, num_sent = executor.completes[step], executor.sizes[m].weight, len(runner.local.sent)
-    late = runner.late if half is None else None
+    late = runner.delayed if half is None else None
 
     def run(running: Running) -> None:
         running.reap()
@@ -140,7 +140,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
 
 
 def _weights(executor: Executor, action: Compute, step: int) -> Run:
-    late, half = executor.runner(action).late, executor.slot(Value("half", (action.stage, action.microbatch)))
+    late, half = executor.runner(action).delayed, executor.slot(Value("half", (action.stage, action.microbatch)))
     completes = executor.completes[step]
 
     def run(running: Running) -> None:

@@ -112,7 +112,7 @@ class Executor:
         last: dict[str, int] = {}
         for step, action in enumerate(actions):
             if isinstance(action, Compute) and action.op in (Op.B, Op.I, Op.W):
-                late = self.runners[action.stage].late
+                late = self.runners[action.stage].delayed
                 names = learned[action.stage]
                 if action.op is Op.W:
                     names = names & late.names if late is not None else frozenset()
@@ -187,13 +187,13 @@ class Executor:
                 self.watch(step.action, running.held)
 
 
-def _with_threads(more: int, own: int, run: Run) -> Run:
+def _with_threads(more: int, rank_threads: int, run: Run) -> Run:
     def lent(running: Running) -> None:
         torch.set_num_threads(more)
         try:
             run(running)
         finally:
-            torch.set_num_threads(own)
+            torch.set_num_threads(rank_threads)
 
     return lent
 

@@ -50,7 +50,7 @@ class Executors:
     compile: bool
     scale: LossScale
     trains: bool = True
-    made: Recent[Executor] = field(default_factory=lambda: Recent(MOST_SIZES))
+    cache: Recent[Executor] = field(default_factory=lambda: Recent(MOST_SIZES))
     by_size: Recent[tuple[dict[int, StageRunner], Crossings]] = field(default_factory=lambda: Recent(MOST_SIZES))
 
     def of(self, sizes: tuple[int, ...], samples: int = 0) -> Executor:
@@ -59,7 +59,7 @@ class Executors:
         A size of 0 is that of a microbatch of which this rank has nothing: it runs one sample on each data rank, which counts nothing.
         """
         samples = samples or sum(sizes)
-        return self.made.of((sizes, samples), lambda: self._executor(sizes, samples))
+        return self.cache.of((sizes, samples), lambda: self._executor(sizes, samples))
 
     def _executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
         parts, layout, world = self.parts, self.plan.layout, self.world

@@ -27,7 +27,7 @@ class Resharded:
     def __init__(self, layout: Layout, sized: Mapping[int, Sized], world: World, everyone: Group) -> None:
         self._layout, self._sized, self._shardings = layout, sized, next(iter(sized.values())).shardings
         self._world, self._everyone, self._rank = world, everyone, world.rank
-        self._known: dict[tuple[str, int, int, int], Resharding] = {}
+        self._cache: dict[tuple[str, int, int, int], Resharding] = {}
 
     def differ(self, value: Value) -> bool:
         """Whether a value's two stages arrange their ranks differently."""
@@ -44,10 +44,10 @@ class Resharded:
     def of(self, name: str, sized: Sized, source: int, target: int) -> Resharding:
         """What moves one tensor from a stage to another."""
         key = name, sized.graph.batch_size, source, target
-        if key not in self._known:
+        if key not in self._cache:
             shape = sized.graph.tensors[name].shape
-            self._known[key] = reshard(shape, self.side(source, name, sized), self.side(target, name, sized))
-        return self._known[key]
+            self._cache[key] = reshard(shape, self.side(source, name, sized), self.side(target, name, sized))
+        return self._cache[key]
 
     def peers(self, crossings: Crossings) -> set[Group]:
         """Groups of this rank that gather after a message, either way."""

@@ -102,7 +102,7 @@ class StageRunner:
     """Runs one lowered stage, in the gradient mode that is set.
 
     `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
-    `late`: the weight gradients that a split backward computes later, where it is split.
+    `delayed`: the weight gradients that a split backward computes later, where it is split.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class StageRunner:
         draw: Draw,
         computing: Computing,
         closed: frozenset[str],
-        late: DelayedWeightGradients | None,
+        delayed: DelayedWeightGradients | None,
     ) -> None:
         self.closed, self.memory = closed, computing.memory
-        self.local, self.draw, self.late = local, draw, late
+        self.local, self.draw, self.delayed = local, draw, delayed
         self._learns = [value in grads for value in local.received]
         self._dtypes = [dtypes[value] for value in local.sent]
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
-        self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
+        self._inputs = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device, self._scale = computing.autocast, computing.device, computing.scale
         self.module: Callable[..., Any] = compiled(local) if computing.compile else local.module
 
@@ -131,14 +131,14 @@ class StageRunner:
         kept = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
         held = self._entered(kept, received) if train else list(received)
         args = self._args.copy()
-        for i, value in self._given:
+        for i, value in self._inputs:
             args[i] = inputs[value]
         if input_gradients:
-            for i, value in self._given:
+            for i, value in self._inputs:
                 x = inputs[value]
                 args[i] = kept.inputs[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
-        if self.late is not None:
-            self.late.notes = kept.notes
+        if self.delayed is not None:
+            self.delayed.notes = kept.notes
         if not train:
             kept.received = held.copy()
         args += held
@@ -162,46 +162,46 @@ class StageRunner:
                 kept.root = _Leaving.apply(kept.leaving, *leave)  # type: ignore[no-untyped-call]
         return kept
 
-    def _entered(self, kept: Kept, received: Sequence[Tensor]) -> list[Tensor]:
+    def _entered(self, saved: Kept, received: Sequence[Tensor]) -> list[Tensor]:
         given = [x.detach() for x in received]  # another stage of this rank may have made it
         learn = [x for x, learns in zip(given, self._learns, strict=True) if learns]
         if _are_small(learn):
-            kept.leaves = [x.requires_grad_() for x in learn]
+            saved.leaves = [x.requires_grad_() for x in learn]
             return given
         anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
-        made = iter(_Entering.apply(kept.entering, anchor, *learn))  # type: ignore[no-untyped-call]
+        made = iter(_Entering.apply(saved.entering, anchor, *learn))  # type: ignore[no-untyped-call]
         return [next(made) if learns else x for x, learns in zip(given, self._learns, strict=True)]
 
-    def backward(self, kept: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
+    def backward(self, saved: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
         """Run backward from the gradients of what was sent (in the order of `local.sent`; the list is emptied) and from the loss times
         `scale`.
 
         Returns the gradients of what was received, in the order of `local.received`; None where none travels.
         """
         scale *= self._scale.factor
-        roots = [x for x in kept.results if x.requires_grad]
+        roots = [x for x in saved.results if x.requires_grad]
         seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
-        for x, i in zip(kept.roots, kept.learning, strict=False):
+        for x, i in zip(saved.roots, saved.learning, strict=False):
             if gradients[i] is not None:
                 roots.append(x)
                 seeds.append(gradients[i])
-        if kept.root is not None and any(gradients[i] is not None for i in kept.learning):
-            kept.leaving += [gradients[i] for i in kept.learning]
-            roots.append(kept.root)
-            seeds.append(torch.zeros_like(kept.root))
+        if saved.root is not None and any(gradients[i] is not None for i in saved.learning):
+            saved.leaving += [gradients[i] for i in saved.learning]
+            roots.append(saved.root)
+            seeds.append(torch.zeros_like(saved.root))
         gradients.clear()
         if roots:
             torch.autograd.backward(roots, seeds)
-        kept.entering += [x.grad for x in kept.leaves]
-        found, none = iter(kept.entering), any(self._learns) and not kept.entering
+        saved.entering += [x.grad for x in saved.leaves]
+        found, none = iter(saved.entering), any(self._learns) and not saved.entering
         made: list[Tensor | None] = []
-        for (shape, dtype), learns in zip(kept.rooms, self._learns, strict=True):
+        for (shape, dtype), learns in zip(saved.rooms, self._learns, strict=True):
             gradient = next(found) if learns and not none else None
             made.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
-        kept.entering.clear()
+        saved.entering.clear()
         return made
 
-    def input_gradients(self, kept: Kept) -> dict[str, Tensor]:
+    def input_gradients(self, saved: Kept) -> dict[str, Tensor]:
         """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
-        found = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in kept.inputs.items() if x.is_floating_point()}
+        found = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
         return {v: x / self._scale.factor for v, x in found.items()} if self._scale.scaled else found

@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Level:
-    """Totals that can be counted together: `of_whole` counts a whole microbatch, `of_rows` a rank's rows of it, in the same order."""
+    """Totals that can be counted together: `of_microbatch` counts a whole microbatch, `of_rows` a rank's rows of it, in the same order."""
 
     totals: tuple[Total, ...]
-    of_whole: LocalStage
+    of_microbatch: LocalStage
     of_rows: LocalStage
 
 
@@ -79,18 +79,18 @@ class Counter:
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
-            lower(stage, replace(lowering, graph=normal.graph, sharding=_along(self.sized.sharding, axes), late=frozenset(), rows={}))
+            lower(stage, replace(lowering, graph=normal.graph, sharding=_along(self.sized.sharding, axes), awaited=frozenset(), rows={}))
             for axes in ((), lowering.sharding.sample_axes)
         ]
         return _Level(totals, *made)
 
-    def run(self, level: int, tensors: Mapping[str, Tensor], whole: bool) -> list[Tensor]:
+    def run(self, level: int, tensors: Mapping[str, Tensor], is_global: bool) -> list[Tensor]:
         """What one microbatch adds to the totals of a level."""
-        local = self.levels[level].of_whole if whole else self.levels[level].of_rows
+        local = self.levels[level].of_microbatch if is_global else self.levels[level].of_rows
         held = {**self.parts.variables, **self.sized.constants}
         made = local.module(*(tensors[v] if v in tensors else held[v] for v in local.variables))
         lowering = self.parts.lowering
-        if whole or lowering is None:
+        if is_global or lowering is None:
             return list(made)
         # What every rank along an axis has whole counts once.
         later = [axis for axis in lowering.sharding.sample_axes if lowering.groups[axis].index]
@@ -115,7 +115,7 @@ def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
 
 
 def count(
-    microbatches: Sequence[tuple[Counter, Mapping[str, Tensor], bool]], whole: bool, arrival: Arrival, alone: bool = False
+    microbatches: Sequence[tuple[Counter, Mapping[str, Tensor], bool]], is_global: bool, arrival: Arrival, alone: bool = False
 ) -> dict[str, Tensor]:
     """The totals of a batch, which `arrival` waits for where they are still to come; those of this rank's rows where it is `alone`.
 
@@ -127,13 +127,13 @@ def count(
     with torch.no_grad():
         for number, level in enumerate(first.levels):
             arrival.wait()
-            parts = [counter.run(number, {**tensors, **totals}, whole) for counter, tensors, has_rows in microbatches if has_rows]
+            parts = [counter.run(number, {**tensors, **totals}, is_global) for counter, tensors, has_rows in microbatches if has_rows]
             if not parts:
                 counter, tensors, _ = microbatches[0]
-                parts = [[torch.zeros_like(x) for x in counter.run(number, {**tensors, **totals}, whole)]]
+                parts = [[torch.zeros_like(x) for x in counter.run(number, {**tensors, **totals}, is_global)]]
             sums = [torch.stack(one).sum(0, dtype=one[0].dtype) for one in zip(*parts, strict=True)]
             totals.update(zip((t.variable for t in level.totals), sums, strict=True))
-            if not (whole or alone) and first.group.size > 1:
+            if not (is_global or alone) and first.group.size > 1:
                 arrival.finish = _summing(sums, first.group)
     return totals
 

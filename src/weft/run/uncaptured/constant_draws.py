@@ -37,16 +37,16 @@ class ConstantDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
             return made.copy_(number) if isinstance(number, Tensor) else made.fill_(number)
 
 
-def _normal(given: dict[str, Any]) -> Any:
-    return given.get("mean", 0.0) + _Z * given.get("std", 1.0)
+def _normal(arguments: dict[str, Any]) -> Any:
+    return arguments.get("mean", 0.0) + _Z * arguments.get("std", 1.0)
 
 
 _DRAWS: dict[str, Any] = {
-    "rand": lambda given: 0.5,
-    "uniform": lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2,
-    "randn": lambda given: _Z,
+    "rand": lambda arguments: 0.5,
+    "uniform": lambda arguments: (arguments.get("from", 0.0) + arguments.get("to", 1.0)) / 2,
+    "randn": lambda arguments: _Z,
     "normal": _normal,
-    "bernoulli": lambda given: 1.0,
+    "bernoulli": lambda arguments: 1.0,
     "native_dropout": None,
-    "exponential": lambda given: 1.0 / given.get("lambd", 1.0),
+    "exponential": lambda arguments: 1.0 / arguments.get("lambd", 1.0),
 }

@@ -23,7 +23,7 @@ from weft.world import private
 _COMPOSED = {"dropout", "scaled_dot_product_attention"} | DROPS - {"native_dropout"}  # dispatched as what they are made of
 _DRAWS = SUPPORTED - _COMPOSED
 _FACTORIES = {"rand": 0, "randn": 0, "randint": -1, "randperm": 0}  # where the size stands
-_WHOLE_NUMBERS = ("randint", "randperm", "multinomial")
+_INTEGERS = ("randint", "randperm", "multinomial")
 
 
 class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw, self._double, self._folds = Draw(seed), double, folds
         self._numbers: dict[bytes, int] = {}  # by the state of torch's generator
-        self._unknown = False
+        self._unexplained = False
 
     def start(self, step: int, samples: Samples | None = None) -> None:
         """Begin with other samples of the batch; None: all of it."""
@@ -41,7 +41,7 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def made(self, count: int) -> bool:
         """Whether they drew `count` times, and never in a way that is not known."""
-        return len(self._numbers) == count and not self._unknown
+        return len(self._numbers) == count and not self._unexplained
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,7 +53,7 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
             # Some that may draw do not, as they are called: attention's kernels without dropout.
             before = _states(args)
             found = func(*args, **kwargs)
-            self._unknown |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
+            self._unexplained |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
             return found
         number = self._numbers.setdefault(torch.random.get_rng_state().numpy().tobytes(), len(self._numbers))
         torch.rand(())
@@ -71,7 +71,7 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
     def _drawn(self, name: str, writes: bool, args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """What an operator is asked for: shape (of the numbers drawn), dtype, device."""
         like = next((x for x in args if isinstance(x, Tensor)), None)
-        whole = torch.int64 if name in _WHOLE_NUMBERS else None
+        whole = torch.int64 if name in _INTEGERS else None
         if like is None:
             size = args[_FACTORIES.get(name, -1)]
             shape = tuple(size) if isinstance(size, tuple | list) else (size,)

@@ -109,7 +109,7 @@ def keep_replicated(model: nn.Module, source: Source, plan: Plan, batch: Any, wo
             group.data = torch.empty(0)  # weights stay where the model has them
         means = any(output.dim is None and output.learns for output in outputs.values())
         rows = [path for path, output in outputs.items() if output.dim is not None and output.learns]
-        exchange = Exchange(groups, trained, world, unlike=True, late=means, outputs=rows)
+        exchange = Exchange(groups, trained, world, uses_differ=True, at_end=means, outputs=rows)
     if world.rank == 0:
         each = f"each of data={data} ranks holds all of it and a part of the samples" if data > 1 else "it runs as it is"
         print(f"weft: {plan.model} could not be captured ({plan.uncaptured}), so {each}", file=sys.stderr, flush=True)
@@ -187,17 +187,17 @@ def _drawing(draw: Draw, part: int, device: torch.device) -> Iterator[None]:
 class _Module(nn.Module):
     """The user's module and loss, called with the local batch's tensors in order."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, layout: Layout, own: bool, draw: Draw, part: int) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, layout: Layout, is_double: bool, draw: Draw, part: int) -> None:
         super().__init__()
         self.model, self._batch, self._loss, self._share = model, batch, loss, 1.0 / layout.data
-        self._double, self._own, self._draw, self._part = layout.precision == "float64", own, draw, part
+        self._double, self._is_double, self._draw, self._part = layout.precision == "float64", is_double, draw, part
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
         device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
-        with _drawing(self._draw, self._part, device), doubled(self._double, self._own):  # the latter as the serial reference
+        with _drawing(self._draw, self._part, device), doubled(self._double, self._is_double):  # the latter as the serial reference
             try:
                 return (call(self.model, batch, self._loss) * self._share,)
             except RuntimeError as error:
@@ -217,7 +217,7 @@ class ByItself:
     model: nn.Module
     plan: Plan
     world: World
-    own: bool
+    is_double: bool
     called: Callable[..., Any]
     held: Mapping[str, nn.Parameter]
     outputs: Mapping[str, Output]
@@ -251,19 +251,19 @@ class ByItself:
         autocast = products_of(layout.precision) or theirs
         self.draw.step += 1
         drawing = nullcontext() if layout.data == 1 or self.expects.whole else _drawing(self.draw, self.world.rank, device)
-        double = doubled(layout.precision == "float64", self.own)
+        double = doubled(layout.precision == "float64", self.is_double)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), double, drawing:
             output = self.called(*args, **kwargs)
         alone = self.exchange is None or self.expects.whole  # then all ranks compute all of it
         return output if alone else self._joined(output, have, share)
 
-    def _samples(self, given: Any) -> tuple[int, float]:
+    def _samples(self, batch: Any) -> tuple[int, float]:
         """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""
-        have = next((x.shape[0] for _, x in leaves(given) if isinstance(x, Tensor) and x.dim()), 1)
-        known = count_samples(given)
+        have = next((x.shape[0] for _, x in leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
+        known = count_samples(batch)
         return have, have * self.plan.layout.data / known if known not in (0, have) else 1.0
 
-    def _moved(self, given: Any) -> Any:
+    def _moved(self, batch: Any) -> Any:
         """Arguments on this rank's device, in float64 where that is computed in."""
         double = self.plan.layout.precision == "float64"
 
@@ -272,7 +272,7 @@ class ByItself:
                 return x
             return x.to(self.world.device, torch.float64 if double and x.is_floating_point() else x.dtype)
 
-        return rebuild(given, {path: moved(x) for path, x in leaves(given)})
+        return rebuild(batch, {path: moved(x) for path, x in leaves(batch)})
 
     def _joined(self, output: Any, have: int, share: float) -> Any:
         """The output, in which what all ranks have is their mean, and whose gradients begin the exchange on every rank. They count by this
@@ -299,23 +299,23 @@ class ByItself:
                 new[path] = counted(x, share)
         return rebuild(output, new)
 
-    def _means(self, found: Mapping[str, Tensor], have: int, learns: bool) -> dict[str, Tensor]:
+    def _means(self, losses: Mapping[str, Tensor], have: int, learns: bool) -> dict[str, Tensor]:
         """Means over all samples, whose gradient is the mean of what ranks make of them: in one sum, for all ranks to make as many."""
         one = torch.ones(1, dtype=torch.float64, device=self.world.device)
-        flat = torch.cat([*(x.reshape(-1).to(torch.float64) for x in found.values()), one]) * have
-        begins = learns and any(self.outputs[path].learns for path in found)
+        flat = torch.cat([*(x.reshape(-1).to(torch.float64) for x in losses.values()), one]) * have
+        begins = learns and any(self.outputs[path].learns for path in losses)
         flat = flat.detach().requires_grad_() if begins and not flat.requires_grad else flat
         flat = redistribute(flat, P, D, self.world.everyone)
         flat = flat[:-1] / flat[-1].detach()
         if begins:
             flat.register_hook(lambda grad: self.exchange.begin())  # type: ignore[no-untyped-call, union-attr]
-        parts = torch.split(flat, [x.numel() for x in found.values()])
-        return {path: part.reshape(x.shape).to(x.dtype) for (path, x), part in zip(found.items(), parts, strict=True)}
+        parts = torch.split(flat, [x.numel() for x in losses.values()])
+        return {path: part.reshape(x.shape).to(x.dtype) for (path, x), part in zip(losses.items(), parts, strict=True)}
 
-    def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByItself:
+    def of_copy(self, copied: nn.Module, memo: Mapping[int, Any]) -> ByItself:
         """The same of a copy, which exchanges nothing."""
-        called, held = partial(type(made).forward, made), dict(made.named_parameters())
-        return replace(self, model=made, called=called, held=held, exchange=None)
+        called, held = partial(type(copied).forward, copied), dict(copied.named_parameters())
+        return replace(self, model=copied, called=called, held=held, exchange=None)
 
     def pieces(self) -> list[Piece]:
         """All of what a state dict has, of which rank 0's counts."""

@@ -32,7 +32,7 @@ from weft.run.uncaptured.constant_draws import ConstantDraws
 from weft.world import private
 
 _TRIED = 4  # samples of each part on which the model is tried
-_UNLIKE = 4  # batches of parts that are one sample each
+_SINGLE_SAMPLES = 4  # batches of parts that are one sample each
 _CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative, beyond rounding in float32 and in float64
 _NOTHING = 1e-12  # of the largest gradient: what float64 may leave of a gradient that is zero
 
@@ -61,7 +61,7 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
     batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
     """
     if plan.layout.data > 1:
-        _tried(plan, model, batch, lambda given: call(model, given, loss))
+        _tried(plan, model, batch, lambda inputs: call(model, inputs, loss))
 
 
 def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Output]:
@@ -123,7 +123,7 @@ class _Trial:
         """Samples of the batches that are tried. At both ends parts may by accident have the same number of what the mean is over."""
         first, each = list(range(self.size)), self.size // self.data
         found = [first, [self.samples - self.size + i for i in first]]
-        rounds = min(_UNLIKE, self.samples // self.data)
+        rounds = min(_SINGLE_SAMPLES, self.samples // self.data)
         for n in range(rounds):
             chosen = [(n * self.data + part) * self.samples // (rounds * self.data) for part in range(self.data)]
             found.append([sample for sample in chosen for _ in range(each)])
@@ -150,10 +150,10 @@ class _Trial:
                     self._compare_losses(rows, calls)
         return self
 
-    def _refused(self, what: str, instead: str = "", calls: int = 1) -> Infeasible:
+    def _refused(self, what: str, remedy: str = "", calls: int = 1) -> Infeasible:
         """`calls`: of how many the last one shows it."""
         again = f", and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}" if calls > 1 else ""
-        return Infeasible(f"{self.why}{again}, and {what}; use data=1{instead and f', or {instead}'}")
+        return Infeasible(f"{self.why}{again}, and {what}; use data=1{remedy and f', or {remedy}'}")
 
     @property
     def _other(self) -> str:
@@ -197,23 +197,23 @@ class _Trial:
         dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
         self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
 
-    def _dim_of(self, path: str, whole: Tensor, parts: list[Tensor], calls: int) -> int | None:
+    def _dim_of(self, path: str, full: Tensor, parts: list[Tensor], calls: int) -> int | None:
         """Along which dimension parts of an output follow one another; None where the whole is their mean."""
         name = f"its output {path}" if path else "its output"
         shapes = [tuple(x.shape) for x in parts]
-        for dim in range(whole.dim()):
-            if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, whole.shape)}) > 1:
+        for dim in range(full.dim()):
+            if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, full.shape)}) > 1:
                 continue
-            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._agree(torch.cat(parts, dim), whole):
+            if sum(s[dim] for s in shapes) == full.shape[dim] and self._agree(torch.cat(parts, dim), full):
                 if len({s[dim] for s in shapes}) > 1:
                     raise self._refused(
                         f"{name} has {', '.join(str(s[dim]) for s in shapes)} rows for equal parts of the samples, so the mean over "
                         f"data={self.data} ranks of a mean over rows is not that of all", "return rows of fixed number", calls,
                     )  # fmt: skip
                 return dim
-        if all(s == tuple(whole.shape) for s in shapes):
-            same = all(self._agree(x, whole) for x in parts)
-            if same or (whole.is_floating_point() and self._agree(sum(parts[1:], parts[0]) / self.data, whole)):
+        if all(s == tuple(full.shape) for s in shapes):
+            same = all(self._agree(x, full) for x in parts)
+            if same or (full.is_floating_point() and self._agree(sum(parts[1:], parts[0]) / self.data, full)):
                 return None
         raise self._refused(
             f"{name} over {self.size} samples is neither made of those of data={self.data} parts of them, one after the other, nor their "
@@ -306,11 +306,11 @@ class _ForeignParameters(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._own = {id(p) for p in model.parameters()}
+        self._of_model = {id(p) for p in model.parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in args:
-            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own:
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._of_model:
                 raise ModelError(
                     f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that its gradient would not be summed "
                     "over ranks; make it a part of the model"

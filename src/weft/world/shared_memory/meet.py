@@ -73,14 +73,14 @@ class SharedMemory:
                 segment.close_place(made[1])
 
     def _mapped(
-        self, store: Store, engine: NativeEngine | PortableEngine, index: int, ranks: Sequence[int], pids: list[int], own: mmap.mmap | None
+        self, store: Store, engine: NativeEngine | PortableEngine, index: int, ranks: Sequence[int], pids: list[int], mine: mmap.mmap | None
     ) -> Channel | str:
-        """As `open`, once the segment is made: `own` on the member that made it."""
+        """As `open`, once the segment is made: `mine` on the member that made it."""
         place, reason = json.loads(store.get("place"))
         channel: Channel | None = None
         if not reason:
             try:
-                mapping = own if own is not None else segment.attach(segment.Place.parse(place))
+                mapping = mine if mine is not None else segment.attach(segment.Place.parse(place))
                 channel = engine.open(mapping, index, ranks, pids, self._timeout_s)
             except _ENDED as error:
                 raise _lost(error) from error

@@ -199,17 +199,17 @@ class NativeChannel:
         """Tells the others that this member takes part in nothing more; the memory goes with the last operation's `NativeWork`."""
         self.library.weft_leave(self._channel)
 
-    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
+    def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
         number = self._num_buffers
         self._num_buffers += 1
         bases = (c_void_p * self.size)(*(segment.address(mapping) for mapping in all_mappings))
         if not self.library.weft_buffer(self._channel, number, bases):
             raise MemoryError("no memory for a shared buffer")
-        start = segment.address(own)
-        self._buffers.append((start, start + len(own), number))
+        start = segment.address(mine)
+        self._buffers.append((start, start + len(mine), number))
         others = [mapping for i, mapping in enumerate(all_mappings) if i != self.index]
-        weakref.finalize(own, partial(_forget, self.library, self._channel, self._buffers, self._buffers[-1], others)).atexit = False
+        weakref.finalize(mine, partial(_forget, self.library, self._channel, self._buffers, self._buffers[-1], others)).atexit = False
 
     def _summed(self, x: Tensor) -> int:
         code = _DTYPES.get(x.dtype)
@@ -227,8 +227,8 @@ class NativeChannel:
     def _bytes(self, sizes: Sequence[int], item: int) -> Any:
         return (c_int64 * self.size)(*(size * item for size in sizes))
 
-    def _start(self, *given: Any) -> NativeWork | None:
-        *arguments, wait, keep = given
+    def _start(self, *args: Any) -> NativeWork | None:
+        *arguments, wait, keep = args
         handle = c_void_p()
         state = self.library.weft_start(self._channel, *arguments, self._timeout_s if wait else 0.0, byref(handle))
         return self._begun(state, handle, keep) if handle.value is not None else None

@@ -162,9 +162,9 @@ class PortableChannel:
         """Tells the others that this member takes part in nothing more."""
         self._memory.leave()
 
-    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
-        self._job.add_buffer(own, all_mappings)
+    def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
+        self._job.add_buffer(mine, all_mappings)
 
     def receive(self, x: Tensor, source: int, tag: int) -> PortableWork:
         """Starts to receive a message from member `source`: the oldest of that tag."""

@@ -26,16 +26,16 @@ class Jobs:
         self._mine: list[tuple[int, int, int]] = []  # first address, end, number
         self._count = 0
 
-    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
+    def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
         number = self._count
         self._count += 1
         # A tensor on `own` would keep it: the channel has only an address of this member's.
         self._buffers[number] = [torch.frombuffer(one, dtype=torch.uint8) for i, one in enumerate(all_mappings) if i != self._memory.index]
-        start = segment.address(own)
-        entry = (start, start + len(own), number)
+        start = segment.address(mine)
+        entry = (start, start + len(mine), number)
         self._mine.append(entry)
-        weakref.finalize(own, partial(_forget, self._buffers, self._mine, entry)).atexit = False
+        weakref.finalize(mine, partial(_forget, self._buffers, self._mine, entry)).atexit = False
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
         """(number, offset) of the buffer that holds `x`."""
@@ -49,8 +49,8 @@ class Jobs:
         self,
         name: str,
         kind: int,
-        found: tuple[int, int],
-        whole: Tensor,
+        place: tuple[int, int],
+        full: Tensor,
         private: Tensor,
         pieces: list[int],
         op: str,
@@ -58,17 +58,17 @@ class Jobs:
     ) -> Steps:
         """A collective on a shared buffer: each member adds its piece of all members' tensors, or writes its piece to all."""
         memory, done = self._memory, self._memory.at.done
-        yield from self._announce(kind, found, whole.nbytes, number)
+        yield from self._announce(kind, place, full.nbytes, number)
         views, others = [], iter(range(memory.size - 1))
         for r in range(memory.size):
             start = memory.words[self._at(r, number) + 4]
             views.append(
-                flat(whole)
+                flat(full)
                 if r == memory.index
-                else self._buffers[memory.words[self._at(r, number) + 3]][next(others)][start : start + whole.nbytes]
+                else self._buffers[memory.words[self._at(r, number) + 3]][next(others)][start : start + full.nbytes]
             )
         if name == "all_reduce":
-            self._sum(whole, views, op)
+            self._sum(full, views, op)
         else:
             start = sum(pieces[: memory.index])
             stop = start + pieces[memory.index]
@@ -77,7 +77,7 @@ class Jobs:
                     if view.data_ptr() + start != private.data_ptr():
                         view[start:stop].copy_(flat(private))
             elif stop > start:
-                private.reshape(-1).copy_(added([view[start:stop].view(whole.dtype) for view in views], op))
+                private.reshape(-1).copy_(added([view[start:stop].view(full.dtype) for view in views], op))
         memory.put(done + 8 * memory.index, number + 1)
         for r in memory.others:
             while memory.get(done + 8 * r) <= number:
@@ -87,14 +87,14 @@ class Jobs:
         """Where member r says what its job `number` is."""
         return self._memory.at.descriptors + (number % JOBS * self._memory.size + r) * WORDS
 
-    def _announce(self, kind: int, found: tuple[int, int], size: int, number: int) -> Steps:
+    def _announce(self, kind: int, place: tuple[int, int], size: int, number: int) -> Steps:
         """Says what this member's job is, and waits until all have said the same and this member's earlier ones are done."""
         memory, done = self._memory, self._memory.at.done
         for r in memory.others:
             while memory.get(done + 8 * r) <= number - JOBS:
                 yield r
         mine = self._at(memory.index, number)
-        for i, word in enumerate((kind, size, *found), 1):
+        for i, word in enumerate((kind, size, *place), 1):
             memory.words[mine + i] = word
         memory.put(mine, number + 1)
         for r in memory.others:
@@ -106,12 +106,12 @@ class Jobs:
         while memory.words[done + 8 * memory.index] < number:  # an earlier job's part of this member
             yield memory.others[0]
 
-    def _sum(self, whole: Tensor, views: list[Tensor], op: str) -> None:
+    def _sum(self, full: Tensor, views: list[Tensor], op: str) -> None:
         """This member's share of a sum, into all members' tensors."""
-        item, count = whole.element_size(), whole.numel()
+        item, count = full.element_size(), full.numel()
         low, high = (count * (self._memory.index + k) // self._memory.size * item for k in (0, 1))
         if high > low:
-            parts = [view[low:high].view(whole.dtype) for view in views]
+            parts = [view[low:high].view(full.dtype) for view in views]
             total = added(parts, op)
             for part in parts:
                 part.copy_(total)
