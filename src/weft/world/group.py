@@ -157,9 +157,7 @@ class Group:
         All of them ask, as often, by the same `name`. It is not recorded.
         """
         apart = Apart(name, len(self._apart[name]) + 1, self.ranks)
-        made = Group(
-            ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, connection: self._open(who, connection.within(apart))
-        )
+        made = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, how: self._open(who, how.within(apart)))
         self._apart[name].append(made)
         return made
 
