@@ -18,8 +18,9 @@ from weft.errors import ConfigError, Infeasible
 from weft.plan.microbatches import microbatch_sizes
 from weft.train import corpus, data
 from weft.train.corpus import byte_frequency_loss, open_corpus
-from weft.train.data import Synthetic, Text, permute
+from weft.train.data import Synthetic, Text
 from weft.train.loader import Loader, rows_of, shard
+from weft.train.order import permute
 
 
 @settings(deadline=None)
@@ -55,7 +56,7 @@ def test_every_sample_comes_once_an_epoch_and_none_is_validated_on(windows: int,
     source = text(windows, batch, seed=seed)
     seen: list[int] = []
     for step in range(math.ceil(2 * source.num_samples / batch)):
-        inputs, targets = source.train(step, range(batch))
+        inputs, targets, *_ = source.train(step, range(batch))
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         seen += starts(inputs)
     n = source.num_samples
@@ -136,7 +137,7 @@ def test_synthetic_repeats_its_batch() -> None:
 
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"has 30 bytes, too few .* sequence = 20; use at least 41"):
+    with pytest.raises(ConfigError, match=r"has 30 tokens, too few .* sequence = 20; use at least 41"):
         Text(np.zeros(30, np.uint8), 20, 1)
 
 

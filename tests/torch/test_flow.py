@@ -15,6 +15,7 @@ from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config
+from weft.train.corpus import read_description
 from weft.train.flow import Planned, existing_plan, locked, prepare
 from weft.world.launch import engine_modules
 
@@ -63,7 +64,7 @@ def test_the_folder_holds_what_the_ranks_need(config: Config) -> None:
     folder = folder_of(config)
     assert Config.read(folder / "config.toml") == config
     assert read_plan(folder / "plan.toml") == planned.plan
-    corpus = flow._read_corpus(folder)
+    corpus = read_description(folder / flow.DESCRIPTION)
     assert corpus is not None
     assert corpus.tokens()[:].tobytes() == TEXT
 
@@ -191,7 +192,7 @@ def test_gathered_text_stays_with_the_run(config: Config, tmp_path: Path) -> Non
     folder = trained(config)
     (tmp_path / "many" / "b.txt").write_bytes(TEXT)
     set_up(config)
-    corpus = flow._read_corpus(folder)
+    corpus = read_description(folder / flow.DESCRIPTION)
     assert corpus is not None
     assert (corpus.size, corpus.origin) == (len(TEXT) + 1, str(tmp_path / "many"))
 

@@ -20,14 +20,16 @@ from weft.errors import CheckpointError, ConfigError, ModelError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.state import checkpoint
-from weft.train import corpus, loop
+from weft.train import loop
 from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus
+from weft.train.data import TextRows
 from weft.train.display import words
 from weft.train.interval import interval_s
 from weft.train.learning_rate import learning_rate
 from weft.train.loop import Job
 from weft.train.metrics import Metrics, read_metrics
+from weft.train.reading import files
 from weft.train.subject import Subject, text_form
 from weft.world.world import World
 from weft.zoo.resolve import Resolved
@@ -441,7 +443,7 @@ def test_a_row_without_all_numbers_can_be_shown() -> None:
 def test_text_takes_the_form_of_the_model_s_batch(example: Any, expected: Any) -> None:
     form = text_form(Resolved("m", torch.nn.Identity, lambda n: example, None, 1))
     x, y = torch.full((1, 2), 5), torch.full((1, 2), 6)
-    found = form(x, y)
+    found = form(TextRows(x, y, x))
     values = {k: int(v[0, 0]) for k, v in found.items()} if isinstance(found, dict) else tuple(int(v[0, 0]) for v in found)
     assert values == expected
 
@@ -512,7 +514,7 @@ def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: Job,
 
 
 def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 64)
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(range(200)) * 2)
     before = open_corpus((str(path),), tmp_path).digest
@@ -528,7 +530,7 @@ def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_long_text_blocks_from_all_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_ALL_BYTES", 10 * corpus.BLOCK_BYTES)
-    starts = corpus._blocks(100 * corpus.BLOCK_BYTES + 1)
-    assert (starts[0], starts[-1]) == (0, 100 * corpus.BLOCK_BYTES)
+    monkeypatch.setattr(files, "_ALL_BYTES", 10 * files.BLOCK_BYTES)
+    starts = files._blocks(100 * files.BLOCK_BYTES + 1)
+    assert (starts[0], starts[-1]) == (0, 100 * files.BLOCK_BYTES)
     assert 9 <= len(starts) <= 12

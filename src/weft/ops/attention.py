@@ -42,26 +42,27 @@ def _drops(op: Operator) -> bool:
     return len(op.args) > 4 and isinstance(op.args[4], float) and op.args[4] > 0
 
 
-def _is_fused(op: Operator) -> bool:
+def is_fused(op: Operator) -> bool:
+    """Whether an operator is attention as a whole."""
     return op.target == "aten.scaled_dot_product_attention.default"
 
 
 def drops_scores(op: Operator) -> bool:
     """Whether an operator is attention with dropout."""
     drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
-    return _is_fused(op) and isinstance(drops, int | float) and drops > 0
+    return is_fused(op) and isinstance(drops, int | float) and drops > 0
 
 
 def mask_of(op: Operator) -> str | None:
     """The value that is attention's mask; None where it has none."""
     mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
-    return mask.value if _is_fused(op) and isinstance(mask, Ref) else None
+    return mask.value if is_fused(op) and isinstance(mask, Ref) else None
 
 
 def is_causal(op: Operator) -> bool:
     """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
     causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
-    return _is_fused(op) and causal is True
+    return is_fused(op) and causal is True
 
 
 def heads_of(rule: Rule | None) -> str:

@@ -20,6 +20,7 @@ from weft.plan.timeline import Span, Timeline
 from weft.run.engine import Engine
 from weft.run.state.checkpoint import write_tensors
 from weft.run.state.precision import products_of
+from weft.train.reading.tokenizers import tokenizer_of
 from weft.train.subject import Subject
 from weft.world.world import World
 from weft.zoo.gpt import generate
@@ -93,7 +94,8 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
     model.load_state_dict(dict(state), strict=False)
     model.eval()
     run, section = job.config.run, job.config.data
-    prompt = torch.tensor([list(run.prompt.encode() or b"\n")], device=world.device)
+    tokenizer = tokenizer_of(section.tokenizer, job.config.model.name)
+    prompt = torch.tensor([tokenizer.encode([run.prompt])[0] or list(tokenizer.end or (0,))], device=world.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads * world.num_ranks))  # the other ranks wait
     try:
@@ -110,7 +112,7 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
                     break
     finally:
         torch.set_num_threads(threads)
-    _replace(job.folder / SAMPLE, bytes(min(255, i) for i in ids[0].tolist()).decode("utf-8", errors="replace"))
+    _replace(job.folder / SAMPLE, tokenizer.decode(ids[0].tolist()))
 
 
 def logits_of(model: torch.nn.Module, ids: Tensor) -> Any:

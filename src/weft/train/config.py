@@ -29,22 +29,54 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """What is learned from. `text`: a file, a folder or several; by default the Python installation's own sources.
+    """What is learned from. `text`: a file, a folder or several; by default the Python installation's own sources. `path` says the same of
+    the other sources; of "datasets" it is a folder or a name, with its `subset` and `split`.
 
     `source = "synthetic"` repeats the batch that comes with the model, whatever the model is.
+
+    `tokenizer`: "bytes", "model" (the folder of an `hf:` model) or a folder of a tokenizer. `packing`: "windows" of all documents one after
+    the other; whole "documents", several a sample, each with positions and attention of its own; or "none", one a sample. "auto" is
+    windows for text and none for instruction data. `format` says what records are: text, a prompt and its completion, or messages.
     """
 
-    source: Literal["text", "synthetic"] = "text"
+    source: Literal["text", "jsonl", "csv", "parquet", "webdataset", "datasets", "synthetic"] = "text"
     text: str | tuple[str, ...] = ()
-    tokenizer: Literal["bytes"] = "bytes"
+    path: str | tuple[str, ...] = ()
+    tokenizer: str = Field(default="bytes", min_length=1)
     sequence: int = Field(default=256, ge=1)
+    packing: Literal["auto", "windows", "documents", "none"] = "auto"
+    format: Literal["auto", "text", "instruction", "messages"] = "auto"
+    text_column: str = "text"
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    messages_column: str = "messages"
+    subset: str = ""
+    split: str = "train"
+    streaming: bool = False
     validation_fraction: FiniteFloat = Field(default=0.05, gt=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
+    @model_validator(mode="after")
+    def _one_place(self) -> DataSection:
+        if self.text and (self.path or self.source != "text"):
+            raise ValueError(f'text is for source = "text" alone; with source = "{self.source}" the data is path')
+        return self
+
+    @property
+    def key(self) -> str:
+        """The key that names the data."""
+        return "data.text" if self.source == "text" and not self.path else "data.path"
+
     @property
     def paths(self) -> tuple[str, ...]:
-        """`text` as a tuple; empty for the default."""
-        return (self.text,) if isinstance(self.text, str) else self.text
+        """`text` or `path` as a tuple; empty for the default."""
+        named = self.text or self.path
+        return (named,) if isinstance(named, str) else named
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether the tokens are the bytes of files as they lie there."""
+        return self.source == "text" and self.tokenizer == "bytes" and self.packing in ("auto", "windows")
 
 
 def _integer_or_auto(key: str, value: object) -> object:
@@ -151,7 +183,7 @@ class PlanSection(_Section):
 
 
 class RunSection(_Section):
-    """`folder`: by default `runs/` and the configuration's name. `sample`: length of the text that is written at the end.
+    """`folder`: by default `runs/` and the configuration's name. `sample`: tokens of the text that is written at the end.
 
     A rank that takes longer than `hang_after_s`, and than ten median steps, for a step is named. With `protect = "memory"` each rank's
     state is kept in memory that outlives it, twice, where there is room: a rank that is lost is replaced, and no step is.
@@ -237,7 +269,7 @@ OTHER_NAMES = {
     "lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay", "warmup": "warmup_steps", "batch_size": "batch",
     "max_steps": "steps", "num_steps": "steps", "iterations": "steps", "grad_clip": "clip", "max_grad_norm": "clip",
     "optim": "optimizer", "eval_every": "evaluate_every", "save_every": "checkpoint_every", "seq_len": "sequence",
-    "block_size": "sequence",
+    "block_size": "sequence", "max_length": "sequence", "data_files": "path", "dataset": "path", "name": "subset",
 }  # fmt: skip
 
 

@@ -1,83 +1,116 @@
-"""Text as bytes on disk. In: files or folders, or nothing (Python's own sources). Out: one memory-mapped array of byte tokens.
+"""What a run learns from, as it lies on disk. In: the `[data]` section. Out: one description of tokens or images, with their digest.
 
-Not modelled: other tokenizers, compressed files.
+Text whose tokens are bytes is used where it lies, or joined into one file; all else is brought into the run folder as numbers of tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import sysconfig
-import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weft.errors import ConfigError, RunError
+from weft.train.config import DataSection
+from weft.train.reading.documents import Columns, documents_of
+from weft.train.reading.files import digest_of, walk
+from weft.train.reading.records import Record, files_in, huggingface, records_in
+from weft.train.reading.token_files import TOKENS, FileTokens, Tokens, TokenStore, Written, digest_of_tokens, open_tokens, write_documents
+from weft.train.reading.tokenizers import tokenizer_of
 
-Tokens = npt.NDArray[np.uint8]
 VOCABULARY = 256
 PYTHON_SUFFIXES = (".py", ".txt", ".rst")
 # Tests are more than half of the library where they are installed at all; packages differ from machine to machine.
 PYTHON_SKIPS = ("test", "tests", "site-packages", "dist-packages", "__pycache__")
 PYTHON_LIMIT_BYTES = 30_000_000
-BLOCK_BYTES = 16 << 20
-_ALL_BYTES = 16 << 30  # of a longer text every so many-th block is read, this much in all, the first and the last among them
-_READERS = 4
-
-
-class FileTokens:
-    """Byte tokens [size] of a file, of which slices are read when they are asked for.
-
-    Not mapped into memory: of a file that is cut off meanwhile a mapping has pages that kill the process when they are touched.
-    """
-
-    def __init__(self, path: str, size: int) -> None:
-        self.size, self._path, self._file = size, path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
-
-    def __getitem__(self, part: slice) -> Tokens:
-        """Raises RunError where the file has become too short."""
-        start, stop, _ = part.indices(self.size)
-        found = os.pread(self._file, stop - start, start)
-        if len(found) < stop - start:
-            raise RunError(
-                f"the text {self._path} had {self.size:,} bytes and ends before byte {stop:,} now: it was cut off while it was trained on; "
-                "restore it and run the same command, or train on a copy that nobody writes to"
-            )
-        return np.frombuffer(found, np.uint8)
+PYTHON = "the sources and documentation of this Python"
+PREPARED, DESCRIPTION = "data", "corpus.json"  # of token files in a run folder, and what describes them
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`size` byte tokens in the file `path`. `digest` tells whether they are the same as when a run began: SHA-256 of the size and of the
-    digests of blocks."""
+    """`size` tokens in `path`. `digest` tells whether they are the same as when a run began.
+
+    `written` is empty where the tokens are the bytes of the file `path`; else `path` is a folder of token files, and it describes them.
+    """
 
     path: str
     size: int
     digest: str
     origin: str
+    written: dict[str, Any] | None = None
+
+    @property
+    def file(self) -> Path:
+        """The file that the tokens are read from."""
+        return Path(self.path, TOKENS) if self.written else Path(self.path)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens are numbers below this."""
+        return int(self.written["largest"]) + 1 if self.written else VOCABULARY
 
     def tokens(self) -> FileTokens:
         """All tokens [size], read from the disk as they are used."""
-        return FileTokens(self.path, self.size)
+        return self.store().tokens if self.written else FileTokens(self.path, self.size)
+
+    def store(self) -> TokenStore:
+        """Tokens in documents. Raises ConfigError where a file is gone."""
+        assert self.written is not None
+        return open_tokens(Path(self.path), Written(**self.written))
 
     def stamp(self) -> tuple[int, int]:
         """Size and time of change of the file as it lies there now. Raises `RunError` where it is gone."""
         try:
-            found = os.stat(self.path)
+            found = os.stat(self.file)
         except OSError as error:
-            raise RunError(
-                f"the text {self.path} cannot be read any more: {error.strerror}; put it back and run again"
-            ) from error
+            raise RunError(f"the text {self.file} cannot be read any more: {error.strerror}; put it back and run again") from error
         return found.st_size, found.st_mtime_ns
+
+
+def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
+    """What a configuration's `[data]` names, prepared in `folder` where it is not used as it lies; `model` may bring the tokenizer.
+
+    Raises:
+        ConfigError: data that is not there, cannot be read or is not of its format, with file, line and remedy; a package that is missing.
+    """
+    if data.as_bytes:
+        return open_corpus(data.paths, folder)
+    tokenizer = tokenizer_of(data.tokenizer, model)
+    columns = Columns(data.format, data.text_column, data.prompt_column, data.completion_column, data.messages_column)
+    records, origin = _records(data)
+    where = Path(folder, PREPARED)
+    written = write_documents(documents_of(records, columns, tokenizer), where, tokenizer.size)
+    if not written.num_tokens:
+        raise ConfigError(f"{data.key}: {origin} is empty; name data that holds text")
+    return Corpus(str(where), written.num_tokens, written.digest, origin, asdict(written))
+
+
+def _records(data: DataSection) -> tuple[Iterator[Record], str]:
+    """Records, and what to call where they come from."""
+    if data.source == "datasets":
+        if len(data.paths) != 1:
+            raise ConfigError('data.path: data.source = "datasets" takes one folder or name')
+        return huggingface(data.paths[0], data.subset, data.split, data.streaming), data.paths[0]
+    if not data.paths:
+        if data.source != "text":
+            raise ConfigError(f'data.path is missing: data.source = "{data.source}" needs files, as in path = "my_folder"')
+        return records_in("text", list(_python_files())), PYTHON
+    return records_in(data.source, files_in(data.source, data.paths, data.key)), ", ".join(data.paths)
+
+
+def is_unchanged(corpus: Corpus) -> bool:
+    """Whether what a run has prepared, or what it reads where it lies, is as it was when it was described."""
+    if corpus.written:
+        return Path(corpus.path).is_dir() and digest_of_tokens(Path(corpus.path)) == corpus.digest
+    file = Path(corpus.path)
+    return file.is_file() and open_corpus((corpus.path,), file.parent).digest == corpus.digest
 
 
 def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
@@ -93,7 +126,7 @@ def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
         path = Path(text[0]).resolve()
         return _described(path, str(path))
     files = list(_python_files() if not text else _files_of(text))
-    origin = "the sources and documentation of this Python" if not text else ", ".join(text)
+    origin = PYTHON if not text else ", ".join(text)
     if not files:
         raise ConfigError(f"data.text: no text in {origin}; name a file or a folder that holds some")
     path = folder / "corpus.bin"
@@ -104,6 +137,16 @@ def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
 
 def save_description(corpus: Corpus, path: Path) -> None:
     path.write_text(json.dumps(asdict(corpus), indent=1) + "\n", encoding="utf-8")
+
+
+def read_description(path: Path) -> Corpus | None:
+    """What `save_description` wrote; None where there is nothing. Raises ConfigError where it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return Corpus(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged; remove it to gather the text again") from error
 
 
 def describes_corpus(corpus: Corpus, path: Path) -> bool:
@@ -130,7 +173,7 @@ def byte_frequency_loss(tokens: Tokens) -> float:
 
 def _python_files() -> Iterator[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    for path in _walk(root):
+    for path in walk(root):
         relative = path.relative_to(root)
         if path.suffix in PYTHON_SUFFIXES and not any(part in PYTHON_SKIPS for part in relative.parts):
             yield path
@@ -142,19 +185,9 @@ def _files_of(text: Sequence[str]) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
-            yield from (file for file in _walk(path) if _is_text(file))
+            yield from (file for file in walk(path) if _is_text(file))
         else:
             raise ConfigError(f"data.text: {name} does not exist; name a file or a folder of text")
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    """Regular files below a folder, sorted, without hidden ones and without following links."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file() and not path.is_symlink():
-                yield path
 
 
 def _is_text(path: Path) -> bool:
@@ -189,30 +222,12 @@ def _join(files: Sequence[Path], path: Path, limit: float) -> None:
         raise ConfigError(f"the text cannot be gathered in {path.parent}: {error.strerror}; use a run.folder with room for it") from error
 
 
-def _blocks(size: int) -> list[int]:
-    """Where blocks begin that the digest is of.
-
-    >>> _blocks(2 * BLOCK_BYTES + 1) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
-    True
-    """
-    count = -(-size // BLOCK_BYTES)
-    step = max(1, -(-size // _ALL_BYTES))
-    return [i * BLOCK_BYTES for i in sorted({*range(0, count, step), *range(max(0, count - 1), count)})]
-
-
-def _block_digest(file: int, start: int) -> bytes:
-    return hashlib.sha256(os.pread(file, BLOCK_BYTES, start)).digest()
-
-
 def _described(path: Path, origin: str) -> Corpus:
     try:
         size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with open(path, "rb") as file, ThreadPoolExecutor(_READERS) as readers:  # hashing lets other threads run
-            for block in readers.map(partial(_block_digest, file.fileno()), _blocks(size)):
-                digest.update(block)
+        digest = digest_of(path, size)
     except OSError as error:
         raise ConfigError(f"data.text: {path} cannot be read: {error.strerror}; make it readable or name another") from error
     if not size:
         raise ConfigError(f"data.text: {origin} is empty; name a file or a folder that holds text")
-    return Corpus(str(path), size, digest.hexdigest(), origin)
+    return Corpus(str(path), size, digest, origin)

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,20 @@ from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state.checkpoint import committed, from_first
 from weft.train import loop, trials
 from weft.train.config import Config
-from weft.train.corpus import Corpus, describes_corpus, open_corpus, save_description
+from weft.train.corpus import DESCRIPTION, PREPARED, describes_corpus, is_unchanged, open_data, read_description, save_description
 from weft.train.subject import Subject
 from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
 from weft.world.watch import Recovery
 from weft.world.world import World
 
-CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
+CONFIG, PLAN, LOCK = "config.toml", "plan.toml", ".lock"
 DIGESTS = ".digests.json"  # of the plan and the text's description, as they were written
 STOP_GRACE_S = 120.0
 RESTARTS = 3
 TIMEOUT_S = 900.0
 # What preparing leaves in a folder before it has a configuration: where it failed, the next attempt has the folder to itself.
-_PREPARED = (PLAN, CORPUS, "corpus.bin", "machine.toml")
+_PREPARED = (PLAN, DESCRIPTION, PREPARED, "corpus.bin", "machine.toml")
 # What the numbering of samples and the meaning of a checkpoint hang on: a run that goes on must have the same.
 _FIXED = ("model.name", "data", "train.batch", "train.optimizer", "train.seed")
 
@@ -124,9 +124,9 @@ def _check_digest(folder: Path, name: str) -> None:
 
 
 def _job(where: Path, peak_flops: float) -> loop.Job:
-    for name in (PLAN, CORPUS):
+    for name in (PLAN, DESCRIPTION):
         _check_digest(where, name)
-    return loop.Job(Config.read(where / CONFIG), read_plan(where / PLAN), where, _read_corpus(where), peak_flops)
+    return loop.Job(Config.read(where / CONFIG), read_plan(where / PLAN), where, read_description(where / DESCRIPTION), peak_flops)
 
 
 def rank_main(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
             )
         (folder / DIGESTS).unlink(missing_ok=True)
         write_plan(planned.plan, folder / PLAN)
-        written = {name: _digest(folder / name) for name in (PLAN, CORPUS) if (folder / name).exists()}
+        written = {name: _digest(folder / name) for name in (PLAN, DESCRIPTION) if (folder / name).exists()}
         (folder / DIGESTS).write_text(json.dumps(written), encoding="utf-8")
         # From the plan in the folder, so that a run that goes on has as many, and the same learning rates.
         steps = config.train.steps_under(planned.plan)
@@ -269,29 +269,22 @@ def _short(value: Any) -> str:
 
 def _gather_text(config: Config, folder: Path) -> None:
     """Leave a description of the text in the folder; a run that goes on keeps the text it has gathered."""
-    description = folder / CORPUS
-    if config.data.source != "text":
+    description = folder / DESCRIPTION
+    if config.data.source == "synthetic":
         description.unlink(missing_ok=True)
         return
-    _check_digest(folder, CORPUS)
-    known = _read_corpus(folder)
+    _check_digest(folder, DESCRIPTION)
+    known = read_description(description)
     if known is not None and committed(folder / loop.CHECKPOINTS):
-        corpus = open_corpus((known.path,), folder) if Path(known.path).is_file() else open_corpus(config.data.paths, folder)
+        if is_unchanged(known):
+            return
+        corpus = open_data(config.data, config.model.name, folder)
         if not describes_corpus(corpus, description):
+            unit = "tokens" if known.written else "bytes"
             raise ConfigError(
-                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({known.size} bytes then, {corpus.size} now); "
-                "restore it, or choose another run.folder"
+                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({known.size} {unit} then, {corpus.size} "
+                "now); restore it, or choose another run.folder"
             )
-        save_description(replace(corpus, origin=known.origin), description)
+        save_description(corpus, description)
         return
-    save_description(open_corpus(config.data.paths, folder), description)
-
-
-def _read_corpus(folder: Path) -> Corpus | None:
-    path = folder / CORPUS
-    if not path.exists():
-        return None
-    try:
-        return Corpus(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged; remove it to gather the text again") from error
+    save_description(open_data(config.data, config.model.name, folder), description)

@@ -344,8 +344,11 @@ class _Run:
         try:
             result = self.engine.step(batch, lr=rate, record=record, samples=self.section.batch)
         except IndexError as error:
+            if self.job.corpus is None:
+                raise
+            have = self.job.corpus.vocabulary
             raise ConfigError(
-                f"step {step + 1}: {error}; byte tokens go from 0 to 255, so use a model with a vocabulary of at least 256"
+                f"step {step + 1}: {error}; tokens go from 0 to {have - 1}, so use a model with a vocabulary of at least {have}"
             ) from error
         self.world.synchronize()  # a GPU runs behind its host
         seconds = time.perf_counter() - began

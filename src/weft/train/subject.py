@@ -1,10 +1,11 @@
 """What a run trains, from its configuration: how to make the model, the batches in the form that it takes, its loss.
 
-In: a `Config` and, for text, a `Corpus`. Out: `Subject`. Not modelled: tokenizers other than bytes.
+In: a `Config` and, for text, a `Corpus`. Out: `Subject`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,13 @@ from weft.errors import ConfigError
 from weft.run.build import Traced
 from weft.train.config import Config
 from weft.train.corpus import Corpus, byte_frequency_loss
-from weft.train.data import Batch, Source, Synthetic, Text, tensors
+from weft.train.data import Batch, Source, Synthetic, Text, TextRows, tensors
+from weft.train.packed import PackedText, packed_text
 from weft.zoo.resolve import Resolved, resolve
 
-Form = Callable[[Tensor, Tensor], Batch]
+Form = Callable[[TextRows], Batch]
+Rows = Text | PackedText
+POSITIONS = "position_ids"  # restart at 0 where a document begins
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Subject:
 def sequence_of(config: Config) -> int | None:
     """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
     own = ".py:" in config.model.name or config.model.name.endswith(".py")
-    return None if own or config.data.source != "text" else config.data.sequence
+    return None if own or config.data.source == "synthetic" else config.data.sequence
 
 
 def subject_of(config: Config, corpus: Corpus | None) -> Subject:
@@ -57,24 +61,39 @@ def subject_of(config: Config, corpus: Corpus | None) -> Subject:
         first = next(tensors(example))
         tokens = first.numel() if first.dim() == 2 and not first.is_floating_point() else batch
         return Subject(resolved.make, resolved.loss, Synthetic(example), example, tokens)
-    data = config.data
-    text = Text(corpus.tokens(), data.sequence, batch, data.validation_fraction, data.seed)
-    source = Formed(text, text_form(resolved))
+    text = rows_of_text(config, corpus)
+    source = Formed(text, text_form(resolved, config.data.packing == "documents"))
     return Subject(
         resolved.make,
         resolved.loss,
         source,
         source.train(0, range(batch)),
-        batch * data.sequence,
-        byte_frequency_loss(text.validation_tokens()),
+        batch * config.data.sequence,
+        byte_frequency_loss(text.validation_tokens()) if isinstance(text, Text) and corpus.written is None else 0.0,
     )
+
+
+def rows_of_text(config: Config, corpus: Corpus) -> Rows:
+    """A configuration's samples of text.
+
+    Raises:
+        ConfigError: too little of it.
+    """
+    data, batch = config.data, config.train.batch
+    if corpus.written is None:
+        return Text(corpus.tokens(), data.sequence, batch, data.validation_fraction, data.seed)
+    store = corpus.store()
+    packing = data.packing if data.packing != "auto" else "windows" if store.learned is None else "none"
+    if packing == "windows":
+        return Text(store.tokens, data.sequence, batch, data.validation_fraction, data.seed, store.learned)
+    return packed_text(store, data.sequence, batch, data.validation_fraction, data.seed, together=packing == "documents")
 
 
 @dataclass(frozen=True)
 class Formed:
     """Text in the form of batch that a model takes."""
 
-    text: Text
+    text: Rows
     form: Form
 
     @property
@@ -86,36 +105,52 @@ class Formed:
         return self.text.num_validation
 
     def train(self, step: int, rows: Sequence[int]) -> Batch:
-        return self.form(*self.text.train(step, rows))
+        return self.form(self.text.train(step, rows))
 
     def validation(self, number: int, rows: Sequence[int]) -> Batch:
-        return self.form(*self.text.validation(number, rows))
+        return self.form(self.text.validation(number, rows))
 
 
-def text_form(resolved: Resolved) -> Form:
-    """How text becomes a batch for this model, read off its example batch.
+def text_form(resolved: Resolved, restart: bool = False) -> Form:
+    """How text becomes a batch for this model, read off its example batch; `restart`: with the positions of its documents.
 
     `input_ids` and `labels`: where the example's labels are the inputs, the model shifts them itself, as Hugging Face's causal
     models do; where they are the next tokens, so are text's. A pair of such tensors: likewise.
 
     Raises:
-        ConfigError: any other batch, labels that are neither included: the model does not predict the next token.
+        ConfigError: any other batch, labels that are neither included: the model does not predict the next token; or it takes no positions.
     """
     example = resolved.batch(2)
     match example:
         case {"input_ids": Tensor() as inputs, "labels": Tensor() as labels, **rest} if not rest:
             shifted = _shifted(inputs, labels)
             if shifted is not None:
-                return lambda x, y: {"input_ids": x, "labels": y if shifted else x}
-        case (Tensor() as inputs, Tensor() as labels):
+                if restart:
+                    _check_positions(resolved)
+                return lambda rows: {
+                    "input_ids": rows.inputs,
+                    "labels": rows.targets if shifted else rows.labels,
+                    **({} if rows.positions is None else {POSITIONS: rows.positions}),
+                }
+        case (Tensor() as inputs, Tensor() as labels) if not restart:
             shifted = _shifted(inputs, labels)
             if shifted is not None:
-                return lambda x, y: (x, y if shifted else x)
+                return lambda rows: (rows.inputs, rows.targets if shifted else rows.labels)
     has = ", ".join(example) if isinstance(example, dict) else f"{type(example).__name__} of {len(list(tensors(example)))} tensors"
+    takes = f"that are no text and its next tokens; use a language model{', with arguments by name' if restart else ''}"
     raise ConfigError(
-        f"{resolved.name} takes batches of {has} that are no text and its next tokens; use a language model, "
-        'or data.source = "synthetic" to train on the batch that comes with the model'
+        f'{resolved.name} takes batches of {has} {takes}, or data.source = "synthetic" to train on the batch that comes with the model'
     )
+
+
+def _check_positions(resolved: Resolved) -> None:
+    """Raise ConfigError where a model cannot be told where documents begin."""
+    takes = inspect.signature(Traced.of(resolved.make).model.forward).parameters
+    if POSITIONS not in takes:
+        raise ConfigError(
+            f'{resolved.name} takes no {POSITIONS}, so documents in one sample would see one another; use data.packing = "none", which '
+            f'pads, "windows", which has no boundaries, or a model whose forward takes {POSITIONS}'
+        )
 
 
 def _shifted(inputs: Tensor, labels: Tensor) -> bool | None:

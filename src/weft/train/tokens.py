@@ -1,4 +1,4 @@
-"""Whether a model has a row for every token that a configuration's text is made of, told before ranks start.
+"""Whether a model can take a configuration's tokens, told before ranks start: it has a row for each, and keeps documents apart.
 
 In: a configuration and the captured model. Out: nothing, or an error with the numbers and what to set instead. Not modelled: tables that a
 model looks up in what it computes of its tokens.
@@ -6,28 +6,32 @@ model looks up in what it computes of its tokens.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from weft.capture.capture import Loss
 from weft.errors import ConfigError, ModelError
 from weft.lower.lowering import operator_of
 from weft.model.graph import Graph
+from weft.ops.attention import is_fused, mask_of
 from weft.run.build import Traced
 from weft.train.config import Config
+from weft.train.corpus import DESCRIPTION, VOCABULARY, read_description
+from weft.train.subject import POSITIONS
 from weft.world import private
-
-NUM_TOKENS = {"bytes": 256}  # of each tokenizer
 
 
 def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) -> None:
-    """Raise ConfigError where the text has more tokens than a table of the model has rows in which they are looked up."""
-    if config.data.source != "text":
+    """Raise ConfigError where the data in the run folder, or text by bytes, has more tokens than a table of the model has rows; or where
+    documents share samples, and the model's attention does not see where they begin."""
+    if config.data.source == "synthetic":
         return
     try:
         graph = source.capture(batch, loss, config.train.batch).graph
     except ModelError:  # it trains whole, and says itself what it cannot look up
         return
-    have = NUM_TOKENS[config.data.tokenizer]
+    corpus = read_description(Path(config.run.folder, DESCRIPTION)) if config.run.folder else None
+    have = corpus.vocabulary if corpus is not None else VOCABULARY
     found = least_table(graph)
     if found is not None and found[1] < have:
         name, rows = found
@@ -36,6 +40,25 @@ def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) 
             f"makes tokens from 0 to {have - 1}: use a vocabulary of at least {have} (as in model.name=gpt-tiny:vocabulary={have}, or "
             'vocab_size in an hf: configuration), or data.source="synthetic" for the batch that comes with the model'
         )
+    if config.data.packing == "documents" and (blind := blind_attention(graph)):
+        raise ConfigError(
+            f'{config.model.name} takes {POSITIONS}, but its attention ({blind}) has no mask that follows from them, so documents in one '
+            'sample would see one another; use data.packing = "none", which pads, or "windows", which has no boundaries'
+        )
+
+
+def blind_attention(graph: Graph) -> str:
+    """The site of an attention that does not see where documents begin; empty where each has a mask that follows from positions."""
+    reached = {v.value for v in graph.inputs if v.name.rpartition(".")[2] == POSITIONS}
+    sees = False
+    for op in graph.operators:
+        if is_fused(op):
+            if mask_of(op) not in reached:
+                return op.site
+            sees = True
+        if reached.intersection(op.inputs):
+            reached.update(op.outputs)
+    return "" if sees else "no operator that torch knows as attention"
 
 
 def least_table(graph: Graph) -> tuple[str, int] | None:

@@ -58,14 +58,15 @@ class Block(nn.Module):
         self.mlp = shared_layers.FeedForward(config.hidden, config.inner or 4 * config.hidden, approximate="tanh")
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary=rotary))
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary=rotary, bias=mask))
         x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV; `labels` are the loss's."""
+    """`input_ids` BS -> logits BSV; `labels` are the loss's. `position_ids` BS, where given, begin at 0 with every document of a sample,
+    and tokens attend to those of their own."""
 
     cos: Tensor
     sin: Tensor
@@ -89,17 +90,17 @@ class Model(nn.Module):
         if config.tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         sequence = input_ids.shape[1]
         x_BSD = self.tokens(input_ids)
-        rotary = None
+        rotary, mask = None, None if position_ids is None else shared_layers.document_mask(position_ids)
         if self.config.positions == "learned":
-            x_BSD = x_BSD + self.positions(torch.arange(sequence, device=input_ids.device))
+            x_BSD = x_BSD + self.positions(torch.arange(sequence, device=input_ids.device) if position_ids is None else position_ids)
         else:
-            rotary = (self.cos[:sequence], self.sin[:sequence])
+            rotary = shared_layers.at_positions((self.cos, self.sin), sequence, position_ids)
         x_BSD = self.dropout(x_BSD)
         for block in self.layers:
-            x_BSD = block(x_BSD, rotary)
+            x_BSD = block(x_BSD, rotary, mask)
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
 

@@ -46,14 +46,15 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.mlp = shared_layers.GatedFeedForward(config.hidden, config.inner)
 
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary=rotary)
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary=rotary, bias=mask)
         x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
         return x_BSD
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV; `labels` are the loss's."""
+    """`input_ids` BS -> logits BSV; `labels` are the loss's. `position_ids` BS, where given, begin at 0 with every document of a sample,
+    and tokens attend to those of their own."""
 
     cos: Tensor
     sin: Tensor
@@ -70,11 +71,12 @@ class Model(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         shared_layers.initialise(self)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        sequence = input_ids.shape[1]
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        mask = None if position_ids is None else shared_layers.document_mask(position_ids)
+        rotary = shared_layers.at_positions((self.cos, self.sin), input_ids.shape[1], position_ids)
         x_BSD = self.tokens(input_ids)
         for block in self.layers:
-            x_BSD = block(x_BSD, (self.cos[:sequence], self.sin[:sequence]))
+            x_BSD = block(x_BSD, rotary, mask)
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
 

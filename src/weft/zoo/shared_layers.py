@@ -1,6 +1,6 @@
 """Layers that several models of the zoo share: attention with separate q, k, v, feed-forward layers, positions, initial values.
 
-In: activations. Out: activations of the same shape. Not modelled: caches for generation, packed sequences.
+In: activations. Out: activations of the same shape. Not modelled: caches for generation.
 
 Shape letters: B batch, S sequence (queries), T keys' sequence, D model, H heads, G key-value heads, K size of a head, F feed-forward.
 """
@@ -21,7 +21,8 @@ class Attention(nn.Module):
     """Multi-head attention: BSD (and BTD to attend to, by default the same) -> BSD.
 
     `q`, `k`, `v` are separate, with the heads outermost in their outputs, so that heads can be cut. With `kv_heads` < `heads`, groups
-    of query heads share keys and values (Ainslie et al. 2023). `rotary` is cos_SK and sin_SK; `bias` is added to the scores (HST).
+    of query heads share keys and values (Ainslie et al. 2023). `rotary` is cos_SK and sin_SK, or B1SK; `bias` is added to the scores
+    (HST), or says what is seen (B1ST).
     """
 
     def __init__(
@@ -85,6 +86,20 @@ def rotary_tables(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, T
     frequency_K = theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     angle_SK = torch.outer(torch.arange(sequence).double(), frequency_K).repeat(1, 2)
     return angle_SK.cos().to(torch.get_default_dtype()), angle_SK.sin().to(torch.get_default_dtype())
+
+
+def at_positions(tables: tuple[Tensor, Tensor], sequence: int, positions_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first `sequence` rows of rotary tables, or those at the positions of every sample, B1SK."""
+    cos, sin = tables
+    return (cos[:sequence], sin[:sequence]) if positions_BS is None else (cos[positions_BS].unsqueeze(1), sin[positions_BS].unsqueeze(1))
+
+
+def document_mask(positions_BS: Tensor) -> Tensor:
+    """Whether a token (S) may see another (T), B1ST: those of its own document up to itself. A document begins where a position is 0."""
+    document_BS = (positions_BS == 0).cumsum(1)
+    place_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    seen_BST = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)) & (place_S.unsqueeze(1) >= place_S)
+    return seen_BST.unsqueeze(1)
 
 
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""Samples of whole documents, padded, with boundaries between those that share a sample. In: documents, a packing. Out: rows by step.
+
+B samples a batch, S tokens a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.errors import ConfigError
+from weft.train.data import NOT_LEARNED, TextRows
+from weft.train.order import Numbers, Order
+from weft.train.reading.packing import Packing, packed, pieces_of, unpacked
+from weft.train.reading.token_files import TokenStore
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """`restart`: samples hold several documents, whose positions are told. A document's first token is no label: nothing precedes it."""
+
+    store: TokenStore
+    packing: Packing
+    order: Order
+    sequence: int
+    restart: bool
+
+    def __post_init__(self) -> None:
+        if self.order.num_samples < 1 or self.order.num_validation < 1:
+            raise ConfigError(
+                f"the data makes {self.packing.num_samples} samples of {self.sequence} tokens; training and validation need at least one "
+                "each, so give more documents or a shorter sequence"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return self.order.num_samples
+
+    @property
+    def num_validation(self) -> int:
+        return self.order.num_validation
+
+    def train(self, step: int, rows: Sequence[int]) -> TextRows:
+        """Rows of the global batch of `step`."""
+        return self._read(self.order.train(step, rows))
+
+    def validation(self, number: int, rows: Sequence[int]) -> TextRows:
+        """Rows of validation batch `number`; beyond the last it begins again."""
+        return self._read(self.order.validation(number, rows))
+
+    def _read(self, samples: Numbers) -> TextRows:
+        shape = (len(samples), self.sequence)
+        inputs, labels = np.zeros(shape, np.int64), np.full(shape, NOT_LEARNED, np.int64)
+        positions = np.zeros(shape, np.int64)
+        for row, sample in enumerate(samples.tolist()):
+            at = 0
+            for start, length in self.packing.pieces(sample):
+                part = slice(at, at + length)
+                inputs[row, part] = self.store.tokens[start : start + length]
+                labels[row, part] = inputs[row, part]
+                if self.store.learned is not None:
+                    labels[row, part][self.store.learned[start : start + length] == 0] = NOT_LEARNED
+                labels[row, at] = NOT_LEARNED
+                positions[row, part] = np.arange(length)
+                at += length
+            positions[row, at:] = np.arange(self.sequence - at)  # padding is a document of its own
+        targets = np.full(shape, NOT_LEARNED, np.int64)
+        targets[:, :-1] = labels[:, 1:]
+        whose = torch.from_numpy(positions) if self.restart else None
+        return TextRows(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(labels), whose)
+
+
+def packed_text(store: TokenStore, sequence: int, batch: int, validation_fraction: float, seed: int, *, together: bool) -> PackedText:
+    """Documents as samples of S tokens: several `together` in one, or each alone, of which what is longer than S is left out.
+
+    A document whose tokens are all learned is text, and is cut into pieces in place of that.
+    """
+    is_text = store.learned is None
+    start, length = pieces_of(store.ends, sequence, cut=not is_text)
+    packing = packed(start, length, sequence) if together else unpacked(start, length)
+    return PackedText(store, packing, Order(packing.num_samples, batch, validation_fraction, seed), sequence, together)

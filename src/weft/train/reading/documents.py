@@ -1,0 +1,152 @@
+"""Records to documents: numbers of tokens, and which of them are learned. In: records, a tokenizer. Out: documents.
+
+A record is text, a prompt with its completion, or messages; of the latter two only what the model shall answer is learned.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+from weft.errors import ConfigError
+from weft.train.reading.records import Record
+from weft.train.reading.tokenizers import Tokenizer
+
+Shape = Literal["auto", "text", "instruction", "messages"]
+_TOGETHER = 256  # records that a tokenizer takes at a time
+Span = tuple[str, bool]  # a text, and whether it is learned
+
+
+@dataclass(frozen=True)
+class Document:
+    """`ids`: of its tokens; `learned`: of each, whether the model shall predict it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What of a record is what. `prompt` and `completion` are columns, or templates such as "Q: {question}".
+
+    `shape`: "auto" takes messages where the first record has them, else a prompt with its completion, else text.
+    """
+
+    shape: Shape = "auto"
+    text: str = "text"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+
+    def shape_of(self, values: Mapping[str, Any]) -> Shape:
+        """The shape of a set whose first record this is."""
+        if self.shape != "auto":
+            return self.shape
+        if self.messages in values:
+            return "messages"
+        if all(name in values for which in (self.prompt, self.completion) for name in columns_of(which)):
+            return "instruction"
+        return "text"
+
+
+def columns_of(which: str) -> list[str]:
+    """Columns that a name or a template needs.
+
+    >>> columns_of("prompt"), columns_of("Q: {question} {context}")
+    (['prompt'], ['question', 'context'])
+    """
+    if "{" not in which:
+        return [which]
+    return [name.partition(".")[0].partition("[")[0] for _, name, _, _ in string.Formatter().parse(which) if name]
+
+
+def documents_of(records: Iterable[Record], columns: Columns, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Documents in the order of records; those without text are left out.
+
+    Raises:
+        ConfigError: a column that a record has not, with where it stands and the columns that it has.
+    """
+    read: Callable[[Record], list[Span]] | None = None
+    begin, end = tokenizer.begin, tokenizer.end
+    left = iter(records)
+    while taken := list(islice(left, _TOGETHER)):
+        if read is None:
+            shape = columns.shape_of(taken[0].values)
+            read = _reader(shape, columns, tokenizer)
+            if shape == "messages":  # the template writes both
+                begin = end = ()
+        documents = [spans for spans in map(read, taken) if any(text for text, _ in spans)]
+        encoded = iter(tokenizer.encode([text for spans in documents for text, _ in spans]))
+        for spans in documents:
+            ids, learned = list(begin), [spans[0][1]] * len(begin)
+            for _, is_learned in spans:
+                found = next(encoded)
+                ids += found
+                learned += [is_learned] * len(found)
+            yield Document([*ids, *end], [*learned, *[spans[-1][1]] * len(end)])
+
+
+def _reader(shape: Shape, columns: Columns, tokenizer: Tokenizer) -> Callable[[Record], list[Span]]:
+    match shape:
+        case "instruction":
+            return lambda record: [(filled(record, columns.prompt), False), (filled(record, columns.completion), True)]
+        case "messages":
+            return lambda record: _conversation(record, columns.messages, tokenizer)
+        case _:
+            return lambda record: [(text_in(record, columns.text), True)]
+
+
+def column(record: Record, name: str, key: str) -> Any:
+    """A record's value. Raises ConfigError where it has none."""
+    if name not in record.values:
+        raise ConfigError(f'{record.where} has no column "{name}", which {key} names; it has {", ".join(record.values)}')
+    return record.values[name]
+
+
+def text_in(record: Record, name: str, key: str = "data.text_column") -> str:
+    """A record's text. Raises ConfigError where it is something else."""
+    value = column(record, name, key)
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="replace")
+    if not isinstance(value, str):
+        raise ConfigError(f'{record.where}: "{name}" is {type(value).__name__}, no text; {key} names a column of text')
+    return value
+
+
+def filled(record: Record, which: str) -> str:
+    """A column, or a template with the columns of a record in it."""
+    key = "data.prompt_column or data.completion_column"
+    if "{" not in which:
+        return text_in(record, which, key)
+    for name in columns_of(which):
+        column(record, name, key)
+    try:
+        return which.format_map(record.values)
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(f'{record.where}: the template "{which}" cannot be filled: {error}; write braces that are text twice') from error
+
+
+def _conversation(record: Record, name: str, tokenizer: Tokenizer) -> list[Span]:
+    """The texts of a conversation as the tokenizer's template writes them; what the assistant says is learned, with what ends it."""
+    messages = column(record, name, "data.messages_column")
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
+        raise ConfigError(f'{record.where}: "{name}" is no list of messages, each with "role" and "content"')
+    spans: list[Span] = []
+    told = ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = tokenizer.chat(messages[:number], True), tokenizer.chat(messages[: number + 1], False)
+        if not (before.startswith(told) and after.startswith(before)):
+            raise ConfigError(
+                f"{record.where}: message {number} is written differently once more follow it, by the tokenizer's chat template, so that "
+                "what is learned cannot be told apart; use a template that only adds, or columns of prompts and completions"
+            )
+        spans += [(before[len(told) :], False), (after[len(before) :], True)]
+        told = after
+    if not spans:
+        raise ConfigError(f'{record.where}: no message of "{name}" has the role "assistant", so nothing would be learned; leave it out')
+    return spans

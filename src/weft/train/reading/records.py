@@ -1,0 +1,221 @@
+"""Records of data files: `jsonl`, `csv`, `parquet`, tar shards as webdataset writes them, and data sets of Hugging Face.
+
+In: paths. Out: for every record a mapping of its columns, and where it stands, for messages. Not modelled: sets that never end.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from weft.errors import ConfigError, said
+from weft.train.reading.files import files_of
+
+EXTRA = "weft[data]"
+
+
+class Record(NamedTuple):
+    """`where`: "train.jsonl, line 3". `values`: by column."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def jsonl(file: Path) -> Iterator[Record]:
+    """An object a line, `.gz` too; empty lines are left out."""
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{where}: no JSON: {error}; mend the line or take it out") from error
+            if not isinstance(values, dict):
+                raise ConfigError(f'{where}: {type(values).__name__} in place of an object; every line is one, as in {{"text": "..."}}')
+            yield Record(where, values)
+
+
+def comma_separated(file: Path) -> Iterator[Record]:
+    """A record a row, with the columns of the first row."""
+    with open(file, encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines)
+        for row in reader:
+            where = f"{file}, line {reader.line_num}"
+            if None in row or None in row.values():
+                num_columns = len(reader.fieldnames or ())
+                raise ConfigError(f"{where}: not as many fields as the first row has columns ({num_columns}); mend the row")
+            yield Record(where, row)
+
+
+def parquet(file: Path) -> Iterator[Record]:
+    """A record a row."""
+    library = needed("pyarrow.parquet", 'data.source = "parquet"')
+    try:
+        table = library.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches():
+            for values in batch.to_pylist():
+                yield Record(f"{file}, row {number}", values)
+                number += 1
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is no parquet file that can be read: {said(error)}; write it again, or leave it out") from error
+
+
+def plain_text(file: Path) -> Iterator[Record]:
+    """The file is one record."""
+    try:
+        yield Record(str(file), {"text": file.read_text(encoding="utf-8")})
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
+
+
+class Member(NamedTuple):
+    """A file in a shard: it lies at `start` and has `size` bytes."""
+
+    name: str
+    start: int
+    size: int
+
+
+def members(file: Path) -> Iterator[tuple[str, list[Member]]]:
+    """Samples of a tar shard: neighbouring files of one name, by what follows its first dot. Nothing of them is read.
+
+    Raises:
+        ConfigError: not a tar file, or compressed, whose files cannot be read where they lie.
+    """
+    try:
+        with tarfile.open(file, "r:") as archive:
+            key, group = "", list[Member]()
+            for entry in archive:
+                if not entry.isfile():
+                    continue
+                path = PurePosixPath(entry.name)
+                stem, dot, ending = path.name.partition(".")
+                if not dot:
+                    continue
+                at = str(path.parent / stem)
+                if at != key and group:
+                    yield key, group
+                    group = []
+                key = at
+                group.append(Member(ending.lower(), entry.offset_data, entry.size))
+            if group:
+                yield key, group
+    except (tarfile.TarError, EOFError) as error:
+        raise ConfigError(f"{file} is no tar file that can be read: {error}; unpack compressed shards, or write them again") from error
+
+
+def shard(file: Path) -> Iterator[Record]:
+    """A record a sample of a tar shard, with the files' endings as columns: text of `txt`, the object of `json`, the number of `cls`."""
+    with open(file, "rb") as data:
+        for key, group in members(file):
+            values: dict[str, Any] = {}
+            where = f"{file}, {key}"
+            for member in group:
+                data.seek(member.start)
+                values[member.name] = decoded(member.name, data.read(member.size), where)
+            if isinstance(values.get("json"), dict):
+                values = {**values["json"], **values}
+            if "txt" in values:
+                values.setdefault("text", values["txt"])
+            yield Record(where, values)
+
+
+def decoded(ending: str, content: bytes, where: str) -> Any:
+    """What a file of a shard says, by its name's last ending; bytes where it is none of these."""
+    try:
+        match ending.rpartition(".")[2]:
+            case "txt" | "text":
+                return content.decode()
+            case "json":
+                return json.loads(content)
+            case "cls" | "cls2" | "index" | "id":
+                return int(content)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{ending} cannot be read: {error}; mend it or take it out") from error
+    return content
+
+
+def huggingface(name: str, subset: str, split: str, streaming: bool) -> Iterator[Record]:
+    """A data set: a folder that `save_to_disk` wrote, any that `datasets.load_dataset` takes, or, with a network, a name of its hub."""
+    library = needed("datasets", 'data.source = "datasets"')
+    library.disable_progress_bars()
+    folder = Path(name)
+    try:
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            found = library.load_from_disk(name)
+            if isinstance(found, dict):
+                found = _split_of(found, name, split)
+        else:
+            found = library.load_dataset(name, subset or None, split=split, streaming=streaming)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"data.path: datasets cannot load {name}{f' ({subset})' if subset else ''}, split {split}: {said(error)}; give a folder that "
+            "save_to_disk wrote, a folder of its files, or a name of the hub where there is a network"
+        ) from error
+    for number, values in enumerate(found):
+        yield Record(f"{name}, {split}[{number}]", values)
+
+
+def _split_of(splits: Mapping[str, Any], name: str, split: str) -> Any:
+    if split not in splits:
+        raise ConfigError(f'data.split = "{split}": {name} has {", ".join(splits)}; use one of these')
+    return splits[split]
+
+
+def needed(module: str, what: str) -> Any:
+    """A module of an optional package. Raises ConfigError with what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the package {module.partition('.')[0]} ({error}); install {EXTRA}") from error
+
+
+class Format(NamedTuple):
+    """How files of a `data.source` are read, and which a folder holds."""
+
+    read: Callable[[Path], Iterator[Record]]
+    endings: tuple[str, ...]
+
+    def takes(self, file: Path) -> bool:
+        return file.name.lower().endswith(self.endings)
+
+
+FORMATS = {
+    "text": Format(plain_text, (".txt", ".md", ".rst", ".py")),
+    "jsonl": Format(jsonl, (".jsonl", ".jsonl.gz", ".ndjson")),
+    "csv": Format(comma_separated, (".csv",)),
+    "parquet": Format(parquet, (".parquet",)),
+    "webdataset": Format(shard, (".tar",)),
+}
+
+
+def files_in(source: str, paths: Sequence[str], key: str = "data.path") -> list[Path]:
+    """The files that a source has. Raises ConfigError where there are none."""
+    form = FORMATS[source]
+    return files_of(paths, form.takes, key, f"{source} files ({', '.join('*' + end for end in form.endings)})")
+
+
+def records_in(source: str, files: Sequence[Path]) -> Iterator[Record]:
+    """All records of files, one file after the other.
+
+    Raises:
+        ConfigError: a file that cannot be read, or is not of its format, with the line.
+    """
+    for file in files:
+        try:
+            yield from FORMATS[source].read(file)
+        except (OSError, EOFError) as error:
+            raise ConfigError(f"{file} cannot be read: {said(error)}; make it readable, or leave it out") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error

@@ -1,0 +1,138 @@
+"""Text to numbers of tokens: bytes, or a tokenizer of `transformers` from its folder. In: text. Out: numbers below `size`.
+
+Not modelled: tokenizers that need code from elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.errors import ConfigError, said
+from weft.train.reading.records import needed
+
+BYTES = "bytes"
+FROM_MODEL = "model"
+
+
+class Tokenizer(Protocol):
+    """`begin` stands before and `end` behind every document. `identity`: a digest; equal ones make equal tokens."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+
+    @property
+    def end(self) -> tuple[int, ...]: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def chat(self, messages: Any, prompt: bool) -> str:
+        """Messages as the model reads them; `prompt`: with what the assistant's answer begins after. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Every byte of UTF-8 is a token; a line feed ends a document.
+
+    >>> Bytes().encode(["ab"])
+    [[97, 98]]
+    """
+
+    size: int = 256
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = (10,)
+    identity: str = BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(min(255, i) for i in ids).decode("utf-8", errors="replace")
+
+    def chat(self, messages: Any, prompt: bool) -> str:
+        raise ConfigError(
+            'messages need a tokenizer that says how they are written, and data.tokenizer is "bytes"; give the folder of a tokenizer with '
+            "a chat template, or columns of prompts and completions"
+        )
+
+
+@dataclass(frozen=True)
+class FromLibrary:
+    """A tokenizer of `transformers`."""
+
+    name: str
+    library: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.library)
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        first = self.library.bos_token_id
+        return (first,) if first is not None and first in self.library("").input_ids else ()
+
+    @cached_property
+    def end(self) -> tuple[int, ...]:
+        last = self.library.eos_token_id
+        last = self.library.sep_token_id if last is None else last
+        return () if last is None else (last,)
+
+    @cached_property
+    def identity(self) -> str:
+        fast = getattr(self.library, "backend_tokenizer", None)
+        text = fast.to_str() if fast is not None else json.dumps(sorted(self.library.get_vocab().items()))
+        rest = f"{type(self.library).__name__}\0{self.begin}\0{self.end}\0{getattr(self.library, 'chat_template', None)}"
+        return hashlib.sha256(f"{text}\0{rest}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        found: list[list[int]] = self.library(list(texts), add_special_tokens=False, verbose=False).input_ids
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.library.decode(list(ids)))
+
+    def chat(self, messages: Any, prompt: bool) -> str:
+        if not getattr(self.library, "chat_template", None):
+            raise ConfigError(
+                f"the tokenizer {self.name} has no chat template, so it does not say how messages are written; add chat_template.jinja to "
+                "its folder, or give columns of prompts and completions"
+            )
+        return str(self.library.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+
+
+def tokenizer_of(name: str, model: str) -> Tokenizer:
+    """What `data.tokenizer` names: "bytes", "model" (the folder of an `hf:` model), or a folder or a name of the hub.
+
+    Raises:
+        ConfigError: `transformers` is missing, or finds no tokenizer there.
+    """
+    if name == BYTES:
+        return Bytes()
+    if name == FROM_MODEL:
+        if not model.startswith("hf:"):
+            raise ConfigError(f'data.tokenizer = "model", and {model} comes with none; give "bytes" or the folder of a tokenizer')
+        path = Path(model.removeprefix("hf:")).expanduser()
+        name = str(path.parent if path.suffix == ".json" else path)
+    library = needed("transformers", f'data.tokenizer = "{name}"')
+    try:
+        return FromLibrary(name, library.AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name))
+    except Exception as error:
+        raise ConfigError(
+            f"data.tokenizer: transformers finds no tokenizer in {name}: {said(error)}; give a folder that save_pretrained of a tokenizer "
+            'wrote, a name of the hub where there is a network, or "bytes"'
+        ) from error
