@@ -65,6 +65,7 @@ def plan(  # noqa: PLR0913
     source: Source | None = None,
     device_memory: float | str = 0,
     trials: int = 0,
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
 ) -> Plan:
     """The fastest plan for a model on a cluster; or `layout` priced as it is.
 
@@ -77,6 +78,7 @@ def plan(  # noqa: PLR0913
         device_memory: what a rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is.
         trials: of a model by name, so many of the plans predicted to be fastest make some steps on this machine, and the fastest by the
             clock is taken; 0 or 1 leaves it to the prediction. Not with `layout`.
+        optimizer: whose state is counted, as for `parallelize`.
 
     Raises:
         Infeasible: nothing fits, with the numbers. ModelError: the model cannot be made or called.
@@ -98,8 +100,9 @@ def plan(  # noqa: PLR0913
 
     def of(layout: Layout | str | None) -> Plan:
         return _planned(
-            subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
-        )
+            subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory,
+            optimizer=optimizer,
+        )  # fmt: skip
 
     if trials > 1 and not by_name:
         raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
@@ -175,7 +178,7 @@ def _fastest(chosen: Plan, trials: Sequence[Trial], cluster: Cluster) -> Plan:
     return replace(best, candidates=chosen.candidates, reasons=(*mine, ("trials", f"the fastest by the clock: {words}")))
 
 
-def _planned(
+def _planned(  # noqa: PLR0913
     subject: Subject,
     cluster: Cluster | str = "here",
     layout: Layout | str | None = None,
@@ -185,6 +188,7 @@ def _planned(
     like: Plan | None = None,
     source: Source | None = None,
     device_memory: float | str = 0,
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
 ) -> Plan:
     """As `plan`, of a model in whatever form it was given."""
     name, make, given, loss = subject
@@ -205,9 +209,11 @@ def _planned(
 
         return without_graph(count, str(error), machines, size, name, words, by_hand, trial)
     check_trains(graph)
+    states = len(OptimizerSpec.of(optimizer).slots)
     if like is not None:
-        return search(graph, machines, size, name, "", like.layout, objective, shards=_shards(like, graph), stages=like.stages)
-    return search(graph, machines, size, name, words, by_hand, objective)
+        cuts = _shards(like, graph)
+        return search(graph, machines, size, name, "", like.layout, objective, shards=cuts, stages=like.stages, optimizer_states=states)
+    return search(graph, machines, size, name, words, by_hand, objective, optimizer_states=states)
 
 
 def parallelize(  # noqa: PLR0913

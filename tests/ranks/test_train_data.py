@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import weft
@@ -104,25 +105,60 @@ def test_instructions_learn_as_in_plain_pytorch_under_any_layout(
         assert summary["eval_loss"] is not None
 
 
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the hub has them: a GPT-2 with its usual dropout, its weights in two files, and a tokenizer of words."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    names = ["<unk>", "</s>", "ask", *(f"{'say' * (i % 3 + 1)}{i}" for i in range(40))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path_factory.mktemp("pretrained")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(7)
+    config = transformers.GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1)
+    transformers.GPT2LMHeadModel(config).bfloat16().save_pretrained(folder, max_shard_size="6KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def test_a_pretrained_model_goes_on_from_its_weights(tmp_path: Path, pretrained: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+    """With dropout, which training has and evaluation has not; tokens are those of the model's own folder."""
+    layout = "data=2 tensor=2"
+    words = ["data.tokenizer=model", "train.steps=1", "learning_rate=1e-9"]
+    config = configure(tmp_path / "run", layout, f"model.name=hf:{pretrained}", *words)
+    summary = run(config)
+    weights: dict[str, torch.Tensor] = {}
+    for file in pretrained.glob("*.safetensors"):
+        weights |= load_file(file)
+    trained = load_file(Path(config.run.folder) / "model.safetensors")
+    for name, x in weights.items():
+        torch.testing.assert_close(trained[f"transformer.{name.removeprefix('transformer.')}"], x.float(), rtol=0, atol=1e-6)
+    subject = subject_of(config, open_data(config.data, config.model.name, tmp_path / "serial"))
+    model = subject.make().eval()
+    batch = subject.source.validation(0, range(8))
+    with torch.no_grad():
+        assert summary["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=1e-5)
+
+
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_samples(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
-    more = configure(tmp_path / "whole", "data=2", "data.packing=documents")
+    more = configure(tmp_path / "whole", "data=2", "data.packing=documents", "train.optimizer=nadam")
     run(more)
-    run(configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.steps=3"))
-    broken = configure(tmp_path / "broken", "data=2", "data.packing=documents")
+    run(configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.optimizer=nadam", "train.steps=3"))
+    broken = configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.optimizer=nadam")
     run(broken)
     assert losses(broken) == losses(more)
     assert losses(broken, "eval_loss") == losses(more, "eval_loss")
-    tokens = Path(broken.run.folder) / "data" / "tokens.bin"
-    data = bytearray(tokens.read_bytes())
+    folder = Path(broken.run.folder)
+    tokens = folder / "data" / "tokens.bin"
+    data = tokens.read_bytes()
     tokens.unlink()
-    run(configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.steps=7"))  # the data makes the same tokens again
+    flow.prepare(broken, folder, planner)  # the data makes the same tokens again
     assert tokens.read_bytes() == data
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:-1]))
+    flow.prepare(broken, folder, planner)  # what was prepared stays with the run
     tokens.unlink()
-    changed = configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.steps=8")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:-1]))
     with pytest.raises(weft.errors.ConfigError, match=r"is not what run.folder .* was trained on"):
-        run(changed)
+        flow.prepare(broken, folder, planner)
 
 
 @pytest.mark.parametrize("name", ["gpt:vocabulary=256,sequence=24,hidden=32,layers=2,heads=2", "llama-tiny:vocabulary=256,sequence=24"])

@@ -95,6 +95,11 @@ def test_parallel_equals_serial(subject: Callable[[str], Subject], name: str, la
         ("tensor=2 pipeline=2 microbatches=2", {"clip": 0.05}),
         ("data=2 pipeline=2 zero=1 microbatches=2", {"clip": 0.05, "decay": "matrices"}),
         ("data=2 tensor=2 zero=1", {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "clip": 0.05}),
+        ("data=2 zero=1", {"name": "nadam", "weight_decay": 0.1}),
+        ("tensor=2", {"name": "adam", "options": {"amsgrad": True}}),
+        ("data=2 pipeline=2 zero=2 microbatches=2", {"name": "asgd"}),
+        ("data=2 zero=3", {"name": "sgd", "momentum": 0.9, "options": {"dampening": 0.5}}),
+        ("data=2", {"name": "rprop", "clip": 0.05}),
     ],
 )
 def test_optimizers_and_the_global_norm(subject: Callable[[str], Subject], layout: str, optimizer: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
     from weft.train.subject import sequence_of
     from weft.train.tokens import check_tokens
     from weft.train.trials import worthwhile
+    from weft.train.updates import optimizer_of
 
     cluster = load_cluster(config.plan.cluster, out)
     check_is_here(cluster, config, world)
@@ -128,11 +129,14 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
         if layout is not None:
             layout.check_runs()
+        optimizer = optimizer_of(config.train)
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
 
         def of(layout: Layout | None) -> Plan:
             limit = config.plan.device_memory or 0
-            return api.plan(subject, example, cluster=cluster, layout=layout, constraints=words, device_memory=limit, source=source)
+            return api.plan(
+                subject, example, cluster=cluster, layout=layout, constraints=words, device_memory=limit, source=source, optimizer=optimizer
+            )
 
         with out.working(f"planning {config.model.name} on {cluster.name}"):
             plan = of(layout)

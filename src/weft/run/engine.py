@@ -429,7 +429,8 @@ class Engine:
         """
         if drain:
             self.drain()
-        found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        counters = self._counters | self._optimizer.counters
+        found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
         if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
             found = [piece for piece in found if piece.kind != "optimizer" or not self.plan.layout.staleness]
         return [*found, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
@@ -481,7 +482,8 @@ class Engine:
         """
         if self.plan.layout.servers:  # which may be at work
             self.drain()
-        wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        counters = self._counters | self._optimizer.counters
+        wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
         optional = [*self._residuals.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:

@@ -5,6 +5,7 @@ A mistake is a `ConfigError` that names the file, the line, the key and the near
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,17 +91,22 @@ class TrainSection(_Section):
 
     `checkpoint_every = "auto"` saves as often as is least in sum with what a failure loses (`weft.train.interval`).
 
+    `optimizer` is any of `torch.optim` that updates each element by itself; `schedule` "cosine", "linear", "constant", or any of
+    `torch.optim.lr_scheduler` or `transformers` that follows from the step alone; their `_options` are what they are made with.
+
     Above 0, `within_s` makes the steps fewer where the plan predicts that `steps` of them take longer (`steps_under`).
     """
 
     steps: int = Field(default=1000, ge=1)
     within_s: FiniteFloat = Field(default=0.0, ge=0)
     batch: int = Field(default=8, ge=1)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] = {}
     learning_rate: FiniteFloat = Field(default=1e-3, gt=0)
     min_learning_rate: FiniteFloat = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: str = "cosine"
+    schedule_options: dict[str, Any] = {}
     weight_decay: FiniteFloat = Field(default=0.0, ge=0)
     decay: Literal["all", "matrices"] = "matrices"
     betas: tuple[FiniteFloat, FiniteFloat] = (0.9, 0.95)
@@ -125,6 +131,13 @@ class TrainSection(_Section):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)}; each is at least 0 and below 1")
+        try:  # in their own files, which need torch, and only where they are not the usual ones
+            if self.optimizer not in ("adamw", "sgd") or self.optimizer_options:
+                importlib.import_module("weft.train.updates").check_optimizer(self)
+            if self.schedule not in ("cosine", "linear", "constant") or self.schedule_options:
+                importlib.import_module("weft.train.learning_rate").check_schedule(self)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
         return self
 
     def steps_under(self, plan: Plan) -> int:

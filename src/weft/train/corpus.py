@@ -21,7 +21,17 @@ from weft.train.config import DataSection
 from weft.train.reading.documents import Columns, documents_of
 from weft.train.reading.files import digest_of, walk
 from weft.train.reading.records import Record, files_in, huggingface, records_in
-from weft.train.reading.token_files import TOKENS, FileTokens, Tokens, TokenStore, Written, digest_of_tokens, open_tokens, write_documents
+from weft.train.reading.token_files import (
+    ENDS,
+    TOKENS,
+    FileTokens,
+    Tokens,
+    TokenStore,
+    Written,
+    digest_of_tokens,
+    open_tokens,
+    write_documents,
+)
 from weft.train.reading.tokenizers import tokenizer_of
 
 VOCABULARY = 256
@@ -108,7 +118,8 @@ def _records(data: DataSection) -> tuple[Iterator[Record], str]:
 def is_unchanged(corpus: Corpus) -> bool:
     """Whether what a run has prepared, or what it reads where it lies, is as it was when it was described."""
     if corpus.written:
-        return Path(corpus.path).is_dir() and digest_of_tokens(Path(corpus.path)) == corpus.digest
+        folder = Path(corpus.path)
+        return all((folder / name).is_file() for name in (TOKENS, ENDS)) and digest_of_tokens(folder) == corpus.digest
     file = Path(corpus.path)
     return file.is_file() and open_corpus((corpus.path,), file.parent).digest == corpus.digest
 

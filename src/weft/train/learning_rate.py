@@ -1,14 +1,28 @@
-"""The learning rate of every step, in closed form. In: the step and the `[train]` section. Out: a number."""
+"""The learning rate of every step. In: the step and the `[train]` section. Out: a number.
+
+Three schedules are in closed form; all others are torch's or those of `transformers`, which are followed from the first step on.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import warnings
+from functools import lru_cache
 from math import cos, pi
+from typing import Any
 
+import torch
+
+from weft.errors import UsageError, nearest, said
 from weft.train.config import TrainSection
+
+CLOSED = ("cosine", "linear", "constant")
 
 
 def learning_rate(step: int, section: TrainSection) -> float:
-    """Linear warm-up over the first `warmup_steps`, then from `learning_rate` down to `min_learning_rate` at `steps`.
+    """Linear warm-up over the first `warmup_steps`, then from `learning_rate` down to `min_learning_rate` at `steps`, or as another
+    schedule says.
 
     The step counts from 0, so that the first step of a warm-up already learns.
 
@@ -16,6 +30,8 @@ def learning_rate(step: int, section: TrainSection) -> float:
     >>> [learning_rate(step, section) for step in (0, 1, 2, 6)]
     [0.5, 1.0, 1.0, 0.5]
     """
+    if section.schedule not in CLOSED:
+        return _followed(section.model_dump_json()).rate(step)
     if step < section.warmup_steps:
         return section.learning_rate * (step + 1) / section.warmup_steps
     part = min(1.0, (step - section.warmup_steps) / max(1, section.steps - section.warmup_steps))
@@ -24,6 +40,94 @@ def learning_rate(step: int, section: TrainSection) -> float:
             share = 0.5 * (1 + cos(pi * part))
         case "linear":
             share = 1 - part
-        case "constant":
+        case _:
             share = 1.0
     return section.min_learning_rate + (section.learning_rate - section.min_learning_rate) * share
+
+
+def check_schedule(section: TrainSection) -> None:
+    """Raise UsageError where a schedule is unknown, refuses its options, or needs more than the step."""
+    if section.schedule in CLOSED:
+        raise UsageError(f'schedule = "{section.schedule}" has no schedule_options; it has min_learning_rate and warmup_steps')
+    if section.min_learning_rate:
+        raise UsageError(f'min_learning_rate is for {", ".join(CLOSED)}; schedule = "{section.schedule}" is told by schedule_options')
+    _Followed(section).rate(0)
+
+
+@lru_cache(maxsize=4)
+def _followed(text: str) -> _Followed:
+    return _Followed(TrainSection.model_validate_json(text))
+
+
+class _Followed:
+    """The rates of a schedule of torch or `transformers`, as far as they were asked for."""
+
+    def __init__(self, section: TrainSection) -> None:
+        self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=section.learning_rate, momentum=0.5)
+        self._warmup = 0
+        options, kinds = section.schedule_options, _torch_kinds()
+        try:
+            if section.schedule.lower() in kinds:
+                self._warmup = section.warmup_steps
+                if "cycle_momentum" in _options(kinds[section.schedule.lower()]):
+                    options = {"cycle_momentum": False} | options
+                    if options["cycle_momentum"]:
+                        raise UsageError("cycle_momentum changes the optimizer's momentum, which weft train does not; set it to false")
+                self._schedule = kinds[section.schedule.lower()](self._optimizer, **options)
+            else:
+                self._schedule = _of_transformers(section, self._optimizer)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f'schedule = "{section.schedule}" with schedule_options = {options}: {said(error)}') from error
+        if "metrics" in inspect.signature(self._schedule.step).parameters:
+            raise UsageError(
+                f'schedule = "{section.schedule}" follows from losses, which a run that goes on does not know; use one of the step alone'
+            )
+        self._base = section.learning_rate
+        self._rates = [self._now()]
+
+    def _now(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def rate(self, step: int) -> float:
+        """Of a step; where warm-up is weft's own, the schedule begins after it."""
+        if step < self._warmup:
+            return self._base * (step + 1) / self._warmup
+        step -= self._warmup
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a schedule without an optimizer's steps, or behind its end
+            while len(self._rates) <= step:
+                self._optimizer.step()
+                self._schedule.step()
+                self._rates.append(self._now())
+        return self._rates[step]
+
+
+def _torch_kinds() -> dict[str, Any]:
+    """torch's schedulers by name in lower case."""
+    module = torch.optim.lr_scheduler
+    base = module.LRScheduler
+    found = {name.lower(): kind for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)}
+    return {name: kind for name, kind in found.items() if kind is not base and not name.startswith("_")}
+
+
+def _options(kind: Any) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+def _of_transformers(section: TrainSection, optimizer: torch.optim.Optimizer) -> Any:
+    name = section.schedule.lower()
+    try:
+        library = importlib.import_module("transformers.optimization")
+    except ImportError as error:
+        raise UsageError(_unknown(section.schedule, [])) from error
+    known = [kind.value for kind in library.SchedulerType]
+    if name not in known:
+        raise UsageError(_unknown(section.schedule, known))
+    return library.get_scheduler(name, optimizer, section.warmup_steps, section.steps, section.schedule_options or None)
+
+
+def _unknown(name: str, more: list[str]) -> str:
+    known = sorted({*CLOSED, *_torch_kinds(), *more})
+    return f'schedule = "{name}" is unknown{nearest(name, tuple(known), 0.6)}; known: {", ".join(known)}'

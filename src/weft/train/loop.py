@@ -40,6 +40,7 @@ from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.subject import Subject, subject_of
+from weft.train.updates import optimizer_of
 from weft.units import parse_bytes
 from weft.world.current import set_world
 from weft.world.kept import available_bytes
@@ -71,19 +72,11 @@ Summary = dict[str, Any]
 def make_engine(world: World, job: Job, subject: Subject) -> Engine:
     """The engine of one rank."""
     section = job.config.train
-    optimizer = {
-        "name": section.optimizer,
-        "lr": section.learning_rate,
-        "weight_decay": section.weight_decay,
-        "betas": section.betas,
-        "momentum": section.momentum,
-        "clip": section.clip,
-        "decay": section.decay,
-    }
     limit = parse_bytes(job.config.plan.device_memory or 0)
     torch.manual_seed(section.seed)
     model = subject.captured or subject.make
-    return Engine(job.plan, model, subject.example, subject.loss, world, optimizer, seed=section.seed, device=OnDevice(memory=limit))
+    spec, device = optimizer_of(section), OnDevice(memory=limit)
+    return Engine(job.plan, model, subject.example, subject.loss, world, spec, seed=section.seed, device=device)
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:

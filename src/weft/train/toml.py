@@ -1,6 +1,6 @@
 """What the standard library's TOML reader leaves out: line numbers, values from the command line, and writing.
 
-In: text. Out: dicts; and back. Written are text, whole numbers, numbers, booleans and lists of them, in sections one level deep.
+In: text. Out: dicts; and back. Written are text, whole numbers, numbers, booleans, lists and tables of them, in sections.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.plan.toml_text import loads, quoted
 
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 
@@ -98,6 +99,8 @@ def _value(value: object) -> str:
             return text if any(c in text for c in ".e") else f"{text}.0"
         case str():
             return quoted(value)
+        case dict():
+            return "{" + ", ".join(f"{key if _BARE.fullmatch(key) else quoted(key)} = {_value(item)}" for key, item in value.items()) + "}"
         case list() | tuple():
             return f"[{', '.join(_value(item) for item in value)}]"
         case _:

@@ -1,7 +1,8 @@
-"""`hf:config.json`: a Hugging Face model from its configuration file. In: the text. Out: `Resolved`. Nothing is downloaded.
+"""`hf:config.json`: a Hugging Face model from its configuration file; `hf:folder`: with the pretrained weights that lie beside it, or,
+where there is a network, `hf:name` of the hub. In: the text. Out: `Resolved`.
 
-The class is the first of the file's `architectures`, or the usual head of its kind of model. Not modelled: pretrained weights,
-audio and multi-modal inputs, configurations whose code lies in another repository.
+The class is the first of the file's `architectures`, or the usual head of its kind of model. Not modelled: audio and multi-modal inputs,
+weights that would be unpickled, configurations whose code lies in another repository.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError, said
@@ -20,6 +23,8 @@ from weft.zoo import shared_layers
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Resolved
 
+_WEIGHTS = "*.safetensors"
+_HUB_NAME = re.compile(r"(?!.*\.json$)[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 DEFAULT_BATCH = 8
 DEFAULT_SEQUENCE = 512
 # The usual heads of a kind of model, tried in this order where the file names no class.
@@ -47,7 +52,10 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
     """
     file = text.removeprefix("hf:")
     library = _library(text)
-    config = _configuration(library, file)
+    path = Path(file).expanduser()
+    from_hub = not path.exists() and _HUB_NAME.fullmatch(file) is not None
+    config = _of_hub(library, file) if from_hub else _configuration(library, file)
+    weights = file if from_hub else str(path) if any(path.glob(_WEIGHTS)) else None
     kind = _class(library, config, file)
     inputs = _inputs(config, kind, file, sequence)
 
@@ -58,7 +66,8 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
 
     def make() -> nn.Module:
         try:
-            module: nn.Module = kind(copy.deepcopy(config)).train()  # models write to their configuration
+            own = copy.deepcopy(config)  # models write to their configuration
+            module: nn.Module = (kind(own) if weights is None else _pretrained(kind, weights, own)).train()
         except Exception as error:
             raise ModelError(f"{file}: {kind.__name__} cannot be made of this configuration: {said(error)}") from error
         return module
@@ -77,7 +86,7 @@ def _configuration(library: Any, file: str) -> Any:
     path = Path(file).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ModelError(f"there is no file {file}; MODEL is hf:path/to/config.json, nothing is downloaded")
+        raise ModelError(f"there is no file {file}; MODEL is hf:path/to/config.json, or hf:FOLDER with weights beside it")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -94,6 +103,36 @@ def _configuration(library: Any, file: str) -> Any:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
         raise ModelError(f"{file} is no configuration of {kind}: {said(error)}") from error
+    return _for_training(config)
+
+
+def _of_hub(library: Any, name: str) -> Any:
+    """The configuration of a model of the hub, or of its cache on this machine."""
+    try:
+        config = library.AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise ModelError(
+            f"there is no file or folder {name}, and transformers does not get a model of that name: {said(error)}; give hf:config.json or "
+            "hf:FOLDER, or a name of the hub where there is a network"
+        ) from error
+    config.experts_implementation = "eager"
+    return _for_training(config)
+
+
+def _pretrained(kind: Any, weights: str, config: Any) -> nn.Module:
+    """The model with its weights, in float32, whatever they are stored in; nothing is unpickled."""
+    logs = importlib.import_module("transformers.utils.logging")
+    bars = logs.is_progress_bar_enabled()
+    logs.disable_progress_bar()
+    try:
+        module: nn.Module = kind.from_pretrained(weights, config=config, dtype=torch.float32, use_safetensors=True)
+    finally:
+        if bars:
+            logs.enable_progress_bar()
+    return module
+
+
+def _for_training(config: Any) -> Any:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:

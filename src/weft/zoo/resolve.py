@@ -1,7 +1,7 @@
 """MODEL, as users write it, to what can be built: a zoo name, `path/file.py:factory`, or `hf:config.json`.
 
 In: the text. Out: `Resolved`: how to make the module, its example batches, its loss. Nothing is allocated before `make` is called.
-Not modelled: pretrained weights; nothing is downloaded.
+Nothing is downloaded but for `hf:` names of the hub.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The update of one rank's parameters: AdamW or SGD on flat buffers, clipping by the global norm, ZeRO.
+"""The update of one rank's parameters: an optimizer of torch on flat buffers, clipping by the global norm, ZeRO.
 
 In: flat groups whose gradients are summed. Out: updated parameters. The update rules are torch's own, fused where torch has
-them; both are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
+them; they are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from math import inf, isfinite
 from typing import Any
 
@@ -15,14 +16,19 @@ import torch
 from torch import Tensor
 
 from weft.errors import UsageError, nearest
+from weft.run.state.optimizer_kinds import Traits, kinds, options_of, takes, traits
 from weft.run.state.parameters import FlatGroup
 from weft.run.state.precision import LossScale
 from weft.world.world import Group
 
+_EPS = 1e-8
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """Which optimizer, with torch's defaults. `clip`: largest global gradient norm (0 = none).
+    """Which optimizer of `torch.optim`, in lower case, with torch's defaults. `clip`: largest global gradient norm (0 = none).
+
+    `options`: more that it is made with, as pairs of name and value.
 
     `decay`: "all" parameters as torch.optim does, or "matrices" (two dimensions or more) as language models are trained.
     """
@@ -31,14 +37,18 @@ class OptimizerSpec:
     lr: float = 1e-3
     weight_decay: float | None = None  # torch's default: 0.01 for AdamW, 0 for SGD
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    eps: float = _EPS
     momentum: float = 0.0
     clip: float = 0.0
     decay: str = "all"
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in ("adamw", "sgd"):
-            raise UsageError(f"optimizer {self.name!r} is unknown{nearest(self.name, ('adamw', 'sgd'), 0.6)}; use adamw or sgd")
+        if not self.usual and self.name not in kinds():
+            raise UsageError(
+                f"optimizer {self.name!r} is unknown{nearest(self.name, tuple(kinds()), 0.6)}; use adamw, sgd, or another of torch.optim: "
+                f"{', '.join(sorted(kinds()))}"
+            )
         if self.decay not in ("all", "matrices"):
             raise UsageError(f"decay={self.decay!r} is unknown; use all or matrices")
         if self.lr < 0 or self.clip < 0:
@@ -55,12 +65,29 @@ class OptimizerSpec:
         for key in value:
             if key not in known:
                 raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, known, 0.6)}; known: {', '.join(known)}")
-        return cls(**value)
+        more = value.get("options", ())
+        return cls(**{**value, "options": tuple(sorted(more.items())) if isinstance(more, Mapping) else more})
+
+    @property
+    def usual(self) -> bool:
+        """Whether it is one of the two whose state is zeros before the first step, and of known names."""
+        return self.name in ("adamw", "sgd") and not self.options
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the optimizer's state tensors."""
+        """Names of the optimizer's state tensors.
+
+        Raises:
+            UsageError: an optimizer that cannot update pieces of parameters.
+        """
+        if not self.usual:
+            return traits_of(self).slots
         return ("exp_avg", "exp_avg_sq") if self.name == "adamw" else ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of numbers that the optimizer counts with, beside the steps."""
+        return () if self.usual else traits_of(self).scalars
 
     def build(self, tensors: Sequence[tuple[Tensor, bool]]) -> torch.optim.Optimizer:
         """torch's optimizer over (tensor, does it decay) pairs; also what the serial reference uses."""
@@ -69,13 +96,43 @@ class OptimizerSpec:
         # A stage may have no parameters; torch wants one.
         params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
         fused = not any(t.is_complex() for t, _ in tensors)  # torch has none for complex numbers
+        if not self.usual:
+            return self._other(params, fused)
         if self.name == "adamw":
             return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
         return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=fused)
 
+    def _other(self, params: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+        kind = kinds()[self.name]
+        known = takes(kind)
+        if self.momentum and "momentum" not in known:
+            raise UsageError(f"optimizer {self.name} has no momentum, and momentum={self.momentum:g}; set it to 0")
+        if "weight_decay" not in known:
+            if self.weight_decay:
+                raise UsageError(f"optimizer {self.name} has no weight decay, and weight_decay={self.weight_decay:g}; set it to 0")
+            params = [{"params": entry["params"]} for entry in params]
+        chosen: dict[str, Any] = {"betas": self.betas, "momentum": self.momentum}
+        if self.eps != _EPS:
+            chosen["eps"] = self.eps
+        if "foreach" not in dict(self.options):
+            chosen["fused"] = fused
+        chosen = {name: value for name, value in chosen.items() if name in known}
+        try:
+            return kind(params, lr=self.lr, **chosen | options_of(kind, self.name, dict(self.options)))  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            if not self.options:
+                raise
+            raise UsageError(f"optimizer {self.name} cannot be made with {dict(self.options)}: {error}") from error
+
     def decays(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape decays."""
         return self.decay == "all" or len(shape) > 1
+
+
+@cache
+def traits_of(spec: OptimizerSpec) -> Traits:
+    """What an optimizer keeps. Raises UsageError where it cannot update pieces of parameters."""
+    return traits(spec.name, spec.build)
 
 
 class Optimizer:
@@ -104,14 +161,23 @@ class Optimizer:
         self._there = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
         self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in those] for those in self._there]
         decays = [group.decay for group in self._groups]
-        self.inner = spec.build([(p, decay) for those, decay in zip(self._mine, decays, strict=True) for p, _ in those])
-        # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make.
-        for those in self._mine:
-            for p, _ in those:
-                state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
-                if spec.name == "adamw":
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.inner.state[p] = state
+        updated = [(p, decay) for those, decay in zip(self._mine, decays, strict=True) for p, _ in those]
+        # A parameter of no use, whose numbers a rank without parameters has too.
+        self._clock = [] if spec.usual else [torch.zeros(1)]
+        self.inner = spec.build([*updated, *((p, False) for p in self._clock)])
+        # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make of the usual
+        # ones. What others begin with their first step makes, and it is laid into the tensors that are there.
+        self._first: dict[Tensor, dict[str, Any]] = {}
+        self.counters = {} if spec.usual else {"optimizer.updates": torch.zeros((), dtype=torch.int64)}
+        for p in (*(p for p, _ in updated), *self._clock):
+            state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
+            if spec.name == "adamw" and spec.usual:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            if not spec.usual:
+                self._first[p] = dict(self.inner.state.get(p, {}))
+                state |= {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in spec.scalars}
+            self.inner.state[p] = state
+        self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._clock for name in spec.scalars}
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters and gradients of this rank's pieces of a group, where the group has them."""
@@ -123,7 +189,7 @@ class Optimizer:
     def state_tensors(self) -> list[Tensor]:
         """Everything that the optimizer holds beside the groups' own parameters and gradients."""
         copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
-        return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return [*copies, *(t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)), *self.updates]
 
     def read(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""
@@ -135,9 +201,18 @@ class Optimizer:
         """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""
         return [{slot: self.inner.state[p][slot] for slot in self.spec.slots} for p, _ in self._mine[number]]
 
+    @property
+    def updates(self) -> list[Tensor]:
+        """How many updates were made, where the first is another than the rest."""
+        return [x for name, x in self.counters.items() if name == "optimizer.updates"]
+
     def set_steps(self, count: int) -> None:
-        """Steps that the state has seen (AdamW's bias correction)."""
+        """Steps that the state has seen (AdamW's bias correction); what `counters` hold of others is theirs."""
         for state in self.inner.state.values():
+            for name in self.spec.scalars:
+                state[name].copy_(self.counters[f"optimizer.{name}"])
+            if not self.spec.usual:
+                continue
             if "step" in state:
                 state["step"].fill_(float(count))
 
@@ -173,9 +248,26 @@ class Optimizer:
         for those in self._mine:
             for p, g in those:
                 p.grad = g
-        self.inner.step()
+        self._update()
         self._hand_out()
         return norm
+
+    def _update(self) -> None:
+        for p in self._clock:
+            p.grad = torch.zeros_like(p)
+        begins = any(not count for count in self.updates)
+        there = dict(self.inner.state)
+        if begins:
+            for p, state in self._first.items():
+                self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
+        self.inner.step()
+        if begins:
+            for p, state in there.items():
+                for name, x in state.items():
+                    x.copy_(self.inner.state[p][name])
+                self.inner.state[p] = state
+        for count in self.updates:
+            count += 1
 
     def _hand_out(self) -> None:
         """Bring updated weights to the device, and (ZeRO-1 and 2) to the other ranks."""
