@@ -121,13 +121,13 @@ def _of_transformers(section: TrainSection, optimizer: torch.optim.Optimizer) ->
     try:
         library = importlib.import_module("transformers.optimization")
     except ImportError as error:
-        raise UsageError(_unknown(section.schedule, [])) from error
+        raise UsageError(_no_schedule(section.schedule, [])) from error
     known = [kind.value for kind in library.SchedulerType]
     if name not in known:
-        raise UsageError(_unknown(section.schedule, known))
+        raise UsageError(_no_schedule(section.schedule, known))
     return library.get_scheduler(name, optimizer, section.warmup_steps, section.steps, section.schedule_options or None)
 
 
-def _unknown(name: str, more: list[str]) -> str:
+def _no_schedule(name: str, more: list[str]) -> str:
     known = sorted({*CLOSED, *_torch_kinds(), *more})
     return f'schedule = "{name}" is unknown{nearest(name, tuple(known), 0.6)}; known: {", ".join(known)}'

@@ -69,7 +69,7 @@ def parquet(file: Path) -> Iterator[Record]:
         raise ConfigError(f"{file} is no parquet file that can be read: {said(error)}; write it again, or leave it out") from error
 
 
-def plain_text(file: Path) -> Iterator[Record]:
+def text_file(file: Path) -> Iterator[Record]:
     """The file is one record."""
     try:
         yield Record(str(file), {"text": file.read_text(encoding="utf-8")})
@@ -192,7 +192,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "text": Format(plain_text, (".txt", ".md", ".rst", ".py")),
+    "text": Format(text_file, (".txt", ".md", ".rst", ".py")),
     "jsonl": Format(jsonl, (".jsonl", ".jsonl.gz", ".ndjson")),
     "csv": Format(comma_separated, (".csv",)),
     "parquet": Format(parquet, (".parquet",)),
