@@ -319,6 +319,9 @@ def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[
     """The first mistake, with its line, what is expected and what is near."""
     first = error.errors()[0]
     path = tuple(part for part in map(str, first["loc"]) if not part.isdigit())[:2]
+    if first["type"] == "value_error" and len(path) == 1:  # of a section: the key that it begins with, where it does
+        key = str(first["ctx"]["error"]).partition(" ")[0]
+        path = (*path, key) if key in SECTIONS[path[0]].model_fields else path
     line = toml.line_of(text, path)
     place = origins.get(path) or (f"{where}, line {line}" if line else where)
     name = ".".join(path)
@@ -332,7 +335,7 @@ def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[
     if first["type"] == "missing":
         return f"{place}: {name} is missing" + ('; give [model] name = "gpt-10m"' if path[0] == "model" else "")
     if first["type"] == "value_error":
-        return f"{place}: [{name}] {first['ctx']['error']}"
+        return f"{place}: [{path[0]}] {first['ctx']['error']}"
     given = first["input"]
     return f"{place}: {name} = {json.dumps(given, default=str)}: {_expected(first)}"
 
