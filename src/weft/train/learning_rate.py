@@ -72,7 +72,8 @@ class _Followed:
                 if "cycle_momentum" in _options(kinds[section.schedule.lower()]):
                     options = {"cycle_momentum": False} | options
                     if options["cycle_momentum"]:
-                        raise UsageError("cycle_momentum changes the optimizer's momentum, which weft train does not; set it to false")
+                        what = f'schedule = "{section.schedule}"'
+                        raise UsageError(f"{what}: cycle_momentum changes the momentum, which weft train does not; set it to false")
                 self._schedule = kinds[section.schedule.lower()](self._optimizer, **options)
             else:
                 self._schedule = _of_transformers(section, self._optimizer)
