@@ -60,6 +60,6 @@ if not TYPE_CHECKING:  # a type checker has the imports above, and then tells of
         if name in PACKAGES:
             return importlib.import_module(f"weft.{name}")
         if name in _HOMES:
-            home, _, known = _HOMES[name].partition(":")
-            return getattr(importlib.import_module(home), known or name)
+            home, _, attribute = _HOMES[name].partition(":")
+            return getattr(importlib.import_module(home), attribute or name)
         raise AttributeError(f"module 'weft' has no attribute {name!r}")

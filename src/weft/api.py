@@ -191,21 +191,21 @@ def _planned(  # noqa: PLR0913
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
 ) -> Plan:
     """As `plan`, of a model in whatever form it was given."""
-    name, make, given, loss = subject
+    name, make, inputs, loss = subject
     machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).limited(parse_bytes(device_memory))
     by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
     source = source or Source.of(make)
     words = constraints if isinstance(constraints, str) else " ".join(constraints)
-    size = batch_size_of(given)
+    size = batch_size_of(inputs)
     try:
-        graph = source.capture(given, loss, size).graph
+        graph = source.capture(inputs, loss, size).graph
     except ModelError as error:
         count = sum(p.numel() for p in source.model.parameters())
-        whole = called_once(source.model, source.deferred, given, loss, source.loss_of, error)
+        ran = called_once(source.model, source.deferred, inputs, loss, source.loss_of, error)
 
         def trial(plan: Plan) -> None:
-            if whole is not None:
-                refuse_division(plan, whole, given, source.loss_of(loss))
+            if ran is not None:
+                refuse_division(plan, ran, inputs, source.loss_of(loss))
 
         return without_graph(count, str(error), machines, size, name, words, by_hand, trial)
     check_trains(graph)
@@ -252,7 +252,7 @@ def parallelize(  # noqa: PLR0913
     """
     world = world or current_world()
     subject = subject_of(model, batch, loss)
-    _, make, given, loss = subject
+    _, make, inputs, loss = subject
     if isinstance(make, nn.Module):
         check_model_agrees(make, world)
     if seed is None:
@@ -261,7 +261,7 @@ def parallelize(  # noqa: PLR0913
     chosen = _plan_for(subject, plan, cluster, world, limit)
     if compile:
         chosen = replace(chosen, layout=replace(chosen.layout, compile="on"))
-    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, device=OnDevice(limit))
+    return Engine(chosen, make, inputs, loss, world, optimizer, seed=seed, device=OnDevice(limit))
 
 
 def _plan_for(
@@ -354,7 +354,7 @@ def verify(  # noqa: PLR0913
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     assert not isinstance(model, Path)
     subject = subject_of(model, batch, loss)
-    _, make, given, loss = subject
+    _, make, inputs, loss = subject
     limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -364,7 +364,7 @@ def verify(  # noqa: PLR0913
     torch.random.set_rng_state(state)
     results = [
         verify_plan(
-            one, make, given, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
+            one, make, inputs, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
             optimizer=optimizer, device_memory=limit,
         )
         for one in plans
@@ -410,19 +410,19 @@ def simulated(
     cluster: Cluster | str | None = None,
     source: Source | None = None,
     steps: int = 1,
-    late: float = 0.0,
+    mean_delay: float = 0.0,
 ) -> tuple[Prediction, Timeline]:
     """The step that is predicted, and its timeline; arguments as of `simulate`. `steps`: the timeline of so many, of replicas that are late
-    by `late` of a step in the mean (`solve/stragglers`)."""
-    _, make, given, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
+    by `mean_delay` of a step in the mean (`solve/stragglers`)."""
+    _, make, inputs, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
-    graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
+    graph = (source or Source.of(make)).capture(inputs, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     priced = clocked(pricer, price(pricer, plan.layout, plan.stages))
-    if steps == 1 and not late:
+    if steps == 1 and not mean_delay:
         return priced.prediction, step_timeline(pricer, priced)
-    return priced.prediction, straggler_steps(pricer, priced, steps, late)
+    return priced.prediction, straggler_steps(pricer, priced, steps, mean_delay)
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
@@ -458,8 +458,8 @@ def subject_of(model: Model, batch: Any, loss: Loss | None) -> Subject:
         model = resolve(model, batch if isinstance(batch, int) else None)
     if isinstance(model, Resolved):
         size = batch if isinstance(batch, int) else model.default_batch
-        given = model.batch(size) if batch is None or isinstance(batch, int) else batch
-        return model.name, model.make, given, loss or model.loss
+        inputs = model.batch(size) if batch is None or isinstance(batch, int) else batch
+        return model.name, model.make, inputs, loss or model.loss
     if batch is None or isinstance(batch, int):
         raise UsageError("a batch is needed to see what the model does: a tuple or dict of tensors, samples in dimension 0")
     if isinstance(batch, Tensor):

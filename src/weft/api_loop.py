@@ -99,10 +99,10 @@ def auto_parallelize(
         refuse_scripts(model)
         check_model_agrees(model, world)
         source = Traced(model, deferred)
-        given = _arguments(model, batch)
+        inputs = _arguments(model, batch)
         most = None if largest is None else _arguments(model, largest)
-        chosen = _plan_without_pipeline(model, source, (given, most), plan, cluster, world)
-        divide(model, source, chosen, given, world)
+        chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
+        divide(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
         set_place(Place(mesh.group(world.rank, *sample_axes(mesh.inside)).index(world.rank), chosen.layout.data, world))
 
@@ -134,8 +134,8 @@ def _plan_without_pipeline(
     except ModelError as error:
         # Tried where it is divided, since that runs it.
         count = sum(p.numel() for p in model.parameters())
-        whole = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
-        return without_graph(count, str(error), any_cluster(), size, name, layout=whole)
+        asked = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
+        return without_graph(count, str(error), any_cluster(), size, name, layout=asked)
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, any_cluster(), size, name, layout=layout)
@@ -149,7 +149,7 @@ def _best_without_pipeline(
     """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO with which the batch fits, and the `largest`, whose
     memory the plan then tells. Raises Infeasible where none does."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: list[str] = []
 
     def of(layout: Layout) -> Plan:
@@ -163,13 +163,13 @@ def _best_without_pipeline(
         data = num_ranks // tensor
         for zero in (0, 1, 2, 3) if data > 1 else (0,):
             try:
-                found.append(of(Layout(data=data, tensor=tensor, zero=zero)))
+                plans.append(of(Layout(data=data, tensor=tensor, zero=zero)))
                 break
             except Infeasible as error:
                 refused.append(str(error))
-    if not found:
+    if not plans:
         raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
-    return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
+    return min(plans, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
 
 
 def _arguments(model: nn.Module, batch: Any) -> Any:

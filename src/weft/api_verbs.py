@@ -56,8 +56,8 @@ def explain(
     >>> weft.explain(chosen)["model"]
     'gpt-tiny'
     """
-    known, out = _plan(plan), Answer()
-    say_why(known, _setting(known, model, batch, loss, cluster), out, candidates, brief)
+    read, out = _plan(plan), Answer()
+    say_why(read, _setting(read, model, batch, loss, cluster), out, candidates, brief)
     return out
 
 
@@ -79,8 +79,8 @@ def whatif(
     Raises:
         UsageError: an unknown key (names the nearest), no change, or a value that the key cannot have.
     """
-    known, out = _plan(plan), Answer()
-    say_changes(known, _setting(known, model, batch, loss, cluster), parse_changes(changes), out, replan, known.model)
+    read, out = _plan(plan), Answer()
+    say_changes(read, _setting(read, model, batch, loss, cluster), parse_changes(changes), out, replan, read.model)
     return out
 
 
@@ -181,13 +181,13 @@ def _resolved(model: nn.Module | Callable[[], nn.Module] | Resolved, batch: Any,
     """A model that is no name, with the batch that is given as its only one; and the module, where it is one."""
     if isinstance(model, Resolved):
         return model, None
-    name, make, given, loss = subject_of(model, batch, loss)
-    size = batch_size_of(given)
+    name, make, inputs, loss = subject_of(model, batch, loss)
+    size = batch_size_of(inputs)
 
     def only(wanted: int) -> Any:
         if wanted != size:
             raise UsageError(f"{name} was given with a batch of {size} samples, and {wanted} are asked for; give it with such a batch")
-        return given
+        return inputs
 
     if isinstance(make, nn.Module):
         return Resolved(name, lambda: make, only, loss, size), make

@@ -127,10 +127,10 @@ def _parse(text: str | float, units: dict[str, float], what: str, example: str) 
     if isinstance(text, int | float) and not isinstance(text, bool):
         number, unit = float(text), ""
     else:
-        found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
-        if not found:
+        match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+        if not match:
             raise UsageError(f"{what} {text!r} is not a number with a unit, for example {example}")
-        number, unit = float(found[1]), found[2]
+        number, unit = float(match[1]), match[2]
     if unit not in units:
         hint = nearest(unit, [u for u in units if u], 0.3)
         raise UsageError(f"{what} {text!r} has the unknown unit {unit!r}{hint}; write for example {example}")

@@ -110,12 +110,12 @@ def with_checks_passed(run: Callable[[Answers], T], equal: Callable[[T, T], bool
         if not isinstance(error.__cause__, DATA_DEPENDENT):
             raise
     with _aside():
-        answers, found, raising = _guessed(run)
-        given = answers.answers
-        for k in range(len(given)):
-            if not (k in raising or _raises(run, [*given[:k], True]) or _changes_nothing(run, given, k, partial(equal, found))):
-                return run(Answers(given[:k]))  # which ends at question k
-    return found
+        answers, result, raising = _guessed(run)
+        asked = answers.answers
+        for k in range(len(asked)):
+            if not (k in raising or _raises(run, [*asked[:k], True]) or _changes_nothing(run, asked, k, partial(equal, result))):
+                return run(Answers(asked[:k]))  # which ends at question k
+    return result
 
 
 @contextlib.contextmanager

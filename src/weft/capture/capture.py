@@ -69,8 +69,8 @@ def taken(model: nn.Module, batch: Any) -> Any:
         return True
 
     if isinstance(batch, Mapping):
-        known = {name: value for name, value in batch.items() if name in signature.parameters}
-        return batch if fits(batch) or not fits(known) else known
+        accepted = {name: value for name, value in batch.items() if name in signature.parameters}
+        return batch if fits(batch) or not fits(accepted) else accepted
     return next((batch[:n] for n in range(len(batch), 0, -1) if fits(batch[:n])), batch)
 
 
@@ -81,17 +81,17 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
         ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
     """
     value: Any
-    own = loss_of(loss, model)
-    output = called(model, batch if own is None else taken(model, batch))
-    if own is not None:
-        value = own(output, batch)
+    criterion = loss_of(loss, model)
+    output = called(model, batch if criterion is None else taken(model, batch))
+    if criterion is not None:
+        value = criterion(output, batch)
     else:
         value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if value is None and isinstance(output, Mapping):
             value = output.get("loss")
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = output if value is None else value
-        got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        total = output if value is None else value
+        got = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise ModelError(f"the loss must be a scalar tensor, got {got}; pass loss=f with f(output, batch) -> scalar")
     # A reshape of a scalar would be one operator more, behind which summands are no longer known as such.
     return value if value.dim() == 0 else value.reshape(())
@@ -118,8 +118,8 @@ class _Step(nn.Module):
         self.state_left: Callable[[], State] = lambda: states_seen[-1]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        new = {path: next(given) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
+        values = iter(tensors)
+        new = {path: next(values) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
         with calling(self.trace()), self.trace().answers.watching():
             if self.gives_outputs:
@@ -168,8 +168,8 @@ def _batched(batch: Any, size: int) -> Iterator[frozenset[str]]:
     long = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
     yield frozenset(long)
     if size != samples:
-        kept = (chosen for n in range(1, len(long)) for chosen in combinations(long[1:], n))
-        yield from (frozenset(long) - set(chosen) for chosen in islice(kept, _MOST_TRIES))
+        subsets = (chosen for n in range(1, len(long)) for chosen in combinations(long[1:], n))
+        yield from (frozenset(long) - set(chosen) for chosen in islice(subsets, _MOST_TRIES))
 
 
 def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:

@@ -145,7 +145,7 @@ def experts_forward(experts: Any, x_ND: Tensor, which_NT: Tensor, weight_NT: Ten
 
 
 def _linear(experts: Any, rows: Tensor, ids: Tensor, weight: str, bias: str) -> Tensor:
-    made: Tensor = torch.ops.weft.of_experts(
+    product: Tensor = torch.ops.weft.of_experts(
         rows, ids, getattr(experts, weight), getattr(experts, bias) if experts.has_bias else None, experts.is_transposed
     )
-    return made
+    return product

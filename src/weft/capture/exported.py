@@ -53,8 +53,8 @@ class Reading:
 
     def of(self, program: Any) -> tuple[Graph, dict[str, torch.Tensor]]:
         """The graph of a program, and its constants."""
-        known: dict[Any, Any] = {}
-        reader = Reader(lambda number, specs: function_of(self.record.calls[number], specs, known))
+        memory: dict[Any, Any] = {}
+        reader = Reader(lambda number, specs: function_of(self.record.calls[number], specs, memory))
         first_names = self._first_names()
         variables = self._variables(program, reader, first_names)
         reader.read(program.graph, program.graph_module)
@@ -65,7 +65,7 @@ class Reading:
             raise ModelError("the model's output holds no tensor; it must return tensors")
         used = {value for op in wanted for value in op.inputs} | set(results)
         read = tuple(v for v in variables.constants if v.value in used)
-        given = (*variables.parameters.values(), *variables.buffers.values(), *variables.inputs, *read)
+        states = (*variables.parameters.values(), *variables.buffers.values(), *variables.inputs, *read)
         graph = Graph(
             tuple(variables.parameters.values()),
             tuple(variables.buffers.values()),
@@ -75,7 +75,7 @@ class Reading:
             # In the order in which they came to be, and what nobody reads of an operator's results behind them.
             {value: spec for value, spec in reader.tensors.items() if value in used}
             | {value: reader.tensors[value] for op in wanted for value in op.outputs}
-            | {v.value: v.tensor for v in given},
+            | {v.value: v.tensor for v in states},
             results[-1],
             self.size,
             tuple(results) if self.has_outputs else (),
@@ -102,7 +102,7 @@ class Reading:
         for name, first in first_names.items():
             if first != name:
                 aliases.setdefault(first, []).append(name)
-        found = _Variables()
+        variables = _Variables()
         for node in program.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -110,20 +110,20 @@ class Reading:
             kind, target = spec.kind.name, (spec.target or "").removeprefix("model.")
             if kind == "USER_INPUT":
                 path = next(paths)
-                found.inputs.append(Variable(node.name, path, tensor, batched=path in self.batched))
+                variables.inputs.append(Variable(node.name, path, tensor, batched=path in self.batched))
             elif kind == "CONSTANT_TENSOR" or target not in first_names:
-                found.values[node.name] = program.constants[spec.target]
-                found.constants.append(Variable(node.name, spec.target, tensor))
+                variables.values[node.name] = program.constants[spec.target]
+                variables.constants.append(Variable(node.name, spec.target, tensor))
             else:
                 first = first_names[target]
-                table = found.parameters if kind == "PARAMETER" else found.buffers
+                table = variables.parameters if kind == "PARAMETER" else variables.buffers
                 if first in table:
                     reader.rename[node.name] = table[first].value
                     continue
                 table[first] = Variable(node.name, first, tensor, tuple(aliases.get(first, ())), first in trainable)
             reader.tensors[node.name] = tensor
             reader.remember(node.name, node.meta.get("val"))
-        return found
+        return variables
 
     def _operators(self, reader: Reader, variables: _Variables) -> tuple[list[Operator], list[str]]:
         """The operators that were read, without writes, and the results; buffers that the model makes are looked at."""
@@ -141,11 +141,11 @@ class Reading:
             raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
         operators, rename = functional
         results = [rename.get(v, v) for v in reader.results]
-        if made := self.record.buffers:
+        if buffers := self.record.buffers:
             written = {op.args[0].value for op in operators if writes(op) and isinstance(op.args[0], Ref)}
             changing = written.union(v.value for v in (*variables.parameters.values(), *variables.inputs))
-            _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), operators, changing)
-            results = results[: -len(made)]
+            _refuse_changing(dict(zip(buffers, results[-len(buffers) :], strict=True)), operators, changing)
+            results = results[: -len(buffers)]
         return operators, results
 
 
@@ -184,37 +184,37 @@ def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
 
 def _write_back(program: Any, reader: Reader, held: Mapping[str, str], first_names: Mapping[str, str]) -> None:
     """Where torch made the graph functional, it hands out what buffers and parameters hold at the end: write that into them."""
-    kept = []
+    left = []
     for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
         if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             name = first_names[spec.target.removeprefix("model.")]
-            into, made = held[name], f"{value}_written"
-            reader.tensors[made] = reader.tensors[into]
-            reader.operators.append(Operator(made, "aten.copy_.default", (Ref(into), Ref(value)), (), (made,), f"{name}/copy_"))
+            into, written = held[name], f"{value}_written"
+            reader.tensors[written] = reader.tensors[into]
+            reader.operators.append(Operator(written, "aten.copy_.default", (Ref(into), Ref(value)), (), (written,), f"{name}/copy_"))
         elif spec.kind.name == "USER_OUTPUT":
-            kept.append(value)
-    reader.results = kept
+            left.append(value)
+    reader.results = left
 
 
 def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list[Operator]:
     """Operators that a result, a buffer or a parameter needs, in order."""
     needed = set(results)
-    kept = []
+    operators_left = []
     for op in reversed(operators):
         if (writes(op) and op.inputs[0] in held) or any(value in needed for value in op.outputs):
             needed.update(op.inputs)
-            kept.append(op)
-    return kept[::-1]
+            operators_left.append(op)
+    return operators_left[::-1]
 
 
 def _apart(operators: list[Operator]) -> list[Operator]:
     """Each at a site of its own: a write that was made functional is several operators, and takes views again, where there was one."""
-    taken, seen, found = {op.site for op in operators}, set[str](), []
+    taken, seen, renamed = {op.site for op in operators}, set[str](), []
     for op in operators:
         site, number = op.site, 0
         while site in seen or (number and site in taken):
             number += 1
             site = f"{op.site}#{number}"
         seen.add(site)
-        found.append(op if site == op.site else replace(op, site=site))
-    return found
+        renamed.append(op if site == op.site else replace(op, site=site))
+    return renamed

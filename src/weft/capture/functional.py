@@ -112,9 +112,9 @@ class _Rewriter:
 
     def _emit(self, op: Operator) -> None:
         args = tuple(self._arg(a) for a in op.args)
-        made = replace(op, args=args, kwargs=tuple((k, self._arg(a)) for k, a in op.kwargs))
-        self.out.append(made)
-        if op.name not in self.memory.silent and not op.target.startswith("aten.detach") and self.learned.intersection(made.inputs):
+        rewritten = replace(op, args=args, kwargs=tuple((k, self._arg(a)) for k, a in op.kwargs))
+        self.out.append(rewritten)
+        if op.name not in self.memory.silent and not op.target.startswith("aten.detach") and self.learned.intersection(rewritten.inputs):
             self.learned.update(v for v in op.outputs if "float" in self.tensors[v].dtype or "complex" in self.tensors[v].dtype)
 
     def _arg(self, arg: Arg) -> Arg:
@@ -181,8 +181,8 @@ class _Rewriter:
         self.now[target] = new
         chain = self._carry(op, target)
         if root in self.held:
-            made = self._fresh(root, "written", root)
-            self._emit(replace(self._elementwise(op, "copy_", made, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
+            written = self._fresh(root, "written", root)
+            self._emit(replace(self._elementwise(op, "copy_", written, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
             chain = {root}
         elif original in self.learned and (op.name in self.memory.silent or self._is_detached(target)):
             self._keep_gradient(op, root, original)
@@ -220,15 +220,15 @@ class _Rewriter:
         """`root` has the value that was written and the gradient of `original`: what is written, and zeros that have the gradient."""
         written = self.now.pop(root)
         names = [self._fresh(root, suffix, root) for suffix in ("still", "zero", "zeros", "value", "kept")]
-        still, zero, zeros, value, kept = names
+        still, zero, zeros, value, result = names
         self._emit(self._elementwise(op, "detach", still, Ref(original)))
         self._emit(self._elementwise(op, "sub", zero, Ref(original), Ref(still)))
         self._emit(self._elementwise(op, "nan_to_num", zeros, Ref(zero)))
         self._emit(self._elementwise(op, "detach", value, Ref(written)))
-        self._emit(self._elementwise(op, "add", kept, Ref(zeros), Ref(value)))
+        self._emit(self._elementwise(op, "add", result, Ref(zeros), Ref(value)))
         # In a block without gradients or not, this is how the gradient goes on.
-        self.learned.update((zero, zeros, kept))
-        self.now[root] = kept
+        self.learned.update((zero, zeros, result))
+        self.now[root] = result
 
     def _keeps_dtype(self, op: Operator, packet: str, target: str) -> bool:
         """Whether the functional twin's result has the dtype of what is written, without being told."""
@@ -265,9 +265,9 @@ class _Rewriter:
         if dtype == "bool":
             raise _Unclear
         zeros = self._fresh(new, "zeros", into.value)
-        plain = replace(op, kwargs=(), multiple=False)
-        self._emit(replace(plain, target="aten.zeros_like.default", name=zeros, args=(into,), outputs=(zeros,)))
-        self._emit(replace(plain, target="aten.add.Tensor", name=new, args=(Ref(zeros), source), outputs=(new,)))
+        direct = replace(op, kwargs=(), multiple=False)
+        self._emit(replace(direct, target="aten.zeros_like.default", name=zeros, args=(into,), outputs=(zeros,)))
+        self._emit(replace(direct, target="aten.add.Tensor", name=new, args=(Ref(zeros), source), outputs=(new,)))
 
     def _carry(self, op: Operator, target: str) -> set[str]:
         """Carry a write to `target` up its views to the tensor that owns the memory; the values that are up to date then."""
@@ -289,10 +289,10 @@ class _Rewriter:
         shape = self.tensors[view.base].shape
 
         def number(position: int, key: str, default: int) -> int:
-            found = args[position] if len(args) > position else kwargs.get(key, default)
-            if not isinstance(found, int):
+            value = args[position] if len(args) > position else kwargs.get(key, default)
+            if not isinstance(value, int):
                 raise _Unclear
-            return found
+            return value
 
         if name in ("slice", "select") and not kwargs:
             return f"aten.{name}_scatter.default", (base, value, *args[1:])

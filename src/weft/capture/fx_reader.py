@@ -48,8 +48,8 @@ def spec_of(value: Any) -> Tensor:
 def _check_writes(op: Operator, target: Any) -> None:
     """Raise ModelError for an operator that writes an argument in a way that nobody here looks for, so that the write would be lost."""
     written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    known = writes(op) or "out" in dict(op.kwargs) or record_of(op).kind == "batch_norm"
-    if written and not known:
+    allowed = writes(op) or "out" in dict(op.kwargs) or record_of(op).kind == "batch_norm"
+    if written and not allowed:
         raise ModelError(
             f"{op.site} writes its argument {written[0]} in place ({op.target}), which cannot be followed; write with the tensor's own "
             "methods (copy_, mul_, add_), one tensor at a time"
@@ -143,12 +143,12 @@ class Reader:
         if steps is None:
             return False
         at, full = self._arg(node.args[0], prefix), prefix + node.name
-        made = source.to("meta")
+        view = source.to("meta")
         for i, (name, args) in enumerate(steps):
             packet, overload = name.split(".")
-            made = getattr(getattr(torch.ops.aten, packet), overload)(made, *args)
+            view = getattr(getattr(torch.ops.aten, packet), overload)(view, *args)
             output = full if i == len(steps) - 1 else f"{full}.windows{i}"
-            self.tensors[output] = spec_of(made)
+            self.tensors[output] = spec_of(view)
             self.remember(output, value)
             self.operators.append(Operator(output, f"aten.{name}", (at, *args), (), (output,), self._site(node, f"aten.{name}")))
             at = Ref(output)
@@ -156,10 +156,10 @@ class Reader:
 
     def _function(self, node: Any, prefix: str, autocast: str) -> None:
         """A function with a backward of its own. What it gives no gradient for is detached before it, and what has none behind it."""
-        full, given = prefix + node.name, self._arg(node.args[0], prefix)
-        assert isinstance(given, tuple)
+        full, argument = prefix + node.name, self._arg(node.args[0], prefix)
+        assert isinstance(argument, tuple)
         assert self._functions is not None, "none is called in what this reads"
-        inputs = [ref.value for ref in given if isinstance(ref, Ref)]
+        inputs = [ref.value for ref in argument if isinstance(ref, Ref)]
         function, does = self._functions(node.args[1], tuple(self.tensors[v] for v in inputs))
         site = self._site(node, f"weft.{function.name}")
 
@@ -198,10 +198,10 @@ class Reader:
         inner = getattr(owner, body.target)
         start = len(self.operators)
         within = f"{prefix}{node.name}."
-        given = iter(operands)
+        operand = iter(operands)
         for child in inner.graph.nodes:
             if child.op == "placeholder":
-                self.rename[within + child.name] = self.name(prefix + next(given).name)
+                self.rename[within + child.name] = self.name(prefix + next(operand).name)
             elif child.op == "call_function":
                 made_here = len(self.operators)
                 self._call(child, inner, within, child.name, autocast)
@@ -209,7 +209,7 @@ class Reader:
                     self.silent.update(op.name for op in self.operators[made_here:])
             elif child.op == "output":
                 results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
-                made = []
+                outputs = []
                 for i, result in enumerate(results):
                     value = self.name(within + result.name)
                     if not keep_grad and self.tensors[value].is_float and self._made_in(value, start):
@@ -221,10 +221,10 @@ class Reader:
                             Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default"))
                         )
                         value = out
-                    made.append(value)
-                self._tuples[prefix + node.name] = tuple(made)
+                    outputs.append(value)
+                self._tuples[prefix + node.name] = tuple(outputs)
                 if not isinstance(child.args[0], tuple | list):
-                    self.rename[prefix + node.name] = made[0]
+                    self.rename[prefix + node.name] = outputs[0]
 
     def _made_in(self, value: str, start: int) -> bool:
         """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""

@@ -44,19 +44,19 @@ def rebuild(batch: Any, new: Mapping[str, Any], path: str = "") -> Any:
         if type(batch) is dict:
             return named
         # A class of its own is copied, since nobody knows what its constructor takes.
-        made = copy.copy(batch)
+        copied = copy.copy(batch)
         for key, value in named.items():
-            made[key] = value  # type: ignore[index]
-        return made
+            copied[key] = value  # type: ignore[index]
+        return copied
     if isinstance(batch, tuple | list):
         values = list(items.values())
         if isinstance(batch, tuple) and hasattr(batch, "_make"):
             return batch._make(values)
         return values if type(batch) is list else type(batch)(values)
-    made = copy.copy(batch)
+    copied = copy.copy(batch)
     for key, value in items.items():
-        object.__setattr__(made, key, value)  # frozen ones too
-    return made
+        object.__setattr__(copied, key, value)  # frozen ones too
+    return copied
 
 
 def _is_nested(x: Any) -> bool:

@@ -46,8 +46,8 @@ def called_once(
         except ModelError:
             raise
         except Exception as real:
-            given = "loss(output, batch), where batch is all of it"
-            raise ModelError(f"the loss raises when it is called as {given}: {said(real)}") from error
+            signature = "loss(output, batch), where batch is all of it"
+            raise ModelError(f"the loss raises when it is called as {signature}: {said(real)}") from error
     except ModelError:
         raise
     except Exception as real:

@@ -21,11 +21,11 @@ def python_randomness() -> object:
 @contextmanager
 def python_randomness_kept() -> Iterator[None]:
     """A block after which Python and numpy draw as if it had not been."""
-    own, numpy = random.getstate(), sys.modules.get("numpy")
+    python_state, numpy = random.getstate(), sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
-        random.setstate(own)
+        random.setstate(python_state)
         if numpy is not None and state is not None:
             numpy.random.set_state(state)

@@ -69,8 +69,8 @@ def _equal(a: Any, b: Any) -> bool:
         return a.container is b.container and _equal(a.items, b.items)
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
-    plain = isinstance(a, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
-    return a is b or (plain and type(a) is type(b) and a == b)
+    by_value = isinstance(a, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return a is b or (by_value and type(a) is type(b) and a == b)
 
 
 def set_state(model: nn.Module, state: State) -> None:

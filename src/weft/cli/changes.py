@@ -64,32 +64,32 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
     Raises:
         UsageError: no word, a word without a value, an unknown key (names the nearest) or a value that the key cannot have.
     """
-    known = (*OTHERS, *KEYS)
-    found: list[Change] = []
+    keys = (*OTHERS, *KEYS)
+    changes: list[Change] = []
     for word in (w for text in words for w in text.replace(",", " ").split()):
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UsageError(f"{word!r} is not KEY=VALUE; for example gpus=128, seq=8192 or zero=3")
-        if key not in known:
-            raise UsageError(f"unknown change {word}{nearest(key, known)}; known: {', '.join(known)}")
-        if any(change.key == key for change in found):
+        if key not in keys:
+            raise UsageError(f"unknown change {word}{nearest(key, keys)}; known: {', '.join(keys)}")
+        if any(change.key == key for change in changes):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # Which layers `recompute=full:...` names is for the layout to read.
-        own = key == "schedule" and is_file(value)
-        if key in CHOICES and not own and (why := refuse_word(key, value)):
+        from_file = key == "schedule" and is_file(value)
+        if key in CHOICES and not from_file and (why := refuse_word(key, value)):
             raise UsageError(f"{word}: {why}")
         change = Change(key, value)
         if change.grid is not None:
-            found.append(change)
+            changes.append(change)
             continue
         if key == "compress":
             _ = Compression.parse(value)
         elif key not in WORDS and key != "cluster":
             _ = change.number
-        found.append(change)
-    if not found:
+        changes.append(change)
+    if not changes:
         raise UsageError("whatif needs something to change; for example gpus=128, seq=8192, recompute=full or zero=3")
-    return tuple(found)
+    return tuple(changes)
 
 
 def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Setting, Layout, str]:
@@ -98,17 +98,17 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
     Raises:
         Infeasible: sizes that do not divide. LayoutError: choices that exclude each other. UsageError: machines that cannot be.
     """
-    given = {change.key: change for change in changes}
+    by_key = {change.key: change for change in changes}
     cluster = setting.cluster
-    if "cluster" in given:
+    if "cluster" in by_key:
         from weft.cluster.cluster import Cluster
 
-        cluster = Cluster.parse(given["cluster"].value)
-    count = next((given[key].number for key in DEVICES if key in given), None)
+        cluster = Cluster.parse(by_key["cluster"].value)
+    count = next((by_key[key].number for key in DEVICES if key in by_key), None)
     if count is not None:
         cluster = resized(cluster, count)
-    sequence = next((given[key].number for key in SEQUENCE if key in given), None)
-    batch = given["batch"].number if "batch" in given else None
+    sequence = next((by_key[key].number for key in SEQUENCE if key in by_key), None)
+    batch = by_key["batch"].number if "batch" in by_key else None
     other = setting
     if cluster is not setting.cluster or sequence or batch:
         if sequence is not None and not setting.model.startswith("hf:") and ".py" not in setting.model:
@@ -122,7 +122,7 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
     elif cluster is not setting.cluster:
         ranks = cluster.num_devices if ranks >= setting.cluster.num_devices or ranks > cluster.num_devices else ranks
     wanted: dict[str, int | str] = {}
-    for key, change in given.items():
+    for key, change in by_key.items():
         if change.grid is not None:
             wanted["tensor"], wanted["grid"] = change.grid
         elif key in KEYS:
@@ -207,7 +207,7 @@ def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layo
         tries += [("segment", old.segment * 2), *([("segment", old.segment // 2)] if old.segment % 2 == 0 else [])]
     if old.chunks > 1:
         tries.append(("chunks", old.chunks * 2))
-    found: list[tuple[str, Layout]] = []
+    layouts: list[tuple[str, Layout]] = []
     for key, value in tries:
         if (
             (key == "schedule" and old.pipeline == 1)
@@ -228,9 +228,9 @@ def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layo
                 layout.check_runs()
         except (Infeasible, LayoutError):
             continue
-        if layout not in [one for _, one in found]:
-            found.append((f"{key}={value}", layout))
-    return found
+        if layout not in [one for _, one in layouts]:
+            layouts.append((f"{key}={value}", layout))
+    return layouts
 
 
 def _at_sequence(model: str, sequence: int) -> str:
@@ -240,5 +240,5 @@ def _at_sequence(model: str, sequence: int) -> str:
     ('gpt:layers=2,sequence=128', 'gpt-39b:sequence=128')
     """
     name, _, words = model.partition(":")
-    kept = [word for word in words.split(",") if word and word.partition("=")[0].strip() != "sequence"]
-    return f"{name}:{','.join([*kept, f'sequence={sequence}'])}"
+    arguments = [word for word in words.split(",") if word and word.partition("=")[0].strip() != "sequence"]
+    return f"{name}:{','.join([*arguments, f'sequence={sequence}'])}"

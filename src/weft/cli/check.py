@@ -76,10 +76,10 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     program = Program.parse(read_actions(file))
     program = program if program.name != "program" else replace(program, name=file.name)  # a text need not name itself
     try:
-        whole = complete(program, rendezvous)
+        completed = complete(program, rendezvous)
     except ProgramError as error:
         raise reworded(program, error) from None
-    return whole, program
+    return completed, program
 
 
 def _require_wants(program: Program) -> None:

@@ -35,8 +35,8 @@ def inspect(path: Where, as_json: options.Json = False) -> None:
     with output(as_json) as out:
         from weft.run.state.checkpoint.folder import read_manifest
 
-        found = newest(path)
-        _show(found, read_manifest(found), out, is_complete=None)
+        folder = newest(path)
+        _show(folder, read_manifest(folder), out, is_complete=None)
 
 
 @app.command("verify")
@@ -50,10 +50,10 @@ def verify(path: Where, as_json: options.Json = False) -> None:
     with output(as_json) as out:
         from weft.run.state.checkpoint import verify as check
 
-        found = newest(path)
-        with out.working(f"reading {found}"):
-            manifest = check(found)
-        _show(found, manifest, out, is_complete=True)
+        folder = newest(path)
+        with out.working(f"reading {folder}"):
+            manifest = check(folder)
+        _show(folder, manifest, out, is_complete=True)
 
 
 def newest(path: Path) -> Path:

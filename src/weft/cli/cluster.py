@@ -45,7 +45,7 @@ def new(  # noqa: PLR0913
         from weft.cluster.draft import draft
 
         text = draft(name, device, devices, nodes=nodes, link=link, network=network, price_per_hour=price, priced=priced)
-        made = loads(text)
+        described = loads(text)
         if out_file is None:
             if not as_json:
                 typer.echo(text, nl=False)
@@ -54,7 +54,7 @@ def new(  # noqa: PLR0913
         else:
             write_file(out_file, text)
             out.message(f"wrote {out_file}; `weft cluster show {out_file}` has all of its figures, --cluster {out_file} plans for it")
-        out.answer({"file": str(out_file or ""), "text": text, **_figures(made)})
+        out.answer({"file": str(out_file or ""), "text": text, **_figures(described)})
 
 
 @app.command("show")
@@ -80,12 +80,12 @@ def show(
 
             out.answer({f"{kind}s": list(names(kind)) for kind in ("node", "device", "link")})
             return
-        found = load_cluster(cluster, out)
+        described = load_cluster(cluster, out)
         if toml and not as_json:
-            typer.echo(found.to_toml(), nl=False)
+            typer.echo(described.to_toml(), nl=False)
             return
-        out.table(_table(found))
-        out.answer(_figures(found))
+        out.table(_table(described))
+        out.answer(_figures(described))
 
 
 @app.command("check")
@@ -103,12 +103,12 @@ def check(
         from weft.cli.operands import load_cluster
         from weft.cluster.doubts import doubts
 
-        found = load_cluster(file, out)
-        said = doubts(found)
+        described = load_cluster(file, out)
+        said = doubts(described)
         for line in said:
             out.message(f"{file}: {line}")
         out.message(f"{file}: {len(said)} figures look wrong" if said else f"{file} can be read, and nothing in it looks wrong")
-        out.answer({"ok": not said, "warnings": list(said), **_figures(found)})
+        out.answer({"ok": not said, "warnings": list(said), **_figures(described)})
 
 
 @app.command("schema")
@@ -166,8 +166,8 @@ def _catalogue() -> tuple[Table, ...]:
     from weft.cluster.catalogue import entry, names
 
     def rows(kind: str, *keys: str) -> tuple[tuple[str, ...], ...]:
-        found = {name: entry(kind, name) for name in names(kind)}
-        return tuple((name, *(_word(one.get(key, "")) for key in keys)) for name, one in found.items())
+        entries = {name: entry(kind, name) for name in names(kind)}
+        return tuple((name, *(_word(one.get(key, "")) for key in keys)) for name, one in entries.items())
 
     machines = rows("node", "size", "device", "link", "network", "price_per_hour", "priced")
     return (

@@ -158,10 +158,10 @@ def _machines(cluster: str, ranks: int) -> Cluster | None:
         return None
     from weft.cluster.cluster import Cluster
 
-    found = Cluster.parse(cluster)
-    if found.num_devices < ranks:
-        raise UsageError(f"--ranks {ranks}: {found.name} has {found.num_devices} devices; name more machines")
-    return found
+    machines = Cluster.parse(cluster)
+    if machines.num_devices < ranks:
+        raise UsageError(f"--ranks {ranks}: {machines.name} has {machines.num_devices} devices; name more machines")
+    return machines
 
 
 def _levels(name: str, machines: Cluster | None, ranks: int) -> int | tuple[int, ...]:
@@ -186,22 +186,22 @@ def _programs(collective: str, machines: Cluster | None, ranks: int) -> dict[str
         raise UsageError(
             f"{collective} has one algorithm, so there is nothing to compare; weft collectives draw {only} --collective {collective}"
         )
-    found = {}
+    programs = {}
     for name in ALGORITHMS[collective]:
         try:
-            found[name] = build(collective, name, _levels(name, machines, ranks))
+            programs[name] = build(collective, name, _levels(name, machines, ranks))
         except UsageError:
             continue  # a power of two only
-    return found
+    return programs
 
 
 def _traffic(program: Program, total: float, machines: Cluster | None) -> Traffic:
     from weft.simulate.messages import Wire, deliver
     from weft.simulate.wires import wires
 
-    whole = total / len(program.pieces)
+    piece_bytes = total / len(program.pieces)
     between = wires(machines) if machines is not None else lambda *_: Wire(*EQUAL)
-    return deliver(program, lambda _: whole, between)
+    return deliver(program, lambda _: piece_bytes, between)
 
 
 Compared = tuple[list[dict[str, Any]], dict[str, list[float]]]  # a row an algorithm, and its seconds by SIZES
@@ -218,11 +218,11 @@ def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: f
         )
     rows, times = [], {}
     for name, program in _programs(collective, machines, ranks).items():
-        found = _traffic(program, total, machines)
+        traffic = _traffic(program, total, machines)
         rows.append({
-            "algorithm": name, "time_s": found.seconds, "latency_s": _traffic(program, 0.0, machines).seconds,
-            "total_bytes": found.total_bytes, "mean_bytes": found.total_bytes / ranks, "busiest_bytes": max(found.sent_bytes),
-            "steps": num_steps(program), "messages": len(found.messages), "balance": found.balance,
+            "algorithm": name, "time_s": traffic.seconds, "latency_s": _traffic(program, 0.0, machines).seconds,
+            "total_bytes": traffic.total_bytes, "mean_bytes": traffic.total_bytes / ranks, "busiest_bytes": max(traffic.sent_bytes),
+            "steps": num_steps(program), "messages": len(traffic.messages), "balance": traffic.balance,
         })  # fmt: skip
         times[name] = [_traffic(program, at, machines).seconds for at in SIZES]
     return rows, times
@@ -259,8 +259,8 @@ def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
     if machines is None:
         hop = Hop(*EQUAL)
         return Ways(hop, hop, inside, ranks // inside) if inside else Ways(hop, hop, ranks)
-    found = ways(machines, Group(ranks))
-    return replace(found, near=replace(found.near, add_byte_s=0.0, adding=()), far=replace(found.far, add_byte_s=0.0, adding=()))
+    times = ways(machines, Group(ranks))
+    return replace(times, near=replace(times.near, add_byte_s=0.0, adding=()), far=replace(times.far, add_byte_s=0.0, adding=()))
 
 
 def _library(collective: str, machines: Cluster | None, ranks: int) -> list[float]:

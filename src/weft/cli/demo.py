@@ -39,8 +39,8 @@ def demo(
         if text is not None and not text.exists():
             raise UsageError(f"--text {text} is not there; name a file or a folder of texts")
         config = project / CONFIG
-        given = [word.partition("=")[2] for word in changes or () if word.partition("=")[0] == "run.folder"]
-        folder = Path(given[-1]) if given and given[-1] else run_folder(project / "runs")
+        folders = [word.partition("=")[2] for word in changes or () if word.partition("=")[0] == "run.folder"]
+        folder = Path(folders[-1]) if folders and folders[-1] else run_folder(project / "runs")
         out.text("1. This machine")
         machines = load_cluster("here", out)
         for table in cluster_tables(machines)[:MACHINE_ROWS]:

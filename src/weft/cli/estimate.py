@@ -96,22 +96,22 @@ def say_estimate(
     with out.working(f"planning {model} on {machines.name}"):
         plan, refused = _plan_or_why_not(setting, constrain)
     fits = plan is not None and plan.prediction is not None
-    found = _planned(plan, setting, work) if plan is not None and fits else _arithmetic(setting, flops, plan, refused)
-    assumptions = [a for a in (work.assumption, assumed_batch) if a] + found.assumptions
+    estimate = _planned(plan, setting, work) if plan is not None and fits else _arithmetic(setting, flops, plan, refused)
+    assumptions = [a for a in (work.assumption, assumed_batch) if a] + estimate.assumptions
     assumptions.append("no failures, restarts, evaluations or waiting for data")
     rows = (
         ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
         ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
         ("work", f"{work.words}; {flops:.3g} FLOP"),
-        *found.rows,
+        *estimate.rows,
     )
-    _show(out, rows, plan, found, assumptions)
+    _show(out, rows, plan, estimate, assumptions)
     out.answer(
         {
             "model": model, "cluster": machines.name, "num_devices": machines.num_devices, "fits": fits, "reason": refused,
             "layout": str(plan.layout) if plan is not None else None, "batch_size": size, "samples": work.samples,
-            "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": found.seconds, "usd": found.usd,
-            "kwh": found.kwh, **_predicted(plan), "assumptions": assumptions,
+            "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": estimate.seconds, "usd": estimate.usd,
+            "kwh": estimate.kwh, **_predicted(plan), "assumptions": assumptions,
         }
     )  # fmt: skip
 

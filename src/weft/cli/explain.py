@@ -101,15 +101,15 @@ def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[V
     """The chosen layout, then those that the search kept, by their time, then those it refused."""
     from weft.cli.setting import Variant
 
-    kept = [c for c in plan.candidates if c.layout != plan.layout]
+    others = [c for c in plan.candidates if c.layout != plan.layout]
     timed = sorted(
-        (c for c in kept if c.prediction is not None and not c.note), key=lambda c: c.prediction.step_time_s if c.prediction else 0
+        (c for c in others if c.prediction is not None and not c.note), key=lambda c: c.prediction.step_time_s if c.prediction else 0
     )
-    refused = [c for c in kept if c.prediction is None or c.note]
-    found = [base]
+    refused = [c for c in others if c.prediction is None or c.note]
+    variants = [base]
     for number, c in enumerate([*timed, *refused][: most - 1], start=2):
-        found.append(Variant(str(number), setting, c.layout, c.prediction, refusal_words(c.note), not c.note))
-    return found
+        variants.append(Variant(str(number), setting, c.layout, c.prediction, refusal_words(c.note), not c.note))
+    return variants
 
 
 def _found(plan: Plan) -> str:

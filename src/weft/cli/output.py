@@ -107,8 +107,8 @@ def _console(stderr: bool) -> Console:
     from rich.console import Console
 
     # Where nobody says how wide the paper is, tables get room for a layout and its numbers side by side.
-    known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else DEFAULT_WIDTH)
+    has_width = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if has_width else DEFAULT_WIDTH)
 
 
 def as_json(value: object) -> object:

@@ -80,7 +80,7 @@ def _by_layer(plan: Plan, setting: Setting, out: Output) -> dict[str, object]:
         return {"layers": []}
     ranks = min(layout.num_ranks, machines.node_size)
     with out.working("pricing layers"):
-        found = layers(setting.graph, machines, plan.batch_size, ranks, layout.precision)
+        rows = layers(setting.graph, machines, plan.batch_size, ranks, layout.precision)
         taken = setting.sharding(plan).ops
-    out.table(layers_table(f"Layers, {plan.batch_size} samples at once over {ranks} ranks", found, taken))
-    return {"layers": layers_record(found, taken), "layer_ranks": ranks}
+    out.table(layers_table(f"Layers, {plan.batch_size} samples at once over {ranks} ranks", rows, taken))
+    return {"layers": layers_record(rows, taken), "layer_ranks": ranks}

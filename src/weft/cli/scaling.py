@@ -59,16 +59,16 @@ def scaling(  # noqa: PLR0913
 
         if target is not None and target.suffix != PAGE:
             check_suffix(target)
-        given = Layout.parse(layout) if layout is not None else None
+        fixed = Layout.parse(layout) if layout is not None else None
         machines = load_cluster(cluster, out)
         counts = _counts(devices, machines.node_size, machines.num_devices)
         name, sequence = named(model, sequence)
         first = Setting(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
-        found: list[Variant] = []
+        variants: list[Variant] = []
         for count in counts:
             with out.working(f"planning {model} on {count} devices"):
-                found.append(_at(first, count, counts[0], weak, given, constrain or ()))
-        rows = _show(out, f"{model} on {machines.device.name}, {'weak' if weak else 'strong'} scaling", counts, found, target)
+                variants.append(_at(first, count, counts[0], weak, fixed, constrain or ()))
+        rows = _show(out, f"{model} on {machines.device.name}, {'weak' if weak else 'strong'} scaling", counts, variants, target)
         out.answer({"model": model, "weak": weak, "unit": unit_of(first.graph).name, "sizes": rows})
         if not any(row["efficiency"] for row in rows):
             out.message("none of these sizes has a plan; the notes say why, and what would")
@@ -103,10 +103,10 @@ def _counts(text: str | None, node: int, most: int) -> list[int]:
     ([8, 64], [8, 16, 32, 48])
     """
     if text is None:
-        found = [node]
-        while found[-1] * 2 < most:
-            found.append(found[-1] * 2)
-        return sorted({min(node, most), *found, most})
+        counts = [node]
+        while counts[-1] * 2 < most:
+            counts.append(counts[-1] * 2)
+        return sorted({min(node, most), *counts, most})
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and 0 < int(word) < 10**7 for word in words):
         raise UsageError(f"--devices {text}: numbers of devices with commas between them, for example --devices 8,64,512")

@@ -57,8 +57,8 @@ def schedule(
             raise UsageError(f"{target} is none of the kinds that a schedule is written as; end it in {', '.join(SUFFIXES)}")
         if is_file(name):
             options_of_names = (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks))
-            if given := [option for option, value in options_of_names if value is not None]:
-                raise UsageError(f"{name} is a file, which says its sizes itself; leave {' and '.join(given)} out")
+            if unused := [option for option, value in options_of_names if value is not None]:
+                raise UsageError(f"{name} is a file, which says its sizes itself; leave {' and '.join(unused)} out")
             program, written, each = _of_file(name)
         else:
             program, each = _of_name(name, stages, microbatches, chunks)
@@ -69,13 +69,13 @@ def schedule(
             out.answer(record(program, None, str(error)))
             out.message(str(error))
             raise typer.Exit(ProgramError.exit_code) from None
-        found = summarize(program, unit, each)
+        summary = summarize(program, unit, each)
         if not out.to_json:
-            _draw(program, found, out)
+            _draw(program, summary, out)
         if target is not None:
-            _write(program, found, target)
+            _write(program, summary, target)
             out.message(f"written to {target}")
-        out.answer(record(program, found))
+        out.answer(record(program, summary))
 
 
 def _of_file(name: str) -> tuple[Program, Program, int]:

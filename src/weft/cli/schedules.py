@@ -55,21 +55,21 @@ def schedules(
                 rows.append((name, *[""] * 5, str(error).partition(", not")[0].removeprefix(f"{name} ")))
                 continue
             check(program)
-            found = summarize(program, unit, each)
-            records.append(record(program, found))
+            summary = summarize(program, unit, each)
+            records.append(record(program, summary))
             rows.append(
                 (
                     name,
-                    f"{found.time:g}",
-                    format_percent(found.bubble),
-                    format_percent(found.utilisation),
-                    f"{max(found.peak_in_flight):g}",
-                    f"{max(found.weights_held):g}",
+                    f"{summary.time:g}",
+                    format_percent(summary.bubble),
+                    format_percent(summary.utilisation),
+                    f"{max(summary.peak_in_flight):g}",
+                    f"{max(summary.weights_held):g}",
                     "",
                 )
             )
-        known = [(i, float(row[1])) for i, row in enumerate(rows) if row[1]]
-        fastest = tuple(i for i, time in known if time == min(t for _, t in known))
+        timed = [(i, float(row[1])) for i, row in enumerate(rows) if row[1]]
+        fastest = tuple(i for i, time in timed if time == min(t for _, t in timed))
         note = f"stages: {stages}, microbatches: {microbatches}, {times}; all proven, the fastest in bold"
         out.table(Table("Schedules", _COLUMNS, tuple(rows), right=(1, 2, 3, 4, 5), marked=fastest, note=note))
         out.answer({"stages": stages, "microbatches": microbatches, "schedules": records})

@@ -149,10 +149,10 @@ class Setting:
         from weft.solve.search import check_layout
 
         check_layout(plan.layout, self.cluster, self.batch_size)
-        found = self.price(plan.layout, plan, name)
-        if found.prediction is None:
-            raise Infeasible(f"{name}: {plan.layout} cannot be on {self.cluster.name} with a batch of {self.batch_size}: {found.note}")
-        return found
+        priced = self.price(plan.layout, plan, name)
+        if priced.prediction is None:
+            raise Infeasible(f"{name}: {plan.layout} cannot be on {self.cluster.name} with a batch of {self.batch_size}: {priced.note}")
+        return priced
 
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
         """What `layout` costs here, with the cuts and stages of `like` where they apply."""

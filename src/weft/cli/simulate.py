@@ -27,7 +27,7 @@ def simulate(
     ] = None,
     batch: options.Batch = None,
     sequence: options.Sequence = None,
-    late: Annotated[str | None, typer.Option("--late", metavar="NxPART", help=_STRAGGLING, show_default=False)] = None,
+    delays: Annotated[str | None, typer.Option("--late", metavar="NxPART", help=_STRAGGLING, show_default=False)] = None,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -47,9 +47,9 @@ def simulate(
         from weft.report.tables import prediction_record
 
         chosen, setting = _chosen(subject, layout, cluster, (batch, sequence), out)
-        steps, part = _parse_stragglers(late)
+        steps, part = _parse_stragglers(delays)
         prediction, timeline = api.simulated(
-            chosen, setting.resolved, setting.given, cluster=setting.cluster, source=setting.source, steps=steps, late=part
+            chosen, setting.resolved, setting.given, cluster=setting.cluster, source=setting.source, steps=steps, mean_delay=part
         )
         if target is not None:
             write_file(Path(target), timeline.to_perfetto())

@@ -49,8 +49,8 @@ def train(
     from weft.world.started import started_rank
 
     with output(as_json) as out:
-        given = {"plan.layout": layout, "plan.device_memory": device_memory}
-        summary = run(config, [*(changes or ()), *(f"{key}={value}" for key, value in given.items() if value is not None)], out)
+        overrides = {"plan.layout": layout, "plan.device_memory": device_memory}
+        summary = run(config, [*(changes or ()), *(f"{key}={value}" for key, value in overrides.items() if value is not None)], out)
         if not started_rank(os.environ):
             out.table(summary_of(summary))
             against = components_table(summary)
@@ -213,9 +213,9 @@ def components_table(summary: dict[str, Any]) -> Table:
     if predicted and measured:
         names = [*predicted, *(name for name in measured if name not in predicted)]
         pairs = [(name, predicted.get(name, 0.0), measured.get(name, 0.0)) for name in names]
-        whole = summary.get("predicted_step_time_s") or sum(x for _, x, _ in pairs), sum(y for _, _, y in pairs)
-        for name, x, y in (*pairs, ("step", *whole)):
-            off = f"{(x - y) / whole[1]:+.1%}" if whole[1] else ""
+        total = summary.get("predicted_step_time_s") or sum(x for _, x, _ in pairs), sum(y for _, _, y in pairs)
+        for name, x, y in (*pairs, ("step", *total)):
+            off = f"{(x - y) / total[1]:+.1%}" if total[1] else ""
             rows.append((name, *(format_seconds(s) if s > 1e-9 else "0 s" for s in (x, y)), off))
     note = "medians of the last steps, on the rank that computes most" if rows else ""
     columns = ("component", "predicted", "measured", "difference, of the step")

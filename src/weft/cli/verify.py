@@ -74,11 +74,11 @@ def verify(  # noqa: PLR0913
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
-            found = api.verify(
+            result = api.verify(
                 subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
                 cut_everything=cut_everything,
             )  # fmt: skip
-        results = found.layouts or (found,)
+        results = result.layouts or (result,)
         if len(results) > 1:
             _show_all(out, model, results)
         else:
@@ -86,9 +86,9 @@ def verify(  # noqa: PLR0913
             if results[0].memory:
                 predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=results[0].dtype)).prediction
                 out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
-        out.answer((found if len(results) > 1 else results[0]).record())
-        if not found.ok:
-            out.message(f"the parallel run differs from the serial one above the tolerance, first in {found.first_difference}")
+        out.answer((result if len(results) > 1 else results[0]).record())
+        if not result.ok:
+            out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
 
 

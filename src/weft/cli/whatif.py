@@ -93,5 +93,5 @@ def _best(variant: Variant, name: str) -> Variant:
     """What the search chooses in a variant's setting."""
     from weft.report.tables import layout_words
 
-    found = variant.setting.best(name)
-    return replace(found, note=found.note or layout_words(found.layout)) if found.fits else replace(found, layout=variant.layout)
+    best = variant.setting.best(name)
+    return replace(best, note=best.note or layout_words(best.layout)) if best.fits else replace(best, layout=variant.layout)

@@ -35,15 +35,15 @@ def find(text: str) -> Cluster:
     if part := re.fullmatch(r"(\d+) devices? of (.+)", text):
         return resized(find(part[2]), int(part[1]))
     if file := re.fullmatch(r"(.+\.toml)(?::([^/]+))?", text):
-        found = load(Path(file[1]))
-        return ordered(found, file[2].split("+")) if file[2] else found
+        read = load(Path(file[1]))
+        return ordered(read, file[2].split("+")) if file[2] else read
     if "+" in text:
         return _mixed(text)
-    given, _, stack = text.partition("@")
+    machines, _, stack = text.partition("@")
     if stack and stack not in _catalogue()["stack"]:
-        known = _catalogue()["stack"]
-        raise UsageError(f"cluster {text}: the efficiency set {stack!r} is unknown{nearest(stack, known)}; known: {', '.join(known)}")
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", given)
+        stacks = _catalogue()["stack"]
+        raise UsageError(f"cluster {text}: the efficiency set {stack!r} is unknown{nearest(stack, stacks)}; known: {', '.join(stacks)}")
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", machines)
     if match is None:
         raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
     count, name = int(match[1] or 1), match[2]
@@ -77,8 +77,8 @@ def names(table: str = "node") -> tuple[str, ...]:
 
 def section(table: str) -> Mapping[str, Any]:
     """The figures of all that the catalogue has of a kind, by name."""
-    found: Mapping[str, Any] = _catalogue()[table]
-    return found
+    entries: Mapping[str, Any] = _catalogue()[table]
+    return entries
 
 
 def entry(table: str, name: str, where: str = "") -> dict[str, Any]:
@@ -90,10 +90,10 @@ def entry(table: str, name: str, where: str = "") -> dict[str, Any]:
     Raises:
         ConfigError: no such name, with the nearest.
     """
-    known = _catalogue()[table]
-    if name not in known:
-        raise ConfigError(f"{where or table}: {name!r} is no {table} of the catalogue{nearest(name, known)}; known: {', '.join(known)}")
-    return dict(known[name])
+    entries = _catalogue()[table]
+    if name not in entries:
+        raise ConfigError(f"{where or table}: {name!r} is no {table} of the catalogue{nearest(name, entries)}; known: {', '.join(entries)}")
+    return dict(entries[name])
 
 
 @cache
@@ -122,8 +122,8 @@ def _machines_with(device: str) -> str:
     nodes = {name: node for name, node in _catalogue()["node"].items() if node["device"].lower().startswith(device.lower())}
     if not nodes:
         return ""
-    found = ", ".join(f"{name} has {node['size']} {node['device']}" for name, node in nodes.items())
-    return f': that is a device, and machines are counted: {found}; "4 devices of {next(iter(nodes))}" is a part of one'
+    machines = ", ".join(f"{name} has {node['size']} {node['device']}" for name, node in nodes.items())
+    return f': that is a device, and machines are counted: {machines}; "4 devices of {next(iter(nodes))}" is a part of one'
 
 
 def load(path: Path) -> Cluster:
@@ -166,16 +166,16 @@ def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
                 raise ConfigError(f"{where} [[level]] has no {key}")
         _check_type(f"{where} [[level]]", "size", level["size"], "int")
         _check_type(f"{where} [[level]]", "name", level["name"], "str")
-        own = {k: v for k, v in level.items() if k not in ("name", "size")}
-        levels.append(Level(level["name"], level["size"], _link(f"{where} [[level]] {level['name']}", own, text)))
+        link = {k: v for k, v in level.items() if k not in ("name", "size")}
+        levels.append(Level(level["name"], level["size"], _link(f"{where} [[level]] {level['name']}", link, text)))
     tables = []
     for row in _list(where, data, "table"):
         table = _build(Table, f"{where} [[table]]", {**row, "points": _points(where, row.get("points"))}, text)
         tables.append(table)
     numbers = {key: data.get(key, 0.0) for key in NUMBERS}
     words = {key: data.get(key, "") for key in WORDS}
-    for kind, given in (("float", numbers), ("str", words)):
-        for key, value in given.items():
+    for kind, fields_of in (("float", numbers), ("str", words)):
+        for key, value in fields_of.items():
             _check_type(where, key, value, kind)
     return Cluster(
         device=_device(where, data["device"], data["name"], text),
@@ -252,10 +252,10 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def _list(where: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = data.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+    rows = data.get(key, [])
+    if not isinstance(rows, list) or not all(isinstance(item, dict) for item in rows):
         raise ConfigError(f"{where}: {key} is a list of tables, [[{key}]]")
-    return found
+    return rows
 
 
 def _check_type(where: str, key: str, value: Any, kind: str) -> None:
@@ -273,20 +273,20 @@ def _check_type(where: str, key: str, value: Any, kind: str) -> None:
 
 def _build(kind: Any, where: str, table: Mapping[str, Any], text: str) -> Any:
     """An instance of a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
-    known = {f.name: str(f.type) for f in fields(kind)}
-    toml.only(where, table, set(known), text)
+    types = {f.name: str(f.type) for f in fields(kind)}
+    toml.only(where, table, set(types), text)
     values: dict[str, Any] = {}
     for key, value in table.items():
-        _check_type(where, key, value, known[key])
+        _check_type(where, key, value, types[key])
         if isinstance(value, dict):
             for inner, number in value.items():
                 _check_type(where, f"{key}.{inner}", number, "float")
             value = tuple((inner, float(number)) for inner, number in value.items())
-        values[key] = float(value) if known[key] == "float" else value
+        values[key] = float(value) if types[key] == "float" else value
     try:
         return kind(**values)
     except TypeError as error:
-        missing = [key for key in known if f"'{key}'" in str(error)]
+        missing = [key for key in types if f"'{key}'" in str(error)]
         raise ConfigError(f"{where} has no {', '.join(missing) or str(error)}") from error
 
 

@@ -84,11 +84,11 @@ class Device:
         """
         peaks = dict(self.peak_flops)
         elsewhere = KINDS[self.kind].computes_elsewhere and precision in LAYOUTS
-        found = peaks.get(precision, peaks.get(LAYOUTS[precision].elsewhere) if elsewhere else None)
-        if found is None:
+        peak = peaks.get(precision, peaks.get(LAYOUTS[precision].elsewhere) if elsewhere else None)
+        if peak is None:
             have = ", ".join(name for name, _ in self.peak_flops)
             raise Infeasible(f"precision={precision}: {self.name} has no {precision} matrix products; use one of {have}")
-        return found
+        return peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,18 +302,18 @@ class Cluster:
                 return speed
         if self.speeds:
             # The nearest measurement with as many busy cores, scaled by the cores that a rank really gets.
-            cores = min(threads, self.node_size / here)
+            per_rank = min(threads, self.node_size / here)
             busy = min(here * threads, self.node_size)
             near = min(self.speeds, key=lambda s: (abs(log(s.ranks * s.threads / busy)), abs(log(s.threads / threads))))
-            by = cores / min(near.threads, self.node_size / near.ranks)
+            by = per_rank / min(near.threads, self.node_size / near.ranks)
             return near.scaled(here, threads, by, near.launch_s * max(1.0, here * threads / self.node_size))
-        cores = 1.0 if not self.kind.shares_hosts else min(threads, self.node_size / here)
+        per_rank = 1.0 if not self.kind.shares_hosts else min(threads, self.node_size / here)
         device = self.device
         return Speed(
             here,
             threads,
-            tuple((p, v * device.matmul_efficiency * cores) for p, v in device.peak_flops),
-            device.memory_bandwidth_bytes_per_s * cores,
+            tuple((p, v * device.matmul_efficiency * per_rank) for p, v in device.peak_flops),
+            device.memory_bandwidth_bytes_per_s * per_rank,
             device.launch_s,
         )
 

@@ -41,8 +41,8 @@ def doctor() -> tuple[Check, ...]:
 
 
 def _python() -> Check:
-    found = ".".join(str(n) for n in sys.version_info[:3])
-    return Check("python", sys.version_info >= (3, 11), found, "install Python 3.11 or newer")
+    version = ".".join(str(n) for n in sys.version_info[:3])
+    return Check("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer")
 
 
 def _packages() -> list[Check]:
@@ -98,18 +98,18 @@ def _shared_memory() -> Check:
     except OSError:
         return Check("shared memory", False, "no /dev/shm", "ranks will talk through sockets, which is slower", needed=False)
     ok = free >= LEAST_SHARED_BYTES
-    found = f"{free / 2**20:.0f} MiB free in /dev/shm"
-    return Check("shared memory", ok, found, "start the container with --shm-size=1g or more", needed=False)
+    free_words = f"{free / 2**20:.0f} MiB free in /dev/shm"
+    return Check("shared memory", ok, free_words, "start the container with --shm-size=1g or more", needed=False)
 
 
 def _network(control: Path = Path("/proc/sys/net/ipv4/tcp_congestion_control")) -> Check:
     """How TCP paces what it sends to other hosts: BBR made one step in five of two hosts' ranks 60 ms longer (`scripts/bench planned`)."""
     try:
-        found = control.read_text().strip()
+        control_name = control.read_text().strip()
     except OSError:
         return Check("congestion control", True, "not known on this system", needed=False)
     remedy = "between hosts without NCCL: sysctl -w net.ipv4.tcp_congestion_control=cubic (or reno); it stalls ranks that send and wait"
-    return Check("congestion control", not found.startswith("bbr"), found, remedy, needed=False)
+    return Check("congestion control", not control_name.startswith("bbr"), control_name, remedy, needed=False)
 
 
 def _files() -> Check:
@@ -127,14 +127,14 @@ def _hardware() -> list[Check]:
         return []
     from weft.cluster.probe import machine
 
-    found = machine.capabilities()
+    able = machine.capabilities()
     memory = machine.memory_bytes()
     return [
         Check("cores", True, f"{machine.num_cores()} usable of {os.cpu_count()}", needed=False),
         Check("memory", memory >= 2 << 30, f"{memory / 2**30:.1f} GiB", "2 GiB is the least that trains anything of use", needed=False),
-        Check("gloo", found["gloo"], "available" if found["gloo"] else "missing", "install a torch built with distributed support"),
-        Check("GPUs", True, f"{found['gpus']}: {found['gpu']}" if found["gpus"] else "none; training runs on processors", needed=False),
-        Check("nccl", bool(found["nccl"] or not found["gpus"]), "available" if found["nccl"] else "missing", "install a CUDA torch", False),
+        Check("gloo", able["gloo"], "available" if able["gloo"] else "missing", "install a torch built with distributed support"),
+        Check("GPUs", True, f"{able['gpus']}: {able['gpu']}" if able["gpus"] else "none; training runs on processors", needed=False),
+        Check("nccl", bool(able["nccl"] or not able["gpus"]), "available" if able["nccl"] else "missing", "install a CUDA torch", False),
         Check(
             "bfloat16", machine.has_bfloat16(), "in hardware" if machine.has_bfloat16() else "emulated, so float32 is faster",
             "nothing to do: plans use float32 here", needed=False,

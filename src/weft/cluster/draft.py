@@ -30,7 +30,7 @@ def draft(
         UsageError: no machine of the catalogue has the device, and no link is given.
     """
     figures = entry("device", device)
-    machine = next((found for node in names() if (found := entry("node", node))["device"] == device), None)
+    machine = next((joins for node in names() if (joins := entry("node", node))["device"] == device), None)
     if machine is None and not (link and (network or nodes == 1)):
         raise UsageError(f"no machine of the catalogue has {device}; say what joins the devices: --link, and --network between machines")
     inner = link or (machine or {})["link"]
@@ -50,10 +50,10 @@ def draft(
         f'device = "{device}"',
     ]
     for level, size, joined, what in levels:
-        found = entry("link", joined)
+        joins = entry("link", joined)
         lines += [
             "",
-            f"[[level]]  # {what}: {found['bandwidth_bytes_per_s'] / 1e9:g} GB/s each way, {found['latency_s'] * 1e6:g} us",
+            f"[[level]]  # {what}: {joins['bandwidth_bytes_per_s'] / 1e9:g} GB/s each way, {joins['latency_s'] * 1e6:g} us",
             f'name = "{level}"',
             f"size = {size}",
             f'link = "{joined}"',

@@ -45,9 +45,9 @@ def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
     """The same machines with their parts in another order; its name, or how it is found, says so where the old one did."""
     parts = [cluster.parts[i] for i in order]
     words = "+".join(part.name for part in parts)
-    known = "+".join(part.name for part in cluster.parts) == cluster.name
+    ordered_already = "+".join(part.name for part in cluster.parts) == cluster.name
     origin = f"{cluster.origin.partition('.toml')[0]}.toml:{words}" if cluster.origin and parts != list(cluster.parts) else cluster.origin
-    return replace(cluster, name=words if known else cluster.name, parts=tuple(parts), origin=origin)
+    return replace(cluster, name=words if ordered_already else cluster.name, parts=tuple(parts), origin=origin)
 
 
 def ordered(cluster: Cluster, names: Sequence[str]) -> Cluster:
@@ -61,9 +61,9 @@ def ordered(cluster: Cluster, names: Sequence[str]) -> Cluster:
         raise UsageError(f"{'+'.join(names)} is no order of the parts of {cluster.name}, which are {', '.join(have) or 'none'}")
     left, order = list(enumerate(have)), []
     for name in names:
-        found = next(item for item in left if item[1] == name)
-        left.remove(found)
-        order.append(found[0])
+        next_part = next(item for item in left if item[1] == name)
+        left.remove(next_part)
+        order.append(next_part[0])
     return reordered(cluster, order)
 
 

@@ -30,8 +30,8 @@ def schema() -> dict[str, Any]:
     level["properties"] = {key: value for key, value in level["properties"].items() if key != "link"} | link["properties"]
     level["anyOf"] = link["anyOf"]
     by_name = {"enum": list(names("device"))}
-    own = [key for key in _needed(Device) if key != "name"]  # the cluster's, where it has none
-    device = _table(Device, {"like": by_name}, required=[], or_by=("like", own))
+    of_cluster = [key for key in _needed(Device) if key != "name"]  # the cluster's, where it has none
+    device = _table(Device, {"like": by_name}, required=[], or_by=("like", of_cluster))
     device["properties"]["peak_flops"] = {"type": "object", "properties": dict.fromkeys(PRECISIONS, _NUMBER), "additionalProperties": False}
     tables = {"level": level, "speed": _table(Speed, {}, _needed(Speed)), "table": _table(Table, {}, _needed(Table))}
     properties: dict[str, Any] = {
@@ -64,7 +64,7 @@ def _needed(kind: type) -> list[str]:
 def _table(kind: type, more: dict[str, Any], required: list[str], or_by: tuple[str, list[str]] | None = None) -> dict[str, Any]:
     """A dataclass as a table with the keys `more`; `or_by`: a key that stands for those named."""
     properties = {f.name: _TYPES.get(str(f.type), {}) for f in fields(kind)} | more
-    made: dict[str, Any] = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    schema_of: dict[str, Any] = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     if or_by is not None:
-        made["anyOf"] = [{"required": [or_by[0]]}, {"required": or_by[1]}]
-    return made
+        schema_of["anyOf"] = [{"required": [or_by[0]]}, {"required": or_by[1]}]
+    return schema_of

@@ -46,15 +46,15 @@ def build(collective: str, name: str, ranks: int | Sequence[int], **options: int
     """
     if collective not in ALGORITHMS:
         raise UsageError(f"unknown collective {collective}{nearest(collective, COLLECTIVES, 0.4)}; known: {', '.join(COLLECTIVES)}")
-    known = ALGORITHMS[collective]
-    if name not in known:
-        raise UsageError(f"{collective} has no algorithm {name}{nearest(name, known, 0.4)}; known: {', '.join(known)}")
+    algorithms = ALGORITHMS[collective]
+    if name not in algorithms:
+        raise UsageError(f"{collective} has no algorithm {name}{nearest(name, algorithms, 0.4)}; known: {', '.join(algorithms)}")
     sizes: int | Sequence[int] = ranks
     if name in NESTED:
         sizes = [ranks] if isinstance(ranks, int) else ranks
     elif not isinstance(ranks, int):
         sizes = prod(ranks)
     try:
-        return known[name](sizes, **options)
+        return algorithms[name](sizes, **options)
     except TypeError:
         raise UsageError(f"{name} takes no {' or '.join(options)}") from None

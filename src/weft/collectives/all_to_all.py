@@ -61,6 +61,6 @@ def two_level(sizes: Sequence[int]) -> Program:
 
 def _program(steps: Steps, name: str) -> Program:
     n = steps.num_ranks
-    given: list[Held] = [{block(r, t): {r: 1} for t in range(n)} for r in range(n)]
+    initial: list[Held] = [{block(r, t): {r: 1} for t in range(n)} for r in range(n)]
     wants: list[Held] = [{block(s, r): {s: 1} for s in range(n)} for r in range(n)]
-    return steps.program(name, given, wants)
+    return steps.program(name, initial, wants)

@@ -31,7 +31,7 @@ def exchange(sizes: Sequence[int]) -> Program:
     if not sizes or min(sizes) < 1:
         raise UsageError(f"a grid of {' x '.join(map(str, sizes)) or 'no'} ranks; every dimension needs 1 or more")
     steps = Steps(prod(sizes))
-    given: list[Held] = [{} for _ in range(steps.num_ranks)]
+    initial: list[Held] = [{} for _ in range(steps.num_ranks)]
     wants: list[Held] = [{} for _ in range(steps.num_ranks)]
     for dim in range(len(sizes)):
         stride = prod(sizes[dim + 1 :])
@@ -41,8 +41,8 @@ def exchange(sizes: Sequence[int]) -> Program:
             for side, there in ((0, at - 1), (1, at + 1)):
                 if 0 <= there < sizes[dim]:
                     neighbour = rank + (there - at) * stride
-                    given[rank] = {**given[rank], edge(rank, dim, side): {rank: 1}}
+                    initial[rank] = {**initial[rank], edge(rank, dim, side): {rank: 1}}
                     wants[neighbour] = {**wants[neighbour], edge(rank, dim, side): {rank: 1}}
                     moves.append(Move(rank, neighbour, (edge(rank, dim, side),)))
         steps.together(moves)
-    return steps.program("halo", given, wants)
+    return steps.program("halo", initial, wants)

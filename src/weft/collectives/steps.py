@@ -77,19 +77,19 @@ def all_reduce(steps: Steps, name: str, pieces: int) -> Program:
 def reduce_scatter(steps: Steps, name: str, pieces: Sequence[Iterable[int]]) -> Program:
     """The program whose steps leave the sums of `pieces[r]` on rank r."""
     n = steps.num_ranks
-    kept = [tuple(p) for p in pieces]
-    return steps.program(name, initial_summands(n, 1 + max(c for p in kept for c in p)), [summed(n, p) for p in kept])
+    chunks = [tuple(p) for p in pieces]
+    return steps.program(name, initial_summands(n, 1 + max(c for p in chunks for c in p)), [summed(n, p) for p in chunks])
 
 
 def all_gather(steps: Steps, name: str, pieces: Sequence[Iterable[int]]) -> Program:
     """The program whose steps bring `pieces[r]`, which rank r has at first, to all."""
-    kept = [tuple(p) for p in pieces]
-    whole: Held = {chunk(c): {r: 1} for r, p in enumerate(kept) for c in p}
-    return steps.program(name, [{chunk(c): {r: 1} for c in p} for r, p in enumerate(kept)], [whole] * steps.num_ranks)
+    chunks = [tuple(p) for p in pieces]
+    all_chunks: Held = {chunk(c): {r: 1} for r, p in enumerate(chunks) for c in p}
+    return steps.program(name, [{chunk(c): {r: 1} for c in p} for r, p in enumerate(chunks)], [all_chunks] * steps.num_ranks)
 
 
 def broadcast(steps: Steps, name: str, pieces: int, root: int) -> Program:
     """The program whose steps bring every piece of rank `root` to all."""
-    whole: Held = {chunk(c): {root: 1} for c in range(pieces)}
-    given: list[Held] = [whole if r == root else {} for r in range(steps.num_ranks)]
-    return steps.program(name, given, [whole] * steps.num_ranks)
+    all_chunks: Held = {chunk(c): {root: 1} for c in range(pieces)}
+    initial: list[Held] = [all_chunks if r == root else {} for r in range(steps.num_ranks)]
+    return steps.program(name, initial, [all_chunks] * steps.num_ranks)

@@ -28,23 +28,23 @@ class Tree:
 
     def depth(self) -> list[int]:
         """[rank] -> links to the root."""
-        found = [0] * len(self.parent)
+        depths = [0] * len(self.parent)
         todo = [self.root]
         while todo:
             rank = todo.pop()
             for child in self.children[rank]:
-                found[child] = found[rank] + 1
+                depths[child] = depths[rank] + 1
                 todo.append(child)
-        return found
+        return depths
 
     def height(self) -> list[int]:
         """[rank] -> links to the farthest leaf below."""
-        found, depth = [0] * len(self.parent), self.depth()
+        heights, depth = [0] * len(self.parent), self.depth()
         for rank in sorted(range(len(depth)), key=depth.__getitem__, reverse=True):
             parent = self.parent[rank]
             if parent is not None:
-                found[parent] = max(found[parent], found[rank] + 1)
-        return found
+                heights[parent] = max(heights[parent], heights[rank] + 1)
+        return heights
 
 
 def _tree(parent: Sequence[int | None]) -> Tree:
@@ -139,19 +139,19 @@ def _down(tree: Tree, pieces: range, when: Callable[[int, int], int]) -> list[tu
 
 def _readiness(tree: Tree) -> list[int]:
     """[rank] -> the step after which it has the sum of all below, where a rank takes one message a step, the earliest first."""
-    found, depth = [0] * len(tree.parent), tree.depth()
+    steps_of, depth = [0] * len(tree.parent), tree.depth()
     for rank in sorted(range(len(depth)), key=depth.__getitem__, reverse=True):
         at = 0
-        for child in sorted(tree.children[rank], key=found.__getitem__):
-            at = max(at, found[child]) + 1
-        found[rank] = at
-    return found
+        for child in sorted(tree.children[rank], key=steps_of.__getitem__):
+            at = max(at, steps_of[child]) + 1
+        steps_of[rank] = at
+    return steps_of
 
 
 def _arrivals(tree: Tree) -> list[int]:
     """[rank] -> the step in which it is reached from the root, where a rank sends one message a step, to the highest child first."""
-    found, height, depth = [0] * len(tree.parent), tree.height(), tree.depth()
+    steps_of, height, depth = [0] * len(tree.parent), tree.height(), tree.depth()
     for rank in sorted(range(len(depth)), key=depth.__getitem__):
         for place, child in enumerate(sorted(tree.children[rank], key=height.__getitem__, reverse=True)):
-            found[child] = found[rank] + place + 1
-    return found
+            steps_of[child] = steps_of[rank] + place + 1
+    return steps_of

@@ -37,14 +37,14 @@ def pieces(sharding: Sharding | None, value: str, but: str = "") -> int | float:
 def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:
     """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
     `weft.lower.local`, summands first, then axis by axis."""
-    made, order = sharding.forms[move.value], list(sharding.sizes)
+    source, order = sharding.forms[move.value], list(sharding.sizes)
     # What leaves its owner moves where it is made, before anything reads it.
-    need = sharding.needs[op.name][op.inputs.index(move.value)] if move.value in op.inputs else made
+    need = sharding.needs[op.name][op.inputs.index(move.value)] if move.value in op.inputs else source
     ways: int | float = 1
     for axis in tensor_axes(sharding):
         if axis != move.axis:
-            before = (made[axis] is not P, order.index(axis)) < (move.source is not P, order.index(move.axis))
-            form = (need[axis] if before else None) or made[axis]
+            before = (source[axis] is not P, order.index(axis)) < (move.source is not P, order.index(move.axis))
+            form = (need[axis] if before else None) or source[axis]
             ways *= form.ways(sharding.sizes[axis]) if is_shard(form) else sharding.sizes[axis] if is_cut(form) else 1
     return ways
 

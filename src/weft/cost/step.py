@@ -77,7 +77,7 @@ class Pricer(OperatorPricer):
 
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
         """The same with another efficiency set or batch; what follows from the graph is shared."""
-        made = replace(
+        pricer = replace(
             self,
             stack=stack or self.stack,
             batch_size=batch_size or self.batch_size,
@@ -87,14 +87,14 @@ class Pricer(OperatorPricer):
             _smaller={},
             _busy={},
         )
-        return self._sharing(made)
+        return self._sharing(pricer)
 
     def while_busy(self, ranks: int, threads: int) -> Pricer:
         """The same on processors of which so many ranks, of so many threads each, compute at once."""
         if (ranks, threads) not in self._busy:
-            made = self.varied()
-            made.busy = ranks, threads
-            self._busy[ranks, threads] = made
+            pricer = self.varied()
+            pricer.busy = ranks, threads
+            self._busy[ranks, threads] = pricer
         return self._busy[ranks, threads]
 
     def with_buckets(self, bucket_bytes: float) -> Pricer:
@@ -156,15 +156,15 @@ class Pricer(OperatorPricer):
             LayoutError: sites that the graph does not have, or not in order.
         """
         apart = layout.residency.picks or schedule_of(layout).has_replicas  # where stages that are alike may still differ
-        known: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
-        found = []
+        cache: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
+        costs = []
         for i, base in self._bases_of(layout, sites, only):
             index = i if place is None else place
             key = (i, index) if apart else (base.first, index // layout.pipeline)
-            if key not in known:
-                known[key] = self._seconds(layout, index, base)
-            found.append(StageCost(*known[key], self._memory(layout, index, base), base.weight_s))
-        return tuple(found)
+            if key not in cache:
+                cache[key] = self._seconds(layout, index, base)
+            costs.append(StageCost(*cache[key], self._memory(layout, index, base), base.weight_s))
+        return tuple(costs)
 
     def single_stage(self, layout: Layout) -> StageCost:
         """All of the model as one stage, without what it holds: for bounds."""
@@ -221,13 +221,13 @@ class Pricer(OperatorPricer):
 
     def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
         """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
-        known: dict[tuple[object, ...], int] = {}
-        found = []
+        firsts: dict[tuple[object, ...], int] = {}
+        numbers = []
         for i, stage in enumerate(split):
             ends = (stage.sends, stage.receives)
             far = tuple(tuple(self.apart(layout, places[i], places[other]) for other, _ in one) for one in ends)
-            found.append(known.setdefault((first[i], far), i))
-        return found
+            numbers.append(firsts.setdefault((first[i], far), i))
+        return numbers
 
     @cached_property
     def weighted(self) -> NDArray[np.bool_]:
@@ -324,7 +324,7 @@ class Pricer(OperatorPricer):
         ranks = self.by_rank(layout, costs)
         schedule = schedule_of(layout)
         shares = [[mine[s] for s in sorted(mine)] for mine in schedule.shares] if len(costs) > 1 else [[1.0]]
-        round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in own]) for mine, own in zip(shares, ranks, strict=True)]
+        round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in of_rank]) for mine, of_rank in zip(shares, ranks, strict=True)]
         busy = round_trip.index(max(round_trip))
         busiest, share = ranks[busy], shares[busy]
         lesser = self.by_rank(layout, smaller or costs)[busy]
@@ -335,8 +335,8 @@ class Pricer(OperatorPricer):
         compute = m * _shared(share, [c.compute.total for c in busiest]) + few * _shared(share, [c.compute.total for c in lesser])
         tensor = m * _shared(share, [c.tensor.total for c in busiest]) + few * _shared(share, [c.tensor.total for c in lesser])
         compute = min(compute, max(0.0, pipeline_s - tensor))  # less than its own where others lent the rank their cores
-        gradients = max(sum(c.gradients_s for c in own) for own in ranks)
-        optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
+        gradients = max(sum(c.gradients_s for c in of_rank) for of_rank in ranks)
+        optimizer = max(sum(c.optimizer_s for c in of_rank) for of_rank in ranks)
         overhead = self.devices.overhead_s(layout, pipeline_s)
         total = pipeline_s + gradients + optimizer + overhead
         parts = (
@@ -347,7 +347,9 @@ class Pricer(OperatorPricer):
             ("optimizer", optimizer),
             ("overhead", overhead),
         )
-        fullest = max((together([c.memory for c in own], schedule, r) for r, own in enumerate(ranks)), key=lambda memory: memory.total)
+        fullest = max(
+            (together([c.memory for c in of_rank], schedule, r) for r, of_rank in enumerate(ranks)), key=lambda memory: memory.total
+        )
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
@@ -358,8 +360,8 @@ class Pricer(OperatorPricer):
 
     def peak_flops(self, layout: Layout) -> float:
         """FLOP/s of all devices that the layout uses, at its precision."""
-        cores = max(1, self.cluster.threads_of(layout.num_ranks, layout.threads))
-        return self.cluster.device.peak(layout.precision) * min(layout.num_ranks * cores, max(self.cluster.num_devices, layout.num_ranks))
+        threads = max(1, self.cluster.threads_of(layout.num_ranks, layout.threads))
+        return self.cluster.device.peak(layout.precision) * min(layout.num_ranks * threads, max(self.cluster.num_devices, layout.num_ranks))
 
     def check_memory(self, layout: Layout, prediction: Prediction) -> None:
         """Raise `Infeasible` with the numbers where the fullest rank does not fit."""

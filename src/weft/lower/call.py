@@ -46,9 +46,9 @@ class Call:
 
     @classmethod
     def of(cls, low: Lowering, nodes: Nodes, op: Operator, inputs: list[fx.Node]) -> Call:
-        given = iter(inputs)
-        args = [_argument(a, given, low.device) for a in op.args]
-        kwargs = {k: _argument(a, given, low.device) for k, a in op.kwargs}
+        values = iter(inputs)
+        args = [_argument(a, values, low.device) for a in op.args]
+        kwargs = {k: _argument(a, values, low.device) for k, a in op.kwargs}
         return cls(low, nodes, op, {axis: label for axis, label in low.sharding.ops[op.name].items() if label}, args, kwargs)
 
     @property
@@ -109,17 +109,17 @@ class Call:
         labels = self.rule.inputs[1] or ()
         outputs = [axis for axis, label in self.cut.items() if labels and label == labels[0]]
         over = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
-        made = bind(scaled_linear, *over)
-        made.__name__ = made.__qualname__ = "linear"
-        return made
+        kernel = bind(scaled_linear, *over)
+        kernel.__name__ = kernel.__qualname__ = "linear"
+        return kernel
 
     def _product(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         """A convolution whose windows are single elements, as one product over all samples and places."""
         reshape, permute, last = torch.ops.aten.reshape.default, torch.ops.aten.permute.default, len(self.read(0).shape) - 1
         (samples, channels, *places), sizes = read_shapes(self.op, self.low.graph.tensors, self.low.sharding, self.low.at)
         rows = self.add(reshape, self.add(permute, x, [0, *range(2, last + 1), 1]), [-1, channels])
-        made = self.add(torch.ops.aten.linear.default, rows, self.add(reshape, weight, list(sizes[:2])), bias)
-        maps = self.add(permute, self.add(reshape, made, [samples, *places, -1]), [0, last, *range(1, last)])
+        product = self.add(torch.ops.aten.linear.default, rows, self.add(reshape, weight, list(sizes[:2])), bias)
+        maps = self.add(permute, self.add(reshape, product, [samples, *places, -1]), [0, last, *range(1, last)])
         return self.add(torch.ops.aten.contiguous.default, maps)
 
     def local(self) -> fx.Node:
@@ -134,7 +134,7 @@ class Call:
         axes = {label: axis for axis, label in cut.items() if rule.kernels.get(label) == HALO}
         if not axes:
             return target
-        source, made = self.read(0).shape, self.made.shape
+        source, output = self.read(0).shape, self.made.shape
         parts = []
         for label, window in windows.items():
             if label not in axes and not isinstance(window, Resample):
@@ -142,7 +142,7 @@ class Call:
             assert rule.inputs[0] is not None
             dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
             group = self.low.groups[axes[label]] if label in axes else None
-            here = (0, made[into]) if group is None else pieces(made[into], group.size)[group.index]
+            here = (0, output[into]) if group is None else pieces(output[into], group.size)[group.index]
             parts.append(Part(dim, source[dim], window, self._has(dim, axes.get(label)), here))
         return bind(windowed, target, slides, tuple(parts))
 
@@ -220,12 +220,12 @@ class Call:
 
     def kernels(self) -> dict[str, tuple[Group, ...]]:
         """By kernel that a cut needs, the groups of the axes that need it."""
-        known = self.rule.kernels if self.cut else {}
-        found: dict[str, tuple[Group, ...]] = {}
+        names = self.rule.kernels if self.cut else {}
+        groups: dict[str, tuple[Group, ...]] = {}
         for axis, label in self.cut.items():
-            if kernel := known.get(label):
-                found[kernel] = (*found.get(kernel, ()), self.low.groups[axis])
-        return found
+            if kernel := names.get(label):
+                groups[kernel] = (*groups.get(kernel, ()), self.low.groups[axis])
+        return groups
 
     def contracted(self) -> list[str]:
         """Axes over which what is cut is summed: it is in no result."""
@@ -234,11 +234,11 @@ class Call:
 
     def where(self) -> Where:
         """Which draw an operator makes, and where this rank's piece of it lies."""
-        made, low, number = self.made, self.low, self.low.drawing[self.op.name]
+        output, low, number = self.made, self.low, self.low.drawing[self.op.name]
         labels = self.rule.outputs[0] if self.cut else ()
         cuts: list[tuple[int, int, int]] = []
         runs: list[tuple[int, int, int, int]] = []
-        left, forms = list(made.shape), low.sharding.forms[self.op.outputs[0]]
+        left, forms = list(output.shape), low.sharding.forms[self.op.outputs[0]]
         for axis, label in self.cut.items():
             form, group = forms[axis], low.groups[axis]
             if label in labels and isinstance(form, Strided):
@@ -247,12 +247,12 @@ class Call:
             elif label in labels and (is_shard(form) or is_halo(form)):
                 start, left[form.dim] = part_of(form, left[form.dim], group.size, group.index)
                 cuts.append((form.dim, start, left[form.dim]))
-        place = Place(made.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None, tuple(runs))
+        place = Place(output.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None, tuple(runs))
         place = place.over(drawn_shape(self.op, low.graph.tensors))
         part = 0  # which piece of a cut operator this rank has
         for axis in self.cut:
             part = part * low.groups[axis].size + low.groups[axis].index
-        return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, made.dtype))
+        return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, output.dtype))
 
 
 def _argument(arg: Arg, nodes: Iterator[fx.Node], device: torch.device) -> Any:

@@ -36,24 +36,24 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        narrow = {id(x) for x in given if x.dtype in _NARROW}
-        if narrow and not _writes(func) and any(x.dtype is torch.float64 for x in given):
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        narrow = {id(x) for x in tensors if x.dtype in _NARROW}
+        if narrow and not _writes(func) and any(x.dtype is torch.float64 for x in tensors):
             args, kwargs = tree_map(lambda x: x.double() if id(x) in narrow else x, (args, kwargs))
         try:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except RuntimeError:
             if func.__name__ not in ("full.default", "scalar_tensor.default") or "dtype" in kwargs:
                 raise
             # A mask's least number, which is float64's, in a tensor of float32.
             return func(*args, **{**kwargs, "dtype": torch.float64})
-        if isinstance(made, Tensor) and made.dtype in _NARROW:
-            if not given:
+        if isinstance(result, Tensor) and result.dtype in _NARROW:
+            if not tensors:
                 return func(*args, **{**kwargs, "dtype": torch.float64})
-            of_integers = not any(x.is_floating_point() or x.is_complex() for x in given) and kwargs.get("dtype") is None
+            of_integers = not any(x.is_floating_point() or x.is_complex() for x in tensors) and kwargs.get("dtype") is None
             if func is torch.ops.aten.lift_fresh.default or of_integers:
-                return made.double()
-        return made
+                return result.double()
+        return result
 
 
 class Exactly(TorchFunctionMode):

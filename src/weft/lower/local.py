@@ -134,14 +134,14 @@ class _Builder:
     def _enter(self, region: Owners, operators: Sequence[Operator]) -> list[fx.Node]:
         """Bring what branches read to their owners, where it lies in pieces; returns what stands for what others own."""
         low, i = self.low, self.low.axes.index(region.axis)
-        made = {value for op in operators for value in op.outputs}
+        outputs = {value for op in operators for value in op.outputs}
         moves: dict[tuple[str, Placement], tuple[Variant, Way]] = {}
         for op in operators:
             for value, row in zip(op.inputs, low.sharding.needs[op.name], strict=True):
                 need, variants = row[region.axis], self.env.get(value, {})
                 assert is_owned(need)
                 source = next((variant for variant in variants if is_shard(variant[i])), None)
-                if value in made or source is None or any(variant[i] is D for variant in variants):
+                if value in outputs or source is None or any(variant[i] is D for variant in variants):
                     continue
                 moves[value, need] = (source, self._way(value, source, i, need.rank))
         if not moves:
@@ -168,8 +168,8 @@ class _Builder:
                 if value in region.leaves:
                     source = low.lies(value)
                     left.append((value, source, self._way(value, source, i, region.ranks[op.name])))
-                    made = low.variant(low.sharding.forms[value])
-                    nodes.append(self.env[value][made] if value in self.env else None)
+                    form = low.variant(low.sharding.forms[value])
+                    nodes.append(self.env[value][form] if value in self.env else None)
         for value in set(self.env) - set(self.placed):
             self.env[value] = {variant: node for variant, node in self.env[value].items() if not is_owned(variant[i])}
         node = self.nodes.add(bind(exchanged, False, tuple(way for *_, way in left), low.groups[region.axis]), (*nodes, *ghosts))
@@ -255,18 +255,18 @@ class _Builder:
             inputs = [self._entered(value, x) for value, x in zip(op.inputs, inputs, strict=True)]
         if not writes_buffer(op, self.placed):
             # Backward may need what was read, whatever later microbatches write; running statistics are written where they are read.
-            kept = self.written - statistics(op)
-            inputs = [self.nodes.add(snapshot, (x,)) if v in kept else x for v, x in zip(op.inputs, inputs, strict=True)]
+            written = self.written - statistics(op)
+            inputs = [self.nodes.add(snapshot, (x,)) if v in written else x for v, x in zip(op.inputs, inputs, strict=True)]
         node = called(Call.of(low, self.nodes, op, inputs), writes_buffer(op, self.placed))
         if writes_buffer(op, self.placed):  # pieces that were taken from it are of what it held before
             stored = low.variant(low.sharding.forms[op.inputs[0]])
             self.env[op.inputs[0]] = {stored: self.env[op.inputs[0]][stored]}
-        made = [low.variant(low.sharding.forms[value]) for value in op.outputs]
+        variants = [low.variant(low.sharding.forms[value]) for value in op.outputs]
         if op.multiple:
-            for i, (value, variant) in enumerate(zip(op.outputs, made, strict=True)):
+            for i, (value, variant) in enumerate(zip(op.outputs, variants, strict=True)):
                 self.env[value] = {variant: self.nodes.add(python_operator.getitem, (node, i))}
         else:
-            self.env[op.outputs[0]] = {made[0]: node}
+            self.env[op.outputs[0]] = {variants[0]: node}
 
 
 def layer_of(site: str) -> str:
@@ -275,8 +275,8 @@ def layer_of(site: str) -> str:
     >>> layer_of("encoder.layers.3.mlp/linear"), layer_of("head/linear")
     ('encoder.layers.3', '')
     """
-    found = _LAYER.match(site)
-    return found.group(0) if found else ""
+    match = _LAYER.match(site)
+    return match.group(0) if match else ""
 
 
 def _identifier(value: str) -> str:

@@ -107,8 +107,8 @@ class Lowering:
     @cached_property
     def _narrow(self) -> frozenset[str]:
         """Values that autocast makes narrow. On GPUs its lists are others, and what is not known to be narrow goes as it was traced."""
-        made = autocast(self.graph).tensors if self.precision.products and self.device.type == "cpu" else {}
-        return frozenset(value for value, t in made.items() if t.dtype != self.graph.tensors[value].dtype)
+        casted = autocast(self.graph).tensors if self.precision.products and self.device.type == "cpu" else {}
+        return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property
     def ordinal(self) -> dict[str, int]:

@@ -94,8 +94,8 @@ def _in_order(x: Tensor, source: Placement, target: Placement, group: Group) -> 
         case "pad", HaloPartial(dim, size, windows), _:
             return _among_zeros(x, dim, size, windows[group.index])
         case "pad", Shard(dim), _:
-            whole = sum(source.lengths) or x.shape[dim] * group.size
-            return _among_zeros(x, dim, whole, source.ranges(whole, group.size)[group.index])
+            extent = sum(source.lengths) or x.shape[dim] * group.size
+            return _among_zeros(x, dim, extent, source.ranges(extent, group.size)[group.index])
         case "all_to_all", Shard(dim), Shard(other):
             return group.all_to_all(x, other, dim, source.lengths or None, target.lengths)
         case "halo_exchange", Shard(dim), Halo(_, size, windows):
@@ -129,12 +129,12 @@ def _spans(form: Shard, num_ranks: int) -> list[tuple[Range, ...]]:
 def _in_positions(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
     """A row of the table where positions of runs are cut: its row for shards, of a tensor in which runs, positions and what lies inside of
     these are dimensions of their own, with positions in the order of ranks."""
-    cut, whole = (source, False) if isinstance(source, Strided) else (target, True)
+    cut, is_target = (source, False) if isinstance(source, Strided) else (target, True)
     assert isinstance(cut, Strided)
-    held = cut.size if whole else piece(cut.size, group.size, group.index)[1]
+    held = cut.size if is_target else piece(cut.size, group.size, group.index)[1]
     positions = shard(cut.dim + 1, cut.size, group.size)
     x = x.reshape(*x.shape[: cut.dim], -1, held, cut.inner, *x.shape[cut.dim + 1 :])
-    if whole:
+    if is_target:
         x = _ordered(x, cut, group.size, by_rank=True)
         out = moved(x, _behind(source, cut), positions, group)
     else:

@@ -31,7 +31,7 @@ def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
     for op in operators:
         if op.name in of:
             members.setdefault(id(of[op.name]), []).append(op)
-    found: list[Run] = []
+    in_order: list[Run] = []
     done: set[str] = set()
 
     def place(op: Operator) -> None:
@@ -47,14 +47,14 @@ def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
             elif first is not None:
                 todo.append(first)
             else:
-                found.append((region, unit))
+                in_order.append((region, unit))
                 done.update(names)
                 todo.pop()
 
     for op in operators:
         if op.name not in done:
             place(op)
-    return found
+    return in_order
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Way:
 
 def _exchange(enters: bool, xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
     """From pieces (None: zeros) to whole values on their owners, empty on other ranks; or the other way."""
-    found = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
+    received = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
     for dtype in dict.fromkeys(way.dtype for way in ways):
         mine = {i: way for i, way in enumerate(ways) if way.dtype is dtype}
         for i, x in (_to_owners if enters else _from_owners)(xs, mine, dtype, group).items():
-            found[i] = x
-    return found
+            received[i] = x
+    return received
 
 
 def _to_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: torch.dtype, group: Group) -> dict[int, Tensor]:
@@ -100,9 +100,9 @@ def _from_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: to
     sent: list[list[Tensor]] = [[] for _ in range(n)]
     for i, way in ways.items():
         if way.owner == me:
-            whole = _given(xs[i], way.shape, dtype, group)
+            value = _given(xs[i], way.shape, dtype, group)
             for j, (start, stop) in enumerate(way.form.ranges(way.shape[way.form.dim], n)):
-                sent[j].append(whole.narrow(way.form.dim, start, stop - start))
+                sent[j].append(value.narrow(way.form.dim, start, stop - start))
     of = [[i for i, way in ways.items() if way.owner == j] for j in range(n)]
     arrived = _sent(sent, [[ways[i].piece(n, me) for i in those] for those in of], dtype, group)
     return {i: part for those, parts in zip(of, arrived, strict=True) for i, part in zip(those, parts, strict=True)}
@@ -118,11 +118,11 @@ def _sent(
     """`sent[j]` to rank j, all in one; from every rank tensors of `shapes`."""
     flat = [torch.cat([x.reshape(-1) for x in those]) if those else torch.empty(0, dtype=dtype, device=group.device) for those in sent]
     arrived = group.exchange(flat, [[sum(prod(shape) for shape in those)] for those in shapes])
-    found = []
+    by_rank = []
     for x, those in zip(arrived, shapes, strict=True):
         parts = torch.split(x, [prod(shape) for shape in those]) if those else ()
-        found.append([part.view(shape) for part, shape in zip(parts, those, strict=True)])
-    return found
+        by_rank.append([part.view(shape) for part, shape in zip(parts, those, strict=True)])
+    return by_rank
 
 
 class _Exchanged(torch.autograd.Function):
@@ -134,25 +134,25 @@ class _Exchanged(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.enters, ctx.ways, ctx.group, ctx.beside = enters, ways, group, len(xs) - len(ways)
         ctx.save_for_backward(anchor)
-        found = _exchange(enters, xs[: len(ways)], ways, group)
-        ctx.mark_non_differentiable(*(x for x, way in zip(found, ways, strict=True) if not way.learns))
-        return tuple(found)
+        received = _exchange(enters, xs[: len(ways)], ways, group)
+        ctx.mark_non_differentiable(*(x for x, way in zip(received, ways, strict=True) if not way.learns))
+        return tuple(received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         # What enters is alike on every rank; of what leaves the owner alone has more than a place.
         asked = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
-        found: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.beside)
+        gradients: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.beside)
         back = _exchange(not ctx.enters, [grads[i] for i in asked], [ctx.ways[i] for i in asked], ctx.group)
         for i, x in zip(asked, back, strict=True):
-            found[i] = x if ctx.enters or ctx.ways[i].owner == ctx.group.index else None
-        return None, None, None, None, *found
+            gradients[i] = x if ctx.enters or ctx.ways[i].owner == ctx.group.index else None
+        return None, None, None, None, *gradients
 
 
 def exchanged(enters: bool, ways: Sequence[Way], group: Group, *xs: Tensor | None) -> tuple[Tensor, ...]:
     """From pieces to owners where values enter a region, from owners (None elsewhere) to pieces where they leave it. What comes behind the
     values of `ways` is not sent: it binds this exchange to another."""
     anchor = torch.empty(0, requires_grad=not enters)
-    found: tuple[Tensor, ...] = _Exchanged.apply(anchor, enters, ways, group, *xs)  # type: ignore[no-untyped-call]
-    return found
+    outputs: tuple[Tensor, ...] = _Exchanged.apply(anchor, enters, ways, group, *xs)  # type: ignore[no-untyped-call]
+    return outputs

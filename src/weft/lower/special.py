@@ -308,9 +308,9 @@ def _biased(call: Call) -> fx.Node | None:
         return None
     bias, args[position] = args[position], None
     partial_sum = call.local()
-    made = call.low.sharding.forms[call.op.outputs[0]]
+    form = call.low.sharding.forms[call.op.outputs[0]]
     for axis in axes:
-        if made[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
+        if form[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
             bias = call.add(torch.ops.aten.div.Tensor, bias, call.low.sharding.sizes[axis])
         else:
             partial_sum = call.nodes.move(partial_sum, call.low.groups[axis], P, R)

@@ -88,14 +88,14 @@ def _transposed(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Ten
 def _of_convolution(x: Tensor, grad: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
     if x.dim() < weight.dim():  # one image, without a batch
         x, grad = x.unsqueeze(0), grad.unsqueeze(0)
-    made: Tensor = aten.convolution_backward.default(grad, x, weight, None, *options, [False, True, False])[1]
-    return made
+    gradient: Tensor = aten.convolution_backward.default(grad, x, weight, None, *options, [False, True, False])[1]
+    return gradient
 
 
 def _embedding(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
     padding, by_frequency = _with_defaults(args[2:4], [-1, False])
-    made: Tensor = aten.embedding_dense_backward.default(grad, x, weight.shape[0], padding, by_frequency)
-    return made
+    gradient: Tensor = aten.embedding_dense_backward.default(grad, x, weight.shape[0], padding, by_frequency)
+    return gradient
 
 
 def _with_defaults(args: list[Any], defaults: list[Any]) -> list[Any]:
@@ -137,13 +137,13 @@ class _Site:
         if x.is_floating_point() and x.dtype is not grad.dtype:
             x = x.to(grad.dtype)
         if not self.views:
-            made = self.formula(x, grad, self._in_shape(), self.args)
-            return made if made.dtype is self.parameter.dtype else made.to(self.parameter.dtype)
+            gradient = self.formula(x, grad, self._in_shape(), self.args)
+            return gradient if gradient.dtype is self.parameter.dtype else gradient.to(self.parameter.dtype)
         with torch.enable_grad():
             read = self._in_shape().requires_grad_()
             seen = self._through_views(read)
-        made = self.formula(x, grad, seen.detach(), self.args)
-        return torch.autograd.grad(seen, read, made.to(seen.dtype))[0]
+        gradient = self.formula(x, grad, seen.detach(), self.args)
+        return torch.autograd.grad(seen, read, gradient.to(seen.dtype))[0]
 
     @property
     def dims(self) -> int:
@@ -193,13 +193,13 @@ class DelayedWeightGradients:
             if factors is not None:
                 into.add_product(site.name, *factors)
                 continue
-            made = site.gradient(x, grad)
+            gradient = site.gradient(x, grad)
             if seen is not None:
-                made = seen + made
+                gradient = seen + gradient
             if is_last:
-                into.add(site.name, made)
+                into.add(site.name, gradient)
             else:
-                sums[site.name] = made
+                sums[site.name] = gradient
 
 
 class _Noted(torch.autograd.Function):
@@ -227,24 +227,24 @@ def delay_weight_gradients(
     `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads. `by_hooks`: what is kept for
     backward is neither computed again nor moved meanwhile; then notes are taken by hooks, at a third of the cost.
     """
-    late = DelayedWeightGradients()
+    delayed = DelayedWeightGradients()
     if not isinstance(local.module, fx.GraphModule):
-        return local, late  # a module that runs whole: all gradients come at once
+        return local, delayed  # a module that runs whole: all gradients come at once
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = [node for node in local.module.graph.nodes if node.op == "placeholder"]
     names = [*local.variables, *local.received]
     leaves = {node: parameters[value] for node, value in zip(placeholders, names, strict=True) if value in parameters}
     for node in local.module.graph.nodes:
-        copies[node] = made = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copied = graph.node_copy(node, copies.__getitem__)
         site = _site_of(node, leaves)
         if site is not None:
             how = _record(node).weight
             assert how is not None
-            made.target = _noting(node.target, how.weight, how.x, late, len(late.sites), by_hooks)
-            late.sites.append(site)
+            copied.target = _noting(node.target, how.weight, how.x, delayed, len(delayed.sites), by_hooks)
+            delayed.sites.append(site)
     graph.lint()
-    return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), late
+    return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), delayed
 
 
 def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Site | None:
@@ -289,15 +289,15 @@ def _noting(
     def noted(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return target(*args)
-        given = [*args]
-        given[weight] = args[weight].detach()
-        y = target(*given)
+        operands = [*args]
+        operands[weight] = args[weight].detach()
+        y = target(*operands)
         if by_hooks and y.requires_grad:
-            kept, notes = args[x].detach(), delayed.notes
-            y.register_hook(lambda grad: notes.append(Note(site, kept, grad)))  # type: ignore[no-untyped-call]
+            source, notes = args[x].detach(), delayed.notes
+            y.register_hook(lambda grad: notes.append(Note(site, source, grad)))  # type: ignore[no-untyped-call]
             return y
-        made: Tensor = _Noted.apply(y, args[x], delayed.anchor, delayed, site)  # type: ignore[no-untyped-call]
-        return made
+        out: Tensor = _Noted.apply(y, args[x], delayed.anchor, delayed, site)  # type: ignore[no-untyped-call]
+        return out
 
     noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
     noted.__module__ = __name__

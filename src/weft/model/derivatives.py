@@ -13,6 +13,6 @@ def without_gradient(graph: Graph) -> frozenset[str]:
     for op in reversed(graph.operators):
         if any(value in reached for value in op.outputs):
             reached.update(learns_by(op))
-        given = (op.args[i] for i in record_of(op).closed if i < len(op.args))
-        reached.update(arg.value for arg in given if isinstance(arg, Ref))
+        arguments = (op.args[i] for i in record_of(op).closed if i < len(op.args))
+        reached.update(arg.value for arg in arguments if isinstance(arg, Ref))
     return frozenset(v.value for v in graph.inputs if v.value in reached)

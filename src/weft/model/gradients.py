@@ -13,14 +13,14 @@ def learns_by(op: Operator) -> tuple[str, ...]:
 
 def needs_gradient(graph: Graph) -> set[str]:
     """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
-    found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
-    found |= {v.value for v in graph.inputs if v.tensor.is_float}
+    values = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
+    values |= {v.value for v in graph.inputs if v.tensor.is_float}
     grounds = ("float", "bfloat", "complex")
     for op in graph.operators:
-        if not any(value in found for value in learns_by(op)):
+        if not any(value in values for value in learns_by(op)):
             continue
-        found.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
-    return found
+        values.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
+    return values
 
 
 def learned(graph: Graph) -> set[str]:

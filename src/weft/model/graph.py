@@ -97,18 +97,18 @@ class Graph:
         for op in self.operators:
             kwargs = tuple((k, arg(a)) for k, a in op.kwargs)
             autocast = "" if ":" in op.autocast else op.autocast
-            made = replace(op, args=arg(op.args), kwargs=kwargs, autocast=autocast)  # type: ignore[arg-type]
+            operator = replace(op, args=arg(op.args), kwargs=kwargs, autocast=autocast)  # type: ignore[arg-type]
             narrow = [v for v in op.outputs if self.tensors[v].dtype in NARROW]
             if not narrow or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
-                operators.append(made)
+                operators.append(operator)
             elif not op.inputs:
-                operators.append(replace(made, kwargs=(*((k, a) for k, a in kwargs if k != "dtype"), ("dtype", Word("dtype", target)))))
+                operators.append(replace(operator, kwargs=(*((k, a) for k, a in kwargs if k != "dtype"), ("dtype", Word("dtype", target)))))
             elif op.multiple or any(self.tensors[v].dtype.startswith(("float", "complex", "bfloat")) for v in op.inputs):
-                operators.append(made)
+                operators.append(operator)
             else:
                 (value,) = narrow
                 tensors[f"{value}_narrow"] = self.tensors[value]
-                operators.append(replace(made, outputs=(f"{value}_narrow",)))
+                operators.append(replace(operator, outputs=(f"{value}_narrow",)))
                 cast = (Ref(f"{value}_narrow"), Word("dtype", target))
                 operators.append(Operator(f"{op.name}_cast", "aten.to.dtype", cast, (), (value,), f"{op.site}/{target}"))
         return replace(
@@ -199,11 +199,11 @@ class Graph:
 
     def consumers(self) -> dict[str, list[Operator]]:
         """The operators that read each value, in order."""
-        found: dict[str, list[Operator]] = {}
+        readers: dict[str, list[Operator]] = {}
         for op in self.operators:
             for value in dict.fromkeys(op.inputs):
-                found.setdefault(value, []).append(op)
-        return found
+                readers.setdefault(value, []).append(op)
+        return readers
 
 
 def takes_statistics(op: Operator) -> bool:

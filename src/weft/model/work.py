@@ -92,11 +92,11 @@ def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
 
 def closure(graph: Graph, start: set[str], reads: Callable[[Operator], Sequence[str]] = lambda op: op.inputs) -> set[str]:
     """Values that depend on those of `start`, by what `reads` names of each operator's inputs."""
-    found = set(start)
+    reached = set(start)
     for op in graph.operators:
-        if any(value in found for value in reads(op)):
-            found.update(op.outputs)
-    return found
+        if any(value in reached for value in reads(op)):
+            reached.update(op.outputs)
+    return reached
 
 
 def differentiable(graph: Graph) -> set[str]:
@@ -117,18 +117,18 @@ def batched(graph: Graph) -> set[str]:
     """Values whose size follows the number of samples: everything that depends on a batched input; what is repeated for as many (learned
     queries); what is made of numbers alone (the state in which a recurrence begins), is as long and is read together with such."""
     rows, tensors = (graph.batch_size,), graph.tensors
-    found = {v.value for v in graph.inputs if v.batched}
+    values = {v.value for v in graph.inputs if v.batched}
     if graph.batch_size < 2:
-        return closure(graph, found)
+        return closure(graph, values)
     for op in graph.operators:
         if record_of(op).moves in ("expand", "repeat") and tensors[op.inputs[0]].shape[:1] != rows:
-            found.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
-    found = closure(graph, found)
-    starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - found
+            values.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
+    values = closure(graph, values)
+    starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - values
     if not starts:
-        return found
-    met = [v for op in graph.operators if any(w in found and tensors[w].shape[:1] == rows for w in op.inputs) for v in op.inputs]
-    return closure(graph, found | starts.intersection(met))
+        return values
+    met = [v for op in graph.operators if any(w in values and tensors[w].shape[:1] == rows for w in op.inputs) for v in op.inputs]
+    return closure(graph, values | starts.intersection(met))
 
 
 def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, str]:
@@ -136,12 +136,12 @@ def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, s
     root: dict[str, str] = {}
     for op in graph.operators:
         record = record_of(op)
-        same = kind_of(op) == "view" or (
+        aliases = kind_of(op) == "view" or (
             record.moves in ("rows", "cast") and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
         )
         apart = record.autocast == "apart"  # a view of each
         for i, value in enumerate(op.outputs):
-            source = op.inputs[i if apart else 0] if same and op.inputs and value not in copied else value
+            source = op.inputs[i if apart else 0] if aliases and op.inputs and value not in copied else value
             root[value] = root.get(source, source)
     return root
 
@@ -149,7 +149,7 @@ def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, s
 def work(graph: Graph, cast: Callable[[Operator, Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None) -> dict[str, Work]:
     """The work of every operator, by its name. `cast`: what it reads in another dtype than it has, see `weft.model.storage.autocast`."""
     grads, tensors = differentiable(graph), graph.tensors
-    found = {}
+    by_operator = {}
     for op in graph.operators:
         read = cast(op, tensors) if cast else {}
         done = _work(op, {**tensors, **read} if read else tensors, grads)
@@ -157,8 +157,8 @@ def work(graph: Graph, cast: Callable[[Operator, Mapping[str, Tensor]], Mapping[
             moved = {v: float(tensors[v].size_bytes + t.size_bytes) for v, t in read.items()}
             back = sum(size for v, size in moved.items() if v in grads) if done.backward_bytes else 0.0
             done = replace(done, cast_bytes=sum(moved.values()), backward_cast_bytes=back)
-        found[op.name] = done
-    return found
+        by_operator[op.name] = done
+    return by_operator
 
 
 def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
@@ -173,8 +173,8 @@ def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
         return Work(kind, flops, 0.0, moved)
     if op.function is not None:
         does, values = op.function, (*op.inputs, *op.outputs)
-        kept = tuple(dict.fromkeys(values[i] for i in does.keeps))
-        return Work(kind, flops, does.backward_flops, moved, does.backward_bytes, kept, does.extra_bytes)
+        saved = tuple(dict.fromkeys(values[i] for i in does.keeps))
+        return Work(kind, flops, does.backward_flops, moved, does.backward_bytes, saved, does.extra_bytes)
     keeps, extra = record.keeps(op, tensors, grads)
     through = (*op.outputs, *into) if kind == "gather" else (*op.outputs, *into, *keeps)
     back = sum(tensors[v].size_bytes for v in through) + extra * (2 if record.fuses_softmax else 1)

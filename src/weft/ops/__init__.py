@@ -40,13 +40,13 @@ NO_RECORD = Op("")
 
 
 def _records() -> dict[str, Op]:
-    found: dict[str, Op] = {}
+    by_name: dict[str, Op] = {}
     for op in (op for family in FAMILIES for op in family.OPS):
         for key in (f"{op.namespace}.{name}" for name in op.names.split()):
-            if key in found:
+            if key in by_name:
                 raise ValueError(f"{key} has two records")
-            found[key] = op
-    return found
+            by_name[key] = op
+    return by_name
 
 
 RECORDS = _records()  # by namespace and name, "aten.linear"
@@ -72,8 +72,8 @@ def rule_of(op: Operator, tensors: Mapping[str, Tensor]) -> Rule | None:
     rule = op.function.rule if op.function is not None else _rule_of(op, record, tensors)
     if rule is not None and HALO in rule.kernels.values():
         # Of one window, or of windows over one entry, there is nothing to divide.
-        read, made = ({x for row in rows for x in row or ()} for rows in (rule.inputs, rule.outputs))
-        slides = read & made & set(windows_of(op, tensors))
+        read, written = ({x for row in rows for x in row or ()} for rows in (rule.inputs, rule.outputs))
+        slides = read & written & set(windows_of(op, tensors))
         rule = only(rule, {x for x in rule.labels if rule.kernels.get(x) != HALO or x in slides})
     spoken = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
     return rule if spoken else None
@@ -89,22 +89,22 @@ def _rule_of(op: Operator, record: Op, tensors: Mapping[str, Tensor]) -> Rule | 
     if callable(rule):
         return rule(op, ins, outs)
     for text in (rule,) if isinstance(rule, str) else rule:
-        found = parse(text, _given(op, text, tensors), outs)
-        if found is not None:
-            return found if record.adjust is None else record.adjust(op, found, ins)
+        parsed = parse(text, _given(op, text, tensors), outs)
+        if parsed is not None:
+            return parsed if record.adjust is None else record.adjust(op, parsed, ins)
     return None
 
 
 def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape | None]:
     """Shapes of the leading arguments that a line of notation speaks of; None for one that is absent or no tensor."""
-    given: list[Shape | None] = []
+    shapes: list[Shape | None] = []
     kwargs = dict(op.kwargs)
     entries = text.partition("->")[0].count(",") + 1
     extra: list[Arg] = [kwargs[k] for k in ("attn_mask", "weight", "bias", "offs") if k in kwargs]
     for position in range(entries):
         arg: Arg = op.args[position] if position < len(op.args) else extra.pop(0) if extra else None
-        given.append(tensors[arg.value].shape if isinstance(arg, Ref) else None)
-    return given
+        shapes.append(tensors[arg.value].shape if isinstance(arg, Ref) else None)
+    return shapes
 
 
 def windows_of(op: Operator, tensors: Mapping[str, Tensor]) -> Mapping[str, Window]:

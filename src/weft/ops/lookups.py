@@ -21,15 +21,17 @@ def _index(op: Operator, tensors: Tensors) -> Rule | None:
     places = [i for i, item in enumerate(indices) if item is not None]
     if not places or places != list(range(places[0], places[-1] + 1)):
         return None
-    given = [tensors[indices[i].value] for i in places]
-    if any(t.dtype == "bool" for t in given):
+    index_tensors = [tensors[indices[i].value] for i in places]
+    if any(t.dtype == "bool" for t in index_tensors):
         return None
-    inner = max(len(t.shape) for t in given)
+    inner = max(len(t.shape) for t in index_tensors)
     labels = [BLOCKED if i in places else f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(shape)]
     # With a single index tensor its own dimensions can be cut too: each element looks up its own row.
-    own = [f"i{k}" if n > 1 else BLOCKED for k, n in enumerate(given[0].shape)] if len(given) == 1 else [BLOCKED] * inner
-    out = labels[: places[0]] + own + labels[places[-1] + 1 :]
-    rows = [tuple(own) if len(given) == 1 else (BLOCKED,) * len(t.shape) for t in given]
+    index_labels = (
+        [f"i{k}" if n > 1 else BLOCKED for k, n in enumerate(index_tensors[0].shape)] if len(index_tensors) == 1 else [BLOCKED] * inner
+    )
+    out = labels[: places[0]] + index_labels + labels[places[-1] + 1 :]
+    rows = [tuple(index_labels) if len(index_tensors) == 1 else (BLOCKED,) * len(t.shape) for t in index_tensors]
     if prod(tensors[op.outputs[0]].shape) == 0 or len(out) != len(tensors[op.outputs[0]].shape):
         return None
     return Rule((tuple(labels), *rows), (tuple(out),))
@@ -82,8 +84,8 @@ def _bags(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     if len(op.args) <= 4 or op.args[4] not in (0, 1):
         return None
     table = (BLOCKED, "e" if ins[0][1] > 1 else BLOCKED)
-    whole = tuple((BLOCKED,) * len(s) for s in outs[1:])  # which bag each index is in
-    return Rule((table, *((BLOCKED,) * len(s) for s in ins[1:])), (table, *whole), {"e": "apart"} if table[1] else {})
+    blocked = tuple((BLOCKED,) * len(s) for s in outs[1:])  # which bag each index is in
+    return Rule((table, *((BLOCKED,) * len(s) for s in ins[1:])), (table, *blocked), {"e": "apart"} if table[1] else {})
 
 
 def _looked_up(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:

@@ -40,12 +40,12 @@ def _of_rows(position: int, num_rows: int = 2) -> Made:
     many tensors have a row each; weights of classes stand behind them."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-        given, rows = _reduced(op, position), ins[:num_rows]
+        out_labels, rows = _reduced(op, position), ins[:num_rows]
         if len(ins[0]) != 2 or any(s[0] != ins[0][0] for s in rows if s) or any(not s for s in rows):
             return None
         label = "n" if ins[0][0] > 1 else BLOCKED
         labels = tuple((label, *(BLOCKED,) * (len(s) - 1)) if i < len(rows) else (BLOCKED,) * len(s) for i, s in enumerate(ins))
-        return Rule(labels, ((label,) if given == 0 else (),), {"n": "average"} if given == 1 and label else {})
+        return Rule(labels, ((label,) if out_labels == 0 else (),), {"n": "average"} if out_labels == 1 and label else {})
 
     return rule
 
@@ -79,8 +79,8 @@ def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | 
     if len(ins[1]) != len(ins[0]) - 1:
         return None
     rows = tuple(f"n{i}" if size > 1 else BLOCKED for i, size in enumerate(ins[1]))
-    whole_classes = weight is not None or smoothing or reduction == 0 or len(ins[0]) > 2 or ins[0][1] == 1
-    classes = BLOCKED if whole_classes else "c"
+    blocks_classes = weight is not None or smoothing or reduction == 0 or len(ins[0]) > 2 or ins[0][1] == 1
+    classes = BLOCKED if blocks_classes else "c"
     kernels = {"c": "vocabulary"} if classes else {}
     if reduction == 1:
         kernels.update({x: "average" for x in rows if x})

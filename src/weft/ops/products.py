@@ -84,7 +84,7 @@ def _spelled(equation: str, ins: list[Shape]) -> tuple[list[str], str]:
 
 def _tensor_product(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """`tensordot`: pairs of dimensions are contracted, the others follow each other."""
-    dims = [[int(d) % len(s) for d in given] for given, s in zip(op.args[2:4], ins, strict=True)]  # type: ignore[attr-defined]
+    dims = [[int(d) % len(s) for d in numbers] for numbers, s in zip(op.args[2:4], ins, strict=True)]  # type: ignore[attr-defined]
     rows = []
     for place, shape in enumerate(ins):
         names = [f"k{dims[place].index(i)}" if i in dims[place] else f"d{place}.{i}" for i in range(len(shape))]

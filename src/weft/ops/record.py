@@ -162,6 +162,6 @@ class Op:
             (self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.ragged, RAGGED), (self.autocast, AUTOCAST),
             (self.gradient, GRADIENT),
         )  # fmt: skip
-        for word, known in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
-            if word not in known:
-                raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, known))}")
+        for word, values in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
+            if word not in values:
+                raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, values))}")

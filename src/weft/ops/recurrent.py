@@ -53,8 +53,8 @@ def _units(num_states: int, gates: int, is_cell: bool) -> Callable[[Operator, li
         # A cell reads the whole hidden state; layers gather it themselves.
         states = [(i, len(ins[i]) - 1, run) for i in range(2 if is_cell else 1, 1 + num_states)]
         read = [(1 + num_states + i, 0, run * gates) for i in range(len(weights))]
-        made = [(len(ins) + i, len(s) - 1, run * (s[-1] // units)) for i, s in enumerate(outs)]
-        return (Along(UNITS, (*states, *read, *made)),)
+        outputs = [(len(ins) + i, len(s) - 1, run * (s[-1] // units)) for i, s in enumerate(outs)]
+        return (Along(UNITS, (*states, *read, *outputs)),)
 
     return along
 

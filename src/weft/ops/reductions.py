@@ -63,12 +63,12 @@ def _reduction(how: str = "", position: int = 1, several: bool = True) -> ByTens
         extreme = tensors[op.inputs[0]].is_float and (how == "extreme" or (how == "whole" and len(op.args) == 1))
         contracted = how in ("sum", "mean") or extreme
         labels = tuple(f"d{i}" if n > 1 and (i not in dims or contracted) else BLOCKED for i, n in enumerate(ins[0]))
-        kept = tuple(BLOCKED if i in dims else x for i, x in enumerate(labels) if keeps or i not in dims)
-        if any(len(kept) != len(o) for o in outs):
+        out = tuple(BLOCKED if i in dims else x for i, x in enumerate(labels) if keeps or i not in dims)
+        if any(len(out) != len(o) for o in outs):
             return None
         kernel = "average" if how == "mean" else "extreme"
         kernels = {labels[i]: kernel for i in dims if labels[i]} if how == "mean" or extreme else {}
-        return Rule((labels,), tuple(kept for _ in outs), kernels)
+        return Rule((labels,), tuple(out for _ in outs), kernels)
 
     return ByTensors(rule)
 

@@ -111,9 +111,9 @@ class Along:
             row = rows[number]
             if row is not None:
                 row[dim] = self.label
-        made = [None if row is None else tuple(row) for row in rows]
+        labels_of = [None if row is None else tuple(row) for row in rows]
         count = len(rule.inputs)
-        return Rule(tuple(made[:count]), tuple(row or () for row in made[count:]), rule.kernels, rule.units)
+        return Rule(tuple(labels_of[:count]), tuple(row or () for row in labels_of[count:]), rule.kernels, rule.units)
 
 
 def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence[tuple[int, ...]]) -> Rule | None:
@@ -127,27 +127,27 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
     sizes: dict[str, int] = {}
 
     def labels(entry: list[str], shape: tuple[int, ...]) -> list[str] | None:
-        plain = [word for word in entry if not word.endswith("*")]
-        spare = len(shape) - len(plain)
-        if absent := [word for word in plain if word.endswith("?")][: max(0, -spare)]:  # outermost first
+        fixed = [word for word in entry if not word.endswith("*")]
+        spare = len(shape) - len(fixed)
+        if absent := [word for word in fixed if word.endswith("?")][: max(0, -spare)]:  # outermost first
             entry, spare = [word for word in entry if word not in absent], spare + len(absent)
-        if spare < 0 or (spare and len(plain) == len(entry)):
+        if spare < 0 or (spare and len(fixed) == len(entry)):
             return None
-        found: list[str] = []
+        parsed: list[str] = []
         for word in entry:
             if word.startswith("!"):
-                found += [BLOCKED] * (spare if word.endswith("*") else 1)
+                parsed += [BLOCKED] * (spare if word.endswith("*") else 1)
                 continue
             base = word.rstrip("*?")
             name = base.rstrip("".join(MARKS))
             names = [f"{name}{i - spare}" for i in range(spare)] if word.endswith("*") else [name]
             if name != base:
                 kernels.update(dict.fromkeys(names, MARKS[base[-1]]))
-            found += names
-        for label, size in zip(found, shape, strict=True):
+            parsed += names
+        for label, size in zip(parsed, shape, strict=True):
             if label:
                 sizes[label] = max(sizes.get(label, 1), size)
-        return found
+        return parsed
 
     rows: list[list[str] | None] = []
     shapes: list[tuple[int, ...]] = []

@@ -29,8 +29,8 @@ def _matrix_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
     over = tuple(range(len(ins[0]))) if dims is None else dims if isinstance(dims, tuple) else (dims,)
     gone = [int(d) % max(len(ins[0]), 1) for d in over]
     labels = named(ins[0], gone)
-    kept = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in gone)
-    return Rule((labels,), (kept,)) if len(kept) == len(outs[0]) else None
+    out = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in gone)
+    return Rule((labels,), (out,)) if len(out) == len(outs[0]) else None
 
 
 def _signals(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -45,8 +45,8 @@ def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     rank = max(map(len, ins))
     dim = -1
     if op.target.split(".")[1] == "cosine_similarity":
-        given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 1)
-        dim = int(given)  # type: ignore[call-overload]
+        axis = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 1)
+        dim = int(axis)  # type: ignore[call-overload]
     elif ins[0] != ins[1]:
         return None
     if not rank:
@@ -58,8 +58,8 @@ def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         tuple(x if n == m else BLOCKED for x, n, m in zip(labels, s, full, strict=True))[rank - len(i) :]
         for s, i in zip(aligned, ins, strict=True)
     ]
-    kept = labels if len(outs[0]) == rank else tuple(x for i, x in enumerate(labels) if i != dim % rank)
-    return Rule(tuple(rows), (kept,))
+    out = labels if len(outs[0]) == rank else tuple(x for i, x in enumerate(labels) if i != dim % rank)
+    return Rule(tuple(rows), (out,))
 
 
 def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -68,8 +68,8 @@ def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
     last: tuple[int, ...] = (-2, -1) if name.endswith("2") else tuple(range(rank)) if name.endswith("n") else (-1,)
     sizes = op.args[1] if len(op.args) > 1 else None
     default = tuple(range(-len(sizes), 0)) if isinstance(sizes, tuple) and name.endswith("n") else last
-    given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
-    dims = default if given is None or given == () else given if isinstance(given, tuple) else (given,)
+    axes = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
+    dims = default if axes is None or axes == () else axes if isinstance(axes, tuple) else (axes,)
     touched = {int(d) % rank for d in dims}
     labels = named(ins[0], touched)
     return Rule((labels,), (labels,))
@@ -77,10 +77,10 @@ def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 def transformed(op: Operator, tensors: Tensors) -> tuple[int, int]:
     """Of a Fourier transform of one dimension: which it is, and the length to which that is cut or padded."""
-    given = dict(op.kwargs)
-    dim = op.args[2] if len(op.args) > 2 else given.get("dim", -1)
+    options = dict(op.kwargs)
+    dim = op.args[2] if len(op.args) > 2 else options.get("dim", -1)
     at = dim if isinstance(dim, int) else -1
-    length = op.args[1] if len(op.args) > 1 else given.get("n")
+    length = op.args[1] if len(op.args) > 1 else options.get("n")
     return at, length if isinstance(length, int) else tensors[op.inputs[0]].shape[at]
 
 

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     """Dimensions larger than one, on both sides of a reshape, whose products agree; without what is left at the end."""
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) and j < len(target):
         i0, j0 = i, j
@@ -28,9 +28,9 @@ def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
             elif j < len(target):
                 b, j = b * target[j], j + 1
             else:
-                return found
-        found.append(([k for k in range(i0, i) if source[k] > 1], [k for k in range(j0, j) if target[k] > 1]))
-    return [(left, right) for left, right in found if left and right]
+                return groups
+        groups.append(([k for k in range(i0, i) if source[k] > 1], [k for k in range(j0, j) if target[k] > 1]))
+    return [(left, right) for left, right in groups if left and right]
 
 
 def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
@@ -40,8 +40,8 @@ def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
     (('d0', 'd1', 'd2'), ('d0', 'd1', 'd2', ''))
     """
     left, right = [BLOCKED] * len(source), [BLOCKED] * len(target)
-    for number, (read, made) in enumerate(_groups(source, target)):
-        left[read[0]] = right[made[0]] = f"d{number}"
+    for number, (read, written) in enumerate(_groups(source, target)):
+        left[read[0]] = right[written[0]] = f"d{number}"
     return tuple(left), tuple(right)
 
 
@@ -165,9 +165,9 @@ def _windows(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 def _diagonal(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """The diagonal of two dimensions comes last."""
-    given = dict(op.kwargs)
+    options = dict(op.kwargs)
     rank = len(ins[0])
-    dims = [int(op.args[i] if len(op.args) > i else given.get(f"dim{i - 1}", i - 2)) % rank for i in (2, 3)]  # type: ignore[call-overload]
+    dims = [int(op.args[i] if len(op.args) > i else options.get(f"dim{i - 1}", i - 2)) % rank for i in (2, 3)]  # type: ignore[call-overload]
     labels = named(ins[0], dims)
     return Rule((labels,), ((*(x for i, x in enumerate(labels) if i not in dims), BLOCKED),))
 
@@ -200,8 +200,8 @@ def _last_two(op: Operator, rank: int) -> list[int]:
 
 def _parts(dim: int, ins: list[Shape], outs: list[Shape], starts: Sequence[int]) -> tuple[Along, ...]:
     """Parts of one dimension, which begin at `starts`."""
-    made = tuple((len(ins) + i, dim, ((start, start + out[dim]),)) for i, (start, out) in enumerate(zip(starts, outs, strict=True)))
-    return (Along(f"d{dim}", ((0, dim, ((0, ins[0][dim]),)), *made)),)
+    outputs = tuple((len(ins) + i, dim, ((start, start + out[dim]),)) for i, (start, out) in enumerate(zip(starts, outs, strict=True)))
+    return (Along(f"d{dim}", ((0, dim, ((0, ins[0][dim]),)), *outputs)),)
 
 
 def _parts_of_split(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
@@ -211,9 +211,9 @@ def _parts_of_split(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[
 
 def _part_of_slice(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
     """`slice(x, dim, start, stop, step)` and `narrow(x, dim, start, length)`."""
-    dim, given = _dim(op, 1, 0, len(ins[0])), (*op.args, *(None,) * 5)
-    length, step = ins[0][dim], 1 if op.target.startswith("aten.narrow") else given[4]
-    start = 0 if given[2] is None else given[2]
+    dim, arguments = _dim(op, 1, 0, len(ins[0])), (*op.args, *(None,) * 5)
+    length, step = ins[0][dim], 1 if op.target.startswith("aten.narrow") else arguments[4]
+    start = 0 if arguments[2] is None else arguments[2]
     if not isinstance(start, int) or step not in (None, 1) or ins[0][dim] == outs[0][dim]:
         return ()
     start = max(0, min(length, start + length if start < 0 else start))
@@ -232,15 +232,15 @@ def _taken(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ..
 def _inner(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
     """A reshape that splits a dimension, or puts some together, of which the outer ones are taken apart: an inner one is that which is cut,
     and its dimension on the other side is as many runs of it."""
-    found = []
-    for label, (read, made) in enumerate(_groups(ins[0], outs[0])):
-        for group, number, shape, other in ((made, len(ins), outs[0], (0, read[0])), (read, 0, ins[0], (len(ins), made[0]))):
-            for i in range(1, len(group) if len(read) == 1 or len(made) == 1 else 0):
+    along = []
+    for label, (read, written) in enumerate(_groups(ins[0], outs[0])):
+        for group, number, shape, other in ((written, len(ins), outs[0], (0, read[0])), (read, 0, ins[0], (len(ins), written[0]))):
+            for i in range(1, len(group) if len(read) == 1 or len(written) == 1 else 0):
                 runs: Runs = ((0, shape[group[i]]),)
                 outer = group[:i]
                 places = ((*other, runs * prod(shape[d] for d in outer)), (number, group[i], runs))
-                found.append(Along(f"d{label}", places, apart=tuple((number, d) for d in outer)))
-    return tuple(found)
+                along.append(Along(f"d{label}", places, apart=tuple((number, d) for d in outer)))
+    return tuple(along)
 
 
 OPS = (

@@ -62,10 +62,10 @@ def _spreading(dims: int) -> Windows:
     """Windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-        found = [numbers(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
-        if None in found or len(tensors[op.inputs[0]].shape) != dims + 2:
+        options = [numbers(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
+        if None in options or len(tensors[op.inputs[0]].shape) != dims + 2:
             return {}
-        rows = zip(_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in found if f is not None), strict=True)
+        rows = zip(_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in options if f is not None), strict=True)
         return {label: Spreading(*window) for label, *window in rows}
 
     return Windows(of, padding=4)
@@ -92,10 +92,10 @@ def _bins(dims: int) -> Windows:
     """Windows of an adaptive pool whose bins are alike."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-        source, made = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
+        source, target = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
         if len(source) != dims + 2:
             return {}
-        rows = zip(_labels(dims), source[2:], made[2:], strict=True)
+        rows = zip(_labels(dims), source[2:], target[2:], strict=True)
         return {label: Sliding(n // m, n // m) for label, n, m in rows if n % m == 0}
 
     return Windows(of)
@@ -105,12 +105,12 @@ def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:
     """Interpolation: (x, size, [aligned], factors) or (x, size, [aligned], factor of each dimension)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-        source, made = tensors[op.inputs[0]].shape[2:], tensors[op.outputs[0]].shape[2:]
+        source, target = tensors[op.inputs[0]].shape[2:], tensors[op.outputs[0]].shape[2:]
         aligned = order > 0 and op.args[2] is True
-        given = op.args[3 if order else 2 :]
-        factors = given[0] if op.target.endswith(".vec") and given else given
+        options = op.args[3 if order else 2 :]
+        factors = options[0] if op.target.endswith(".vec") and options else options
         scales = []
-        for i, (n, m) in enumerate(zip(source, made, strict=True)):
+        for i, (n, m) in enumerate(zip(source, target, strict=True)):
             factor = factors[i] if isinstance(factors, tuple) and len(factors) > i else None
             exact = 1.0 / factor if isinstance(factor, float) and factor > 0 else n / m
             scales.append(((n - 1) / (m - 1) if m > 1 else 0.0) if aligned else exact)
@@ -147,11 +147,11 @@ def _pads(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
 
 def _padded(op: Operator, tensors: Tensors) -> Rule:
     """A dimension padded by (+1, -1) keeps its size but not its rows: what is padded is read from the argument."""
-    shape, made = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
+    shape, target = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
     slides = _pads(op, tensors)
     touched = {len(shape) - 1 - i // 2 for i, p in enumerate(op.args[1]) if p}  # type: ignore[arg-type,var-annotated]
     labels = tuple(
-        f"d{i}" if n > 1 and made[i] > 1 and (i not in touched or f"d{i}" in slides) else BLOCKED for i, n in enumerate(shape)
+        f"d{i}" if n > 1 and target[i] > 1 and (i not in touched or f"d{i}" in slides) else BLOCKED for i, n in enumerate(shape)
     )
     return Rule((labels,), (labels,), {x: HALO for x in labels if x in slides})
 
@@ -174,8 +174,8 @@ def _adaptive(dims: int) -> Made:
         if len(ins[0]) != dims + 2:
             return None
         source = tuple(x if n > 1 else BLOCKED for x, n in zip(("n", "c", *_labels(dims)), ins[0], strict=True))
-        made = tuple(x if n > 1 else BLOCKED for x, n in zip(source, outs[0], strict=True))
-        return Rule((source,), (made,), {x: HALO if x in made else "average" for x in source[2:] if x})
+        out = tuple(x if n > 1 else BLOCKED for x, n in zip(source, outs[0], strict=True))
+        return Rule((source,), (out,), {x: HALO if x in out else "average" for x in source[2:] if x})
 
     return rule
 

@@ -119,10 +119,10 @@ def parse_value(text: str) -> Value:
     >>> parse_value("x(0,1,5)")
     Value(name='x', index=(0, 1, 5))
     """
-    found = _ONE_VALUE.fullmatch(text)
-    if not found:
+    match = _ONE_VALUE.fullmatch(text)
+    if not match:
         raise ProgramError(f"value {text!r} is not name(numbers), for example x(0,1,5)")
-    return Value(found[1], _numbers(found[2]))
+    return Value(match[1], _numbers(match[2]))
 
 
 def parse_action(text: str) -> Action:
@@ -131,13 +131,13 @@ def parse_action(text: str) -> Action:
     >>> parse_action("1B2"), parse_action("chunk(2)+<0")
     (Compute(op=<Op.B: 'B'>, stage=1, microbatch=2), Recv(value=Value(name='chunk', index=(2,)), source=0, add=True))
     """
-    if found := _COMPUTE.fullmatch(text):
-        return Compute(Op(found[2]), int(found[1]), int(found[3]))
-    if found := _MANAGE.fullmatch(text):
-        return Manage(ManageOp(found[2]), int(found[1]), None if found[3] is None else int(found[3]))
-    if found := _TRANSFER.fullmatch(text):
-        value, peer = Value(found[1], _numbers(found[2])), int(found[4])
-        return Send(value, peer) if found[3] == ">" else Recv(value, peer, add=found[3] == "+<")
+    if match := _COMPUTE.fullmatch(text):
+        return Compute(Op(match[2]), int(match[1]), int(match[3]))
+    if match := _MANAGE.fullmatch(text):
+        return Manage(ManageOp(match[2]), int(match[1]), None if match[3] is None else int(match[3]))
+    if match := _TRANSFER.fullmatch(text):
+        value, peer = Value(match[1], _numbers(match[2])), int(match[4])
+        return Send(value, peer) if match[3] == ">" else Recv(value, peer, add=match[3] == "+<")
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
     raise ProgramError(
         f"action {shown!r} is none of 0F3 (also B, I, W, R), 0UNSHARD (also RESHARD, REDUCE_GRAD), 0OFFLOAD3 (also LOAD, DROP), "

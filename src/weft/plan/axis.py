@@ -99,8 +99,8 @@ def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
     >>> sample_axes(("data", "expert", "tensor"))
     ('data', 'expert')
     """
-    found = {axis for axis in axes if axis_of(axis).cuts_samples}
-    return tuple(axis for axis in TABLE if axis in found)
+    cutting = {axis for axis in axes if axis_of(axis).cuts_samples}
+    return tuple(axis for axis in TABLE if axis in cutting)
 
 
 def nothing_to_cut(row: Axis, n: int) -> str:

@@ -109,7 +109,7 @@ def server_ranks(data: int, servers: int) -> tuple[int, ...]:
 
 def refuse_beside(layout: object, table: Mapping[str, tuple[int | str, ...]], word: str, remedy: str) -> str:
     """Why what a layout says does not go with a word, as a table has it; empty where it does. `remedy`: what else would do."""
-    for key, known in table.items():
-        if kind_of(key, value := getattr(layout, key)) not in known:
-            return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in known)}, or {remedy}"
+    for key, values in table.items():
+        if kind_of(key, value := getattr(layout, key)) not in values:
+            return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in values)}, or {remedy}"
     return ""

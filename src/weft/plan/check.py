@@ -41,19 +41,19 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
                 _add(got, here[action.value])
             here[action.value] = got
         else:
-            made = {} if action.microbatch is None else {action.microbatch: 1}
-            if made:
+            counts = {} if action.microbatch is None else {action.microbatch: 1}
+            if counts:
                 for value in e.reads:
-                    if here[value] != made and value.name != WEIGHTS:
-                        reason = _difference(here[value], made)
+                    if here[value] != counts and value.name != WEIGHTS:
+                        reason = _difference(here[value], counts)
                         raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} reads {value}, which {reason}")
             else:
                 for value in e.reads:
-                    _add(made, here[value])
+                    _add(counts, here[value])
             for value in e.writes:
-                here[value] = made
+                here[value] = counts
             for value in e.adds:
-                _add(here.setdefault(value, {}), made)
+                _add(here.setdefault(value, {}), counts)
         for value in e.frees:
             del here[value]
     for (rank, to, value), left in wire.items():

@@ -75,10 +75,10 @@ class Choices:
             LayoutError: another form, an unknown name, sizes that do not ascend.
         """
         *rows, above = [part.strip() for part in text.split(",")]
-        found = [_ROW.fullmatch(row) for row in rows]
-        if not all(found):
+        matches = [_ROW.fullmatch(row) for row in rows]
+        if not all(matches):
             raise LayoutError(f"all-reduce choices {text!r} are not of the form 'ring to 4096 B, native'")
-        return cls(tuple((int(row[2]), row[1]) for row in found if row), above)
+        return cls(tuple((int(row[2]), row[1]) for row in matches if row), above)
 
 
 def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:

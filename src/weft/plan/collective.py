@@ -31,23 +31,23 @@ def ends(name: str, num_ranks: int, pieces: int, root: int = 0) -> tuple[tuple[H
     if root not in ranks:
         raise ProgramError(f"{name} {root}: there are ranks 0 to {num_ranks - 1}")
     if name == "all_to_all":
-        given = tuple({Value("block", (s, t)): {s: 1} for t in ranks} for s in ranks)
-        return given, tuple({Value("block", (s, t)): {s: 1} for s in ranks} for t in ranks)
-    own = tuple({_chunk(c): {r: 1} for c in range(pieces)} for r in ranks)
+        initial = tuple({Value("block", (s, t)): {s: 1} for t in ranks} for s in ranks)
+        return initial, tuple({Value("block", (s, t)): {s: 1} for s in ranks} for t in ranks)
+    one_each = tuple({_chunk(c): {r: 1} for c in range(pieces)} for r in ranks)
     if name == "broadcast":
-        whole: Held = own[root]
-        return tuple(whole if r == root else {} for r in ranks), (whole,) * num_ranks
+        everything: Held = one_each[root]
+        return tuple(everything if r == root else {} for r in ranks), (everything,) * num_ranks
     total: Held = {_chunk(c): dict.fromkeys(ranks, 1) for c in range(pieces)}
     if name == "all_reduce":
-        return own, (total,) * num_ranks
+        return one_each, (total,) * num_ranks
     if pieces % num_ranks:
         raise ProgramError(f"{name} of {pieces} pieces over {num_ranks} ranks; cut the tensor into a multiple of {num_ranks} pieces")
     each = pieces // num_ranks
-    kept = [[_chunk(c) for c in range(r * each, (r + 1) * each)] for r in ranks]
+    chunks = [[_chunk(c) for c in range(r * each, (r + 1) * each)] for r in ranks]
     if name == "reduce_scatter":
-        return own, tuple({value: total[value] for value in values} for values in kept)
-    whole = {value: {r: 1} for r in ranks for value in kept[r]}
-    return tuple({value: {r: 1} for value in kept[r]} for r in ranks), (whole,) * num_ranks
+        return one_each, tuple({value: total[value] for value in values} for values in chunks)
+    everything = {value: {r: 1} for r in ranks for value in chunks[r]}
+    return tuple({value: {r: 1} for value in chunks[r]} for r in ranks), (everything,) * num_ranks
 
 
 def num_pieces(actions: Iterable[Iterable[Action]]) -> int:

@@ -93,10 +93,10 @@ def _computes(timeline: Timeline, num_ranks: int) -> dict[tuple[int, str, int], 
     """(pipeline rank, name, how many of that name before) -> span."""
     devices = timeline.num_ranks // num_ranks
     seen: dict[tuple[int, str], int] = defaultdict(int)
-    found: dict[tuple[int, str, int], Span] = {}
+    spans: dict[tuple[int, str, int], Span] = {}
     for span in timeline.spans:
         if span.lane == COMPUTE_LANE and span.rank % devices == 0:
             key = (span.rank // devices, span.name)
-            found[(*key, seen[key])] = span
+            spans[(*key, seen[key])] = span
             seen[key] += 1
-    return found
+    return spans

@@ -21,14 +21,14 @@ def parse_inner(text: str) -> Inner:
     Raises:
         LayoutError: no such text, or stages with unequal numbers of ranks.
     """
-    found = []
+    axes = []
     for word in text.split("/"):
         numbers = word.split("x")
         if len(numbers) != 2 or not all(n.isdecimal() and 0 < len(n) < 7 and int(n) for n in numbers):
             raise LayoutError(f"inner={text}: {word!r} is not data x tensor of a stage; for example inner=4x1/2x2")
-        found.append((int(numbers[0]), int(numbers[1])))
-    ranks = {prod(sizes) for sizes in found}
+        axes.append((int(numbers[0]), int(numbers[1])))
+    ranks = {prod(sizes) for sizes in axes}
     if len(ranks) > 1:
-        each = ", ".join(f"{d}x{t} = {d * t}" for d, t in found)
+        each = ", ".join(f"{d}x{t} = {d * t}" for d, t in axes)
         raise LayoutError(f"inner={text} has stages of unequal numbers of ranks ({each}); give every stage as many")
-    return tuple(found)
+    return tuple(axes)

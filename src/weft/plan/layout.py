@@ -210,9 +210,9 @@ class Layout:
         if not self.shares:
             return
         object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
-        given = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
-        if self.shares and any(given.values()):
-            other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
+        set_keys = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
+        if self.shares and any(set_keys.values()):
+            other = next(f"{key}={getattr(self, key)}" for key, is_so in set_keys.items() if is_so)
             raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
 
     def _check_inner(self) -> None:
@@ -263,14 +263,14 @@ class Layout:
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
-        return {key: known for key, known in RUNS.items() if kind_of(key, getattr(self, key)) not in known}
+        return {key: values for key, values in RUNS.items() if kind_of(key, getattr(self, key)) not in values}
 
     def check_runs(self) -> None:
         """Raise `LayoutError` for a choice that is not supported for running, with those that are."""
-        for key, known in self.not_built().items():
+        for key, values in self.not_built().items():
             raise LayoutError(
                 f"{key}={getattr(self, key)} is planned and priced, but not supported yet for running; "
-                f"use {' or '.join(f'{key}={v}' for v in known)}"
+                f"use {' or '.join(f'{key}={v}' for v in values)}"
             )
 
     @property
@@ -420,26 +420,26 @@ class Layout:
         >>> str(Layout.parse("data=2 pipeline=2 microbatches=4"))
         'data=2 tensor=1 pipeline=2 microbatches=4'
         """
-        known = {one.name: one.type for one in fields(cls) if one.name in KEYS}
-        given: dict[str, int | str] = {}
+        types = {one.name: one.type for one in fields(cls) if one.name in KEYS}
+        words: dict[str, int | str] = {}
         for word in text.replace(",", " ").split():
             key, eq, value = word.partition("=")
             if not eq or not value:
                 raise LayoutError(f"layout word {word!r} is not key=value; for example data=2")
-            if key not in known:
-                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, tuple(known))
-                raise LayoutError(f"unknown layout key {key}{near}; known: {', '.join(known)}")
-            if key in given:
+            if key not in types:
+                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, tuple(types))
+                raise LayoutError(f"unknown layout key {key}{near}; known: {', '.join(types)}")
+            if key in words:
                 raise LayoutError(f"layout key {key} is given twice")
             if key == "tensor" and "x" in value:
-                given[key], given["grid"] = checked_grid(value, 1)
-            elif known[key] == "int":
+                words[key], words["grid"] = checked_grid(value, 1)
+            elif types[key] == "int":
                 if not value.isdecimal() or len(value) > 9:
                     raise LayoutError(f"{key}={value}: {key} is a whole number, for example {key}=2")
-                given[key] = int(value)
+                words[key] = int(value)
             else:
-                given[key] = value
-        return cls(**given, actions=actions_of(str(given.get("schedule", "")), files))  # type: ignore[arg-type]
+                words[key] = value
+        return cls(**words, actions=actions_of(str(words.get("schedule", "")), files))  # type: ignore[arg-type]
 
 
 KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions"))  # what a person writes
@@ -481,7 +481,7 @@ def refuse_word(key: str, word: str) -> str:
     >>> refuse_word("sequence_parallel", "om")
     'sequence_parallel=om is unknown (did you mean on?); use one of off, on'
     """
-    value, known = kind_of(key, word), CHOICES[key]
-    if value in known:
+    value, values = kind_of(key, word), CHOICES[key]
+    if value in values:
         return ""
-    return f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}"
+    return f"{key}={value} is unknown{nearest(value, values)}; use one of {', '.join(values)}"

@@ -45,7 +45,7 @@ def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] |
         elif isinstance(action, Compute):
             clock[rank] = now + WORK[action.op] * work[action.stage] * (sizes[action.microbatch] if sizes else 1.0)
             spans[rank][step] = now, clock[rank]
-    found: list[dict[int, frozenset[int]]] = []
+    by_rank: list[dict[int, frozenset[int]]] = []
     for rank, row in enumerate(spans):
         others = {r: sorted(other.values()) for r, other in enumerate(spans) if r != rank}
         first = dict.fromkeys(others, 0)
@@ -59,8 +59,8 @@ def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] |
                 if first[r] < len(times) and times[first[r]][0] < end - margin:
                     met.add(r)
             mine[step] = frozenset(met)
-        found.append(mine)
-    return tuple(found)
+        by_rank.append(mine)
+    return tuple(by_rank)
 
 
 def threads_of(ranks: int, rank_threads: int, positions: int, num_cores: int) -> int:

@@ -66,10 +66,10 @@ class Mesh:
         >>> Mesh((("branch", 2), ("data", 3))).place(4, ("data", "branch"))
         3
         """
-        at, found = self.coordinates(rank), 0
+        at, place = self.coordinates(rank), 0
         for axis in axes:
-            found = found * self.size(axis) + at.get(axis, 0)
-        return found
+            place = place * self.size(axis) + at.get(axis, 0)
+        return place
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in order; (rank,) where none has a size."""

@@ -116,10 +116,10 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) ->
     Raises:
         Infeasible: it is too small for the fewest microbatches, where every replica needs samples (`shares`, `inner`, `expert`).
     """
-    whole = sizes_of_plan(batch_size, layout)
+    sizes = sizes_of_plan(batch_size, layout)
     if samples == batch_size:
-        return whole
-    count = num_microbatches(samples, whole[0], layout, fewest)
+        return sizes
+    count = num_microbatches(samples, sizes[0], layout, fewest)
     if samples < layout.data * count and layout.replicas == layout.data and not layout.shares and not layout.inner and layout.expert == 1:
         return tuple(map(sum, rows_by_replica([piece(samples, layout.data, i)[1] for i in range(layout.data)], count)))
     return sizes_of_plan(samples, layout.with_microbatches(count))

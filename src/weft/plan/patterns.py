@@ -43,13 +43,13 @@ def expand(cuts: Cuts, names: Iterable[str]) -> Cuts:
     (('h.0.up', 0), ('h.1.up', 0), ('head', 1))
     """
     names = list(names)
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for entry, dim in cuts:
         if ANY in entry.split("."):
-            found.update((name, dim) for name in names if matches(entry, name))
+            by_name.update((name, dim) for name in names if matches(entry, name))
         else:
-            found[entry] = dim
-    return tuple(found.items())
+            by_name[entry] = dim
+    return tuple(by_name.items())
 
 
 def expand_all(shards: Iterable[tuple[str, Cuts]], names: Iterable[str]) -> dict[str, Cuts]:
@@ -70,18 +70,18 @@ def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
     for name in names:
         for pattern in _patterns(name):
             members.setdefault(pattern, []).append(name)
-    found: dict[str, int] = {}
+    patterns: dict[str, int] = {}
     exceptions: dict[str, int] = {}
     done: set[str] = set()
     for name in dims:
         if name in done:
             continue
         best, dim = _widest(name, dims, members)
-        found[best] = dim
+        patterns[best] = dim
         meant = members[best] if best != name else [name]
         exceptions.update((n, dims[n]) for n in meant if dims[n] != dim)
         done.update(meant)
-    return (*found.items(), *exceptions.items())
+    return (*patterns.items(), *exceptions.items())
 
 
 def _widest(name: str, dims: dict[str, int], members: dict[str, list[str]]) -> tuple[str, int]:
@@ -111,7 +111,7 @@ def shorten_sites(sites: Sequence[str]) -> tuple[str, ...]:
     """
     if any("{" in site for site in sites):
         return tuple(sites)
-    found: list[str] = []
+    patterns: list[str] = []
     at = 0
     while at < len(sites):
         head, number, tail = _numbered(sites[at])
@@ -126,13 +126,13 @@ def shorten_sites(sites: Sequence[str]) -> tuple[str, ...]:
                 break
             length += 1
         if number is None or length < 3:
-            found.append(sites[at])
+            patterns.append(sites[at])
             at += 1
             continue
         last = number + (length - 1) * step
-        found.append(f"{head}{{{number}..{last}{f'..{step}' if step > 1 else ''}}}{tail}")
+        patterns.append(f"{head}{{{number}..{last}{f'..{step}' if step > 1 else ''}}}{tail}")
         at += length
-    return tuple(found)
+    return tuple(patterns)
 
 
 def expand_sites(texts: Sequence[str]) -> tuple[str, ...]:
@@ -144,17 +144,17 @@ def expand_sites(texts: Sequence[str]) -> tuple[str, ...]:
     Raises:
         LayoutError: a range of more stages than any plan has.
     """
-    found: list[str] = []
+    sites: list[str] = []
     for text in texts:
         match = _RANGE.search(text)
         if match is None:
-            found.append(text)
+            sites.append(text)
             continue
         numbers = range(int(match[1]), int(match[2]) + 1, int(match[3] or 1) or 1)
         if len(numbers) > MOST_STAGES:
             raise LayoutError(f"stages: {text} stands for {len(numbers)} stages; a plan has at most {MOST_STAGES}")
-        found += [f"{text[: match.start()]}{n}{text[match.end() :]}" for n in numbers]
-    return tuple(found)
+        sites += [f"{text[: match.start()]}{n}{text[match.end() :]}" for n in numbers]
+    return tuple(sites)
 
 
 def _numbered(site: str) -> tuple[str, int | None, str]:

@@ -35,10 +35,10 @@ class Interned:
 
     def __new__(cls, *fields: Any) -> Self:
         key = (cls, *fields)
-        made: Self | None = Interned._instances.get(key)
-        if made is None:
-            made = Interned._instances.setdefault(key, object.__new__(cls))
-        return made
+        instance: Self | None = Interned._instances.get(key)
+        if instance is None:
+            instance = Interned._instances.setdefault(key, object.__new__(cls))
+        return instance
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), tuple(getattr(self, name) for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
@@ -114,12 +114,12 @@ class Shard(Interned):
         if not self.runs:
             start, size = self.part(length, n, index)
             return ((start, start + size),)
-        found, begin = [], 0
+        spans, begin = [], 0
         for run in self.runs:
             start = begin + sum(run[:index])
-            found.append((start, start + run[index]))
+            spans.append((start, start + run[index]))
             begin += sum(run)
-        return tuple(found)
+        return tuple(spans)
 
     def ways(self, n: int) -> int | float:
         """The whole dimension over its longest piece: n where pieces are equal.
@@ -320,8 +320,8 @@ def pieces(length: int, num_pieces: int) -> tuple[Range, ...]:
     >>> pieces(5, 2)
     ((0, 3), (3, 5))
     """
-    found = (piece(length, num_pieces, i) for i in range(num_pieces))
-    return tuple((start, start + size) for start, size in found)
+    ranges = (piece(length, num_pieces, i) for i in range(num_pieces))
+    return tuple((start, start + size) for start, size in ranges)
 
 
 @cache
@@ -333,12 +333,12 @@ def zigzag(length: int, num_pieces: int) -> tuple[tuple[Range, Range], ...]:
     ((((0, 2), (6, 8)), ((2, 4), (4, 6))), (((0, 2), (5, 7)), ((2, 4), (4, 5))))
     """
     lengths = [piece(length, num_pieces, i)[1] for i in range(num_pieces)]
-    found, front, back = [], 0, length
+    pairs, front, back = [], 0, length
     for n in lengths:
         early = n - n // 2
-        found.append(((front, front + early), (back - n // 2, back)))
+        pairs.append(((front, front + early), (back - n // 2, back)))
         front, back = front + early, back - n // 2
-    return tuple(found)
+    return tuple(pairs)
 
 
 def positions_of(placement: Shard | Strided, length: int, num_pieces: int, index: int) -> tuple[Range, ...]:

@@ -116,16 +116,16 @@ class Plan:
 
 def check_uncaptured(layout: Layout, why: str) -> None:
     """Raise Infeasible where a layout divides more than samples and what is kept of weights, of a model that was not captured: `why`."""
-    unknown = "its layers are not known"
+    no_layers = "its layers are not known"
     refused = {
         "only data and zero apply; use tensor=1 pipeline=1 with one stage a rank": layout.replica_ranks > 1 or layout.num_stages > 1,
         f"it runs as a whole; leave schedule={layout.schedule} out": bool(layout.actions),
-        f"{unknown}; use recompute=none": layout.recompute != "none",
-        f"{unknown}; use offload=optimizer": layout.moves_layers,
-        f"{unknown}; use zero=2": layout.zero > 2,
-        f"{unknown}; leave batch_norm out": layout.batch_norm != "exact",
-        f"{unknown}; leave compile out": layout.compile != "off",
-        f"{unknown}; use precision=bfloat16": bool(PRECISIONS[layout.precision].linears),
+        f"{no_layers}; use recompute=none": layout.recompute != "none",
+        f"{no_layers}; use offload=optimizer": layout.moves_layers,
+        f"{no_layers}; use zero=2": layout.zero > 2,
+        f"{no_layers}; leave batch_norm out": layout.batch_norm != "exact",
+        f"{no_layers}; leave compile out": layout.compile != "off",
+        f"{no_layers}; use precision=bfloat16": bool(PRECISIONS[layout.precision].linears),
     }
     for remedy, is_so in refused.items():
         if is_so:

@@ -227,7 +227,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         raise top.error("format_version", f"format version {version} is newer than {FORMAT_VERSION}, which this weft reads; update weft")
     if version < 1:
         raise top.error("format_version", f"format version {version} does not exist; the first is 1")
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": top.take("model", "str"),
         "cluster": top.take("cluster", "str"),
         "batch_size": top.take("batch_size", "int"),
@@ -250,17 +250,17 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     for axis in sharded.data:
         if axis not in CUT_AXES:
             raise sharded.error(axis, f"[shards.{axis}] names no axis that cuts parameters; known: {', '.join(CUT_AXES)}")
-    given["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
-    given["prediction"] = _prediction(prediction) if prediction.data else None
-    given["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
-    given["bound_gap"] = search.take("bound_gap", "float", None)
-    given["candidates"] = tuple(_read_candidate(row, search, files) for row in search.rows("candidates", "list"))
+    values["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
+    values["prediction"] = _prediction(prediction) if prediction.data else None
+    values["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
+    values["bound_gap"] = search.take("bound_gap", "float", None)
+    values["candidates"] = tuple(_read_candidate(row, search, files) for row in search.rows("candidates", "list"))
     search.finish()
     chosen = sums.take("all_reduce", "str", str(Choices()))
     sums.finish()
     try:
-        given["sums"] = Choices.parse(chosen)
-        return Plan(layout=Layout(**words, actions=actions_of(words["schedule"], files)), **given)
+        values["sums"] = Choices.parse(chosen)
+        return Plan(layout=Layout(**words, actions=actions_of(words["schedule"], files)), **values)
     except WeftError as error:
         raise type(error)(f"{source}: {error}") from None
 

@@ -99,8 +99,8 @@ class Program:
 
     def _refuse(self, action: Action, rank: int) -> str:
         if isinstance(action, (Compute, Manage)):
-            known = 0 <= action.stage < self.num_stages and (action.microbatch is None or action.microbatch >= 0)
-            return "" if known else f"is not of the stages 0 to {self.num_stages - 1}"
+            is_valid = 0 <= action.stage < self.num_stages and (action.microbatch is None or action.microbatch >= 0)
+            return "" if is_valid else f"is not of the stages 0 to {self.num_stages - 1}"
         peer = action.to if isinstance(action, Send) else action.source
         if peer == rank:
             return "is a transfer of a rank with itself; what a rank holds it needs not send"
@@ -135,10 +135,10 @@ class Program:
         return self._neighbours(self.links)
 
     def _neighbours(self, links: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        neighbours: list[list[int]] = [[] for _ in range(self.num_stages)]
         for here, there in sorted(links):
-            found[here].append(there)
-        return tuple(map(tuple, found))
+            neighbours[here].append(there)
+        return tuple(map(tuple, neighbours))
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -201,18 +201,18 @@ def effects(action: Action, program: Program) -> Effects:
             inputs, saved = tuple([Value("x", (p, s, m)) for p in before]), Value("saved", (s, m))
             return Effects((*inputs, *weights), (*[Value("x", (s, q, m)) for q in after], saved), (), inputs, saved)
         case Op.B | Op.I:
-            kept = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
+            held = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
             out = tuple([Value("g", (s, p, m)) for p in before])
             if action.op is Op.B:
-                return Effects((*kept, *weights), out, (Value("dw", (s,)),), kept)
+                return Effects((*held, *weights), out, (Value("dw", (s,)),), held)
             half = Value("half", (s, m))
-            return Effects((*kept, *weights), (*out, half), (), kept, half)
+            return Effects((*held, *weights), (*out, half), (), held, half)
         case Op.W:
-            kept = (Value("half", (s, m)),)
-            return Effects((*kept, *weights), (), (Value("dw", (s,)),), kept)
+            held = (Value("half", (s, m)),)
+            return Effects((*held, *weights), (), (Value("dw", (s,)),), held)
         case Op.R:
-            kept, saved = (Value("inputs", (s, m)),), Value("saved", (s, m))
-            return Effects((*kept, *weights), (saved,), (), kept, saved)
+            held, saved = (Value("inputs", (s, m)),), Value("saved", (s, m))
+            return Effects((*held, *weights), (saved,), (), held, saved)
 
 
 def _effects_of_manage(action: Manage) -> Effects:
@@ -249,10 +249,10 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
 def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, int, Action, Effects]]:
     """`walk` with each action's step and effects: (rank, step, action, effects)."""
     held = [set(values) for values in program.initial]
-    at, known = [0] * program.num_ranks, program.effects
+    at, rows = [0] * program.num_ranks, program.effects
     for rank, action in order(program, rendezvous):
         here, step = held[rank], at[rank]
-        e = known[rank][step]
+        e = rows[rank][step]
         if not here.issuperset(e.reads):
             raise ProgramError(_missing(program, rank, step, next(v for v in e.reads if v not in here)))
         if e.writes:

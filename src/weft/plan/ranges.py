@@ -50,7 +50,7 @@ def shortened(names: Iterable[str]) -> list[str]:
     >>> shortened(["0", "1", "2", "7"])
     ['0-2', '7']
     """
-    found: list[str] = []
+    words: list[str] = []
     run: list[list[str]] = []  # parts of names of which each follows the one before
     at = -1  # the part whose numbers grow
     for name in names:
@@ -60,9 +60,9 @@ def shortened(names: Iterable[str]) -> list[str]:
             at = place
             run.append(parts)
             continue
-        found += _written(run, at)
+        words += _written(run, at)
         run, at = [parts], -1
-    return [*found, *_written(run, at)]
+    return [*words, *_written(run, at)]
 
 
 def _grown(before: Sequence[str], after: Sequence[str]) -> int:
@@ -94,19 +94,19 @@ def read_names(text: str) -> tuple[str, ...]:
     Raises:
         LayoutError: a range that goes down, or of too many names.
     """
-    found: list[str] = []
+    names: list[str] = []
     for word in text.split("+"):
         match = _RANGE.search(word)
         if match is None:
-            found.append(word)
+            names.append(word)
             continue
         first, last = int(match[1]), int(match[2])
         if last < first:
             raise LayoutError(f"the range {word} goes from {first} down to {last}; write the smaller number first")
         if last - first >= MOST:
             raise LayoutError(f"the range {word} names {last - first + 1} layers; at most {MOST} are read")
-        found += [f"{word[: match.start()]}{n}{word[match.end() :]}" for n in range(first, last + 1)]
-    return tuple(found)
+        names += [f"{word[: match.start()]}{n}{word[match.end() :]}" for n in range(first, last + 1)]
+    return tuple(names)
 
 
 def write_counts(counts: Iterable[int]) -> str:
@@ -115,11 +115,11 @@ def write_counts(counts: Iterable[int]) -> str:
     >>> write_counts([5, 5, 5, 4]), write_counts([3, 1])
     ('5x3/4', '3/1')
     """
-    found: list[str] = []
+    words: list[str] = []
     for count, those in groupby(counts):
         times = len(list(those))
-        found += [f"{count}x{times}"] if times >= _FEWEST else [str(count)] * times
-    return "/".join(found)
+        words += [f"{count}x{times}"] if times >= _FEWEST else [str(count)] * times
+    return "/".join(words)
 
 
 def read_counts(text: str) -> tuple[int, ...] | None:
@@ -131,13 +131,13 @@ def read_counts(text: str) -> tuple[int, ...] | None:
     Raises:
         LayoutError: too many counts.
     """
-    found: list[int] = []
+    counts: list[int] = []
     for word in text.split("/"):
         match = _COUNTS.fullmatch(word)
         if match is None:
             return None
         times = int(match[2] or 1)
-        if len(found) + times > MOST:
+        if len(counts) + times > MOST:
             raise LayoutError(f"{text} counts layers of more than {MOST} stages")
-        found += [int(match[1])] * times
-    return tuple(found)
+        counts += [int(match[1])] * times
+    return tuple(counts)

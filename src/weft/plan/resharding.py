@@ -34,14 +34,14 @@ class Side:
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
         """What a rank holds of a tensor of global `shape`."""
-        at, found = self.mesh.coordinates(rank), [(0, n) for n in shape]
+        at, box = self.mesh.coordinates(rank), [(0, n) for n in shape]
         for axis, form in self.forms.items():
             if is_shard(form):
                 dim = form.dim
-                start, stop = found[dim]
+                start, stop = box[dim]
                 first, length = form.part(stop - start, self.mesh.size(axis), at[axis])
-                found[dim] = (start + first, start + first + length)
-        return tuple(found)
+                box[dim] = (start + first, start + first + length)
+        return tuple(box)
 
 
 @dataclass(frozen=True, slots=True)

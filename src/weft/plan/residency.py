@@ -116,8 +116,8 @@ class LayerChoice:
         if not self.of_layers:
             return ()
         if self.names:
-            plain, patterns = _told_apart(self.names)
-            return tuple(layer for layer in layers if layer in plain or any(fnmatchcase(layer, name) for name in patterns))
+            names, patterns = _told_apart(self.names)
+            return tuple(layer for layer in layers if layer in names or any(fnmatchcase(layer, name) for name in patterns))
         return tuple(layers[: self.count(stage)] if self.counts else layers)
 
 
@@ -186,11 +186,11 @@ class Residency:
             LayoutError: a name that none of the model's layers has, more layers than a stage has, or layers that would be both moved
                 and repeated.
         """
-        known = dict.fromkeys(layer for layers in stages for layer in layers if layer)
+        all_layers = dict.fromkeys(layer for layers in stages for layer in layers if layer)
         for choice in (self.recompute, self.offload):
             for name in choice.names:
-                if name not in known and not any(fnmatchcase(layer, name) for layer in known):
-                    has = ", ".join(shortened(known)) if known else "none that is numbered"
+                if name not in all_layers and not any(fnmatchcase(layer, name) for layer in all_layers):
+                    has = ", ".join(shortened(all_layers)) if all_layers else "none that is numbered"
                     raise LayoutError(f"{choice.key}={choice.kind}:{name}: the model has no such layer; it has {has}")
         said = " ".join(f"{choice.key}={choice}" for choice in (self.recompute, self.offload) if choice.picks)
         for stage, layers in enumerate(stages):

@@ -25,13 +25,13 @@ def parse_shares(text: str, data: int) -> tuple[int, ...]:
     """
     if not text:
         return ()
-    found = read_counts(text)
-    if found is None or not all(found):
+    counts = read_counts(text)
+    if counts is None or not all(counts):
         raise LayoutError(f"shares={text} is not the share of each data replica, whole numbers from 1 on; for example shares=3/2/2/1")
-    if len(found) != data:
-        raise LayoutError(f"shares={text} are of {len(found)} replicas, and data={data}; give one for each")
-    whole = gcd(*found)
-    return () if len(set(found)) == 1 else tuple(share // whole for share in found)
+    if len(counts) != data:
+        raise LayoutError(f"shares={text} are of {len(counts)} replicas, and data={data}; give one for each")
+    divisor = gcd(*counts)
+    return () if len(set(counts)) == 1 else tuple(share // divisor for share in counts)
 
 
 def format_shares(shares: tuple[int, ...]) -> str:

@@ -97,19 +97,19 @@ class _Lines:
     meant: tuple[str, int] | None = None
 
     def read(self, line: str) -> None:
-        found, named = _LINE.fullmatch(line), _COLLECTIVE.fullmatch(line)
+        match, named = _LINE.fullmatch(line), _COLLECTIVE.fullmatch(line)
         if named:
             self._collective(line, named[1], named[2])
-        elif not found:
+        elif not match:
             self._unnumbered(line)
-        elif found[1]:
-            self._of_rank(found[1], int(found[2]), found[3])
-        elif found[4] == "program":
-            self.name = found[5]
-        elif found[4] == "stages":
-            self.num_stages = _parse_count(found[5])
+        elif match[1]:
+            self._of_rank(match[1], int(match[2]), match[3])
+        elif match[4] == "program":
+            self.name = match[5]
+        elif match[4] == "stages":
+            self.num_stages = _parse_count(match[5])
         else:
-            self.links = _parse_links(found[5] or "")
+            self.links = _parse_links(match[5] or "")
 
     def _collective(self, line: str, name: str, first: str | None) -> None:
         if self.meant is not None:
@@ -121,8 +121,8 @@ class _Lines:
     def _unnumbered(self, line: str) -> None:
         bare = line.replace(",", " ").split() if "(" not in line else line.split()
         if not bare or not _BARE.match(bare[0]):
-            known = "program, stages, links, rank N:, given N:, wants N:, a collective's name, or an action"
-            raise ProgramError(f"{line!r} starts with none of {known}")
+            forms = "program, stages, links, rank N:, given N:, wants N:, a collective's name, or an action"
+            raise ProgramError(f"{line!r} starts with none of {forms}")
         self.unnumbered.append(tuple(parse_action(word) for word in bare))
 
     def _of_rank(self, key: str, rank: int, text: str) -> None:
@@ -140,7 +140,7 @@ class _Lines:
         num_computes = sum(isinstance(a, Compute) for row in actions for a in row)
         if stages > num_computes:
             raise ProgramError(f"{stages} stages, but only {num_computes} computes; stages are numbered from 0 without gaps")
-        given, wants = (tuple(self.held[key].get(rank, {}) for rank in range(len(actions))) for key in ("given", "wants"))
+        initial, wants = (tuple(self.held[key].get(rank, {}) for rank in range(len(actions))) for key in ("given", "wants"))
         if not self.held["wants"]:
             wants = default_wants(actions)
         name = self.name
@@ -150,9 +150,9 @@ class _Lines:
                 raise ProgramError(
                     f"the line {collective_name} says what is given and wanted; leave out the lines given and wants, or that one"
                 )
-            given, wants = collective.ends(collective_name, len(actions), collective.num_pieces(actions), first)
+            initial, wants = collective.ends(collective_name, len(actions), collective.num_pieces(actions), first)
             name = collective_name if name == "program" else name
-        return Program(name, stages, given, actions, wants, chain(stages) if self.links is None else self.links)
+        return Program(name, stages, initial, actions, wants, chain(stages) if self.links is None else self.links)
 
     def _all_actions(self) -> tuple[tuple[Action, ...], ...]:
         """[rank] -> its actions."""
@@ -189,10 +189,10 @@ def _parse_held(text: str) -> Held:
 def _parse_links(text: str) -> Links:
     pairs = []
     for word in text.split():
-        found = re.fullmatch(r"(\d{1,9})>(\d{1,9})", word)
-        if not found:
+        match = re.fullmatch(r"(\d{1,9})>(\d{1,9})", word)
+        if not match:
             raise ProgramError(f"link {word!r} is not producer>consumer, for example 0>1")
-        pairs.append((int(found[1]), int(found[2])))
+        pairs.append((int(match[1]), int(match[2])))
     return tuple(pairs)
 
 

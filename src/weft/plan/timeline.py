@@ -92,10 +92,10 @@ class Timeline:
     @cached_property
     def lanes(self) -> tuple[tuple[str, ...], ...]:
         """[rank] -> its lanes, compute first, the others in the order in which they appear."""
-        found: list[dict[str, None]] = [{} for _ in range(self.num_ranks)]
+        by_rank: list[dict[str, None]] = [{} for _ in range(self.num_ranks)]
         for span in self.spans:
-            found[span.rank][span.lane] = None
-        return tuple(tuple(sorted(names, key=lambda lane: lane != COMPUTE_LANE)) for names in found)
+            by_rank[span.rank][span.lane] = None
+        return tuple(tuple(sorted(names, key=lambda lane: lane != COMPUTE_LANE)) for names in by_rank)
 
     def busy_s(self, rank: int, lane: str = COMPUTE_LANE) -> float:
         """Seconds in which `lane` of `rank` has at least one span; overlapping spans count once."""
@@ -200,11 +200,11 @@ def compare(a: Timeline, b: Timeline) -> tuple[KindDifference, ...]:
 
 
 def _per_kind(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for span in spans:
-        count, seconds = found[span.kind]
-        found[span.kind] = (count + 1, seconds + span.duration_s)
-    return found
+        count, seconds = totals[span.kind]
+        totals[span.kind] = (count + 1, seconds + span.duration_s)
+    return totals
 
 
 def _covered_s(times: list[tuple[float, float]]) -> float:

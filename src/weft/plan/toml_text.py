@@ -21,8 +21,8 @@ def loads(text: str) -> dict[str, Any]:
     >>> loads("a.b = 1")
     {'a': {'b': 1}}
     """
-    if found := _DEEP.search(text):
-        line = text.count("\n", 0, found.start()) + 1
+    if match := _DEEP.search(text):
+        line = text.count("\n", 0, match.start()) + 1
         raise tomllib.TOMLDecodeError(f"line {line}: a key of more than {DEEPEST} dots")
     try:
         return tomllib.loads(text)

@@ -130,8 +130,8 @@ def _lengths(placement: Shard | Strided, n: int) -> tuple[int, ...]:
 
 def _exchanged(source: tuple[int, ...], target: tuple[int, ...], n: int) -> float:
     """Of an all-to-all of unequal pieces: a rank sends of its piece of one dimension what is not its piece of the other."""
-    held, kept = ([size / sum(lengths) for size in lengths] for lengths in (one or (1,) * n for one in (source, target)))
-    return max(a * (1 - b) for a, b in zip(held, kept, strict=True))
+    held, wanted = ([size / sum(lengths) for size in lengths] for lengths in (one or (1,) * n for one in (source, target)))
+    return max(a * (1 - b) for a, b in zip(held, wanted, strict=True))
 
 
 def _busiest(held: tuple[Range, ...], wanted: tuple[Range, ...]) -> int:

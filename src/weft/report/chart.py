@@ -116,17 +116,17 @@ def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -
     rows = [row for row in rows if sum(amount for _, amount in row.parts) > 0]
     if not rows:
         return ""
-    whole = max(max(sum(amount for _, amount in row.parts) for row in rows), limit[1] if limit else 0.0)
-    names = list(dict.fromkeys(name for row in rows for name, amount in row.parts if amount > LEAST * whole))
+    longest = max(max(sum(amount for _, amount in row.parts) for row in rows), limit[1] if limit else 0.0)
+    names = list(dict.fromkeys(name for row in rows for name, amount in row.parts if amount > LEAST * longest))
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    line = f'<b style="left:{limit[1] / whole * 100:.3f}%"></b>' if limit else ""
+    line = f'<b style="left:{limit[1] / longest * 100:.3f}%"></b>' if limit else ""
     drawn = []
     for row in rows:
         pieces = "".join(
-            f'<i style="width:{amount / whole * 100:.3f}%;background:{colours[name]}" '
+            f'<i style="width:{amount / longest * 100:.3f}%;background:{colours[name]}" '
             f'title="{escape(name)}: {escape(row.words_of(amount))}"></i>'
             for name, amount in row.parts
-            if amount > LEAST * whole
+            if amount > LEAST * longest
         )
         kind = "row mark" if row.marked else "row off" if row.off else "row"
         drawn.append(
@@ -165,10 +165,10 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> tuple[
 def thin(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
     """At most about `most` points, evenly picked, the last among them."""
     stride = max(1, ceil(len(points) / most))
-    picked = list(points[::stride])
-    if points and picked[-1] != points[-1]:
-        picked.append(points[-1])
-    return picked
+    shown = list(points[::stride])
+    if points and shown[-1] != points[-1]:
+        shown.append(points[-1])
+    return shown
 
 
 def _finite(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

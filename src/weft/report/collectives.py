@@ -86,15 +86,15 @@ def winners(times: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[st
     rows = list(zip(*times.values(), strict=True))
     sizes = [row[0][0] for row in rows]
     best = [min(times, key=lambda name, i=i: times[name][i][1]) for i in range(len(rows))]  # type: ignore[misc]
-    found: list[tuple[str, float, float]] = []
+    ranges: list[tuple[str, float, float]] = []
     for i, name in enumerate(best):
         start = sizes[0] if i == 0 else (sizes[i - 1] * sizes[i]) ** 0.5
         stop = sizes[-1] if i == len(sizes) - 1 else (sizes[i] * sizes[i + 1]) ** 0.5
-        if found and found[-1][0] == name:
-            found[-1] = (name, found[-1][1], stop)
+        if ranges and ranges[-1][0] == name:
+            ranges[-1] = (name, ranges[-1][1], stop)
         else:
-            found.append((name, start, stop))
-    return found
+            ranges.append((name, start, stop))
+    return ranges
 
 
 def _labels(at: Sequence[tuple[float, str, str]], x: float) -> list[Shape]:

@@ -175,10 +175,10 @@ def _computes(timeline: Timeline) -> list[list[Span]]:
 
 
 def _label(span: Span, shows_stage: bool) -> str:
-    found = ACTION.fullmatch(span.name)
-    if not found:
+    match = ACTION.fullmatch(span.name)
+    if not match:
         return span.name
-    return f"{found[1]}.{found[3]}" if shows_stage else found[3]
+    return f"{match[1]}.{match[3]}" if shows_stage else match[3]
 
 
 def _fits(label: str, wide: float) -> bool:
@@ -205,11 +205,11 @@ def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int)
         if end <= start:  # where many fall into one column the first stands for all
             continue
         at = end
-        found, shade = ACTION.fullmatch(span.name), look.of(span)
-        name = f"{found[1] if look.shows_stage else ''}{found[2]}{found[3]}" if found else span.name
+        match, shade = ACTION.fullmatch(span.name), look.of(span)
+        name = f"{match[1] if look.shows_stage else ''}{match[2]}{match[3]}" if match else span.name
         room = end - start
         if len(name) > room:
-            name = (found[2] if found else span.name)[:room]
+            name = (match[2] if match else span.name)[:room]
         yield _Cell(start, end, span.kind, shade, name + ("-" if shade and look.num_replicas > 1 else "=") * (room - len(name)))
 
 

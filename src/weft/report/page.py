@@ -154,9 +154,9 @@ def _memory_section(plan: Plan, limit_bytes: float) -> str:
 
 def _candidate_sections(plan: Plan, limit_bytes: float) -> list[str]:
     """Where the candidates' time goes and what they hold, on one scale each; nothing where there is only the plan itself."""
-    kept = [c for c in plan.candidates if c.prediction is not None]
-    kept.sort(key=lambda c: (bool(c.note), c.prediction.step_time_s if c.prediction else 0.0))
-    shown = [(c, c.prediction) for c in kept[:MOST_BARS] if c.prediction is not None]
+    priced = [c for c in plan.candidates if c.prediction is not None]
+    priced.sort(key=lambda c: (bool(c.note), c.prediction.step_time_s if c.prediction else 0.0))
+    shown = [(c, c.prediction) for c in priced[:MOST_BARS] if c.prediction is not None]
     if len(shown) < 2:
         return []
     times, sizes = [], []

@@ -57,12 +57,12 @@ class Shades:
 
     def of(self, span: Span) -> int:
         """0, or 1 for the lighter shade."""
-        found = ACTION.fullmatch(span.name)
-        if not found:
+        match = ACTION.fullmatch(span.name)
+        if not match:
             return 0
         if self.num_replicas > 1:
-            return self.replica.get(int(found[3]), 0) % 2
-        return self.order.get((span.rank, int(found[1])), 0) % 2
+            return self.replica.get(int(match[3]), 0) % 2
+        return self.order.get((span.rank, int(match[1])), 0) % 2
 
 
 def shades(timeline: Timeline) -> Shades:
@@ -74,9 +74,9 @@ def shades(timeline: Timeline) -> Shades:
         ways.setdefault(microbatch, {})[stage] = rank
         of_rank.setdefault(rank, set()).add(stage)
     order = {(rank, stage): i for rank, stages in of_rank.items() for i, stage in enumerate(sorted(stages))}
-    known: dict[tuple[tuple[int, int], ...], int] = {}
-    replica = {m: known.setdefault(tuple(sorted(ways[m].items())), len(known)) for m in sorted(ways)}
-    return Shades(replica, order, len(known))
+    numbers: dict[tuple[tuple[int, int], ...], int] = {}
+    replica = {m: numbers.setdefault(tuple(sorted(ways[m].items())), len(numbers)) for m in sorted(ways)}
+    return Shades(replica, order, len(numbers))
 
 
 def paint(kind: str, shade: int) -> tuple[str, str]:

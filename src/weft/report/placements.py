@@ -38,7 +38,7 @@ def placements(graph: Graph, sharding: Sharding) -> tuple[Placed, ...]:
     for move in sharding.moves:
         if sharding.sizes.get(move.axis, 1) > 1:
             moves.setdefault(move.op, []).append((move.axis, move.forward, move.backward if move.value in asked else ""))
-    found: dict[tuple[str, ...], int] = {}
+    counts: dict[tuple[str, ...], int] = {}
     for op in graph.operators:
         held = [value for value in dict.fromkeys(op.inputs) if value in names]
         if not held and kinds[op.name] not in MATMUL_KINDS and not any(f or b for _, f, b in moves.get(op.name, [])):
@@ -46,8 +46,8 @@ def placements(graph: Graph, sharding: Sharding) -> tuple[Placed, ...]:
         ahead, back = _collectives(moves.get(op.name, []))
         inside = _inside(op, kinds[op.name], sharding)
         row = (pattern_of(op.site), _weights(held, graph, sharding), _output(op, sharding), ", ".join(filter(None, (ahead, inside))), back)
-        found[row] = found.get(row, 0) + 1
-    return tuple(Placed(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in found.items())
+        counts[row] = counts.get(row, 0) + 1
+    return tuple(Placed(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in counts.items())
 
 
 def placements_table(placed: tuple[Placed, ...], sizes: Mapping[str, int]) -> Table:
@@ -70,12 +70,12 @@ def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
     """What a cut product whose result is whole sums before it adds the bias; no move shows it."""
     if kind not in ("linear", "convolution"):
         return ""
-    whole = [
+    replicated = [
         axis
         for axis, size in sharding.sizes.items()
         if size > 1 and sharding.ops[op.name].get(axis) and is_full(sharding.forms[op.outputs[0]].get(axis, R))
     ]
-    return ", ".join(f"all-reduce over {axis}, of its result" for axis in whole)
+    return ", ".join(f"all-reduce over {axis}, of its result" for axis in replicated)
 
 
 def _output(op: Operator, sharding: Sharding) -> str:

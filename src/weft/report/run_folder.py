@@ -72,16 +72,16 @@ def read_folder(folder: Path) -> Subject:
 
 def list_files(folder: Path) -> tuple[tuple[str, str], ...]:
     """What is in a run folder: name, and its size with what it is for."""
-    known = dict(WHAT)
-    found = []
+    meanings = dict(WHAT)
+    rows = []
     order = [name for name, _ in WHAT]
     for path in sorted(folder.iterdir(), key=lambda p: (order.index(p.name) if p.name in order else len(order), p.name)):
         if path.name.startswith("."):
             continue
         size_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
-        what = known.get(path.name, "")
-        found.append((path.name + ("/" if path.is_dir() else ""), f"{format_bytes(size_bytes)}{', ' + what if what else ''}"))
-    return tuple(found)
+        what = meanings.get(path.name, "")
+        rows.append((path.name + ("/" if path.is_dir() else ""), f"{format_bytes(size_bytes)}{', ' + what if what else ''}"))
+    return tuple(rows)
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], ...]:

@@ -50,8 +50,8 @@ def speedups(sizes: Sequence[Size]) -> list[tuple[float, float] | None]:
     first = next((s for s in sizes if s.prediction is not None), None)
     if first is None:
         return [None] * len(sizes)
-    found = [s.samples_per_s / first.samples_per_s for s in sizes]
-    return [(up, up * first.devices / s.devices) if s.prediction is not None else None for s, up in zip(sizes, found, strict=True)]
+    ratios = [s.samples_per_s / first.samples_per_s for s in sizes]
+    return [(up, up * first.devices / s.devices) if s.prediction is not None else None for s, up in zip(sizes, ratios, strict=True)]
 
 
 def scaling_table(title: str, sizes: Sequence[Size], unit: str) -> Table:

@@ -86,9 +86,9 @@ class Blocks:
             ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
             axes = ()
         # Each element is counted once: by the first of the ranks that hold the same block.
-        same = [a for a in mesh.inside if a not in cut]
-        counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
-        counted_piece = v.value in self.across or all(at[a] == 0 for a in same if a not in axes)
+        replicated = [a for a in mesh.inside if a not in cut]
+        counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in replicated)
+        counted_piece = v.value in self.across or all(at[a] == 0 for a in replicated if a not in axes)
         return LocalParameter(
             v.name,
             v.tensor.shape,
@@ -109,7 +109,7 @@ def zero_pieces(graph: Graph, sharding: Sharding) -> dict[str, Shard]:
     differs by one, of those that no other axis cuts. What has one dim is little, and stays whole; so does what the model writes itself."""
     n = sharding.sizes.get(DATA, 1)
     written = written_buffers(graph)
-    found = {}
+    pieces = {}
     for v in graph.parameters:
         cut = {form.dim for form in sharding.forms[v.value].values() if is_shard(form)}
         shape = v.tensor.shape
@@ -117,8 +117,8 @@ def zero_pieces(graph: Graph, sharding: Sharding) -> dict[str, Shard]:
         owned = any(is_owned(form) for form in sharding.forms[v.value].values())
         if dims and v.trainable and len(shape) > 1 and not (owned or v.pairs or v.value in written):
             dim = next((dim for dim in dims if shape[dim] % n == 0), dims[0])
-            found[v.name] = shard(dim, shape[dim], n)
-    return found
+            pieces[v.name] = shard(dim, shape[dim], n)
+    return pieces
 
 
 def in_pieces(sharding: Sharding, graph: Graph, pieces: Mapping[str, Shard]) -> Sharding:

@@ -72,14 +72,14 @@ class Source:
             refuse_scripts(model)
             return cls(model, None)
         with uncollected(), Deferred() as deferred:
-            made = model()
-        refuse_scripts(made)
-        return cls(made, deferred)
+            built = model()
+        refuse_scripts(built)
+        return cls(built, deferred)
 
     def loss_of(self, loss: Loss | None) -> Loss | None:
         """The loss that belongs to this model, with real tensors where it was made without memory beside it."""
-        own = loss_of(loss, self.model)
-        return own if own is None or self.deferred is None else realize_loss(self.deferred, own, self.model)
+        criterion = loss_of(loss, self.model)
+        return criterion if criterion is None or self.deferred is None else realize_loss(self.deferred, criterion, self.model)
 
     def capture(
         self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
@@ -108,18 +108,18 @@ class Source:
         graph = in_precision(captured.graph, plan)
         if plan.layout.replicas * plan.layout.microbatches == 1:
             return Part(Normalised(graph), captured.constants, captured.graph, structure=captured.structure)
-        same = replace(captured, graph=graph)
+        captured_part = replace(captured, graph=graph)
 
         def of(count: int) -> Captured:
             if count == size:
-                return same
+                return captured_part
             other = self.capture(batch, loss, count, modes=modes)
             return replace(other, graph=in_precision(other.graph, plan))
 
-        whole = of(plan.batch_size)
-        step = whole if samples == plan.batch_size or takes_no_numbers(same, whole) else of(samples)
-        made = part_of(same, whole, step, plan.layout.microbatches == 1)
-        return replace(made, captured=captured.graph)
+        full = of(plan.batch_size)
+        step = full if samples == plan.batch_size or takes_no_numbers(captured_part, full) else of(samples)
+        part = part_of(captured_part, full, step, plan.layout.microbatches == 1)
+        return replace(part, captured=captured.graph)
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """The complete sharding that a plan means for a graph."""
@@ -208,8 +208,8 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
     each = weighed(-(-plan.batch_size // (layout.data * layout.microbatches)))
     prices = prices or Prices(samples=each * layout.data)
-    found = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
-    return with_samples_of(found, graph, shares_of_samples(layout)) if layout.shares else found
+    sharding = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
+    return with_samples_of(sharding, graph, shares_of_samples(layout)) if layout.shares else sharding
 
 
 def build(
@@ -237,28 +237,28 @@ def build(
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
     mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows, late = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
+    rows, arriving = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
-    own, narrow = layout.local_statistics, PRECISIONS[layout.precision]
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own, narrow)
+    statistics, narrow = layout.local_statistics, PRECISIONS[layout.precision]
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, arriving, arrival, statistics, narrow)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
-    known = Sized(normal, lowered, {}, shardings, sharding)
+    lowered_like = Sized(normal, lowered, {}, shardings, sharding)
 
     def other(size: int, samples: int) -> Sized:
         if (size, samples) == (first, plan.batch_size):
-            return known
+            return lowered_like
         that = outputs_of(source, plan, batch, size) if outputs else source.part(plan, batch, loss, size, samples)
         # Outputs are of whole batches.
         placed = lowering if outputs else replace(lowering, folds=where_samples or folds(plan, source, that.captured, batch, loss))
-        return sized(known, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
+        return sized(lowered_like, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
     pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
-    own_blocks = in_pieces(sharding, graph, pieces)
-    blocks = Blocks(mesh, at, own_blocks, stages, program, across, sample_axes(mesh.inside) if outputs else ())
+    local_blocks = in_pieces(sharding, graph, pieces)
+    blocks = Blocks(mesh, at, local_blocks, stages, program, across, sample_axes(mesh.inside) if outputs else ())
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.server_ranks)
     choose_sums(plan, world, flat)
@@ -319,9 +319,9 @@ def rows_of_outputs(source: Source, batch: Any, graph: Graph, sharding: Sharding
     if not axes:  # every rank has all of them
         return {}
     forms = {v: [form for axis in axes if is_shard(form := sharding.forms[v][axis])] for v in graph.outputs}
-    found = {v: those[0].dim for v, those in forms.items() if those}
-    if all(v in found or not graph.tensors[v].shape for v in graph.outputs):
-        return found
+    dims = {v: those[0].dim for v, those in forms.items() if those}
+    if all(v in dims or not graph.tensors[v].shape for v in graph.outputs):
+        return dims
     try:
         twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
     except ModelError:  # the model knows its number of samples
@@ -330,8 +330,8 @@ def rows_of_outputs(source: Source, batch: Any, graph: Graph, sharding: Sharding
         shape = graph.tensors[value].shape
         grown = [dim for dim, (n, m) in enumerate(zip(shape, twice.tensors[other].shape, strict=True)) if n != m]
         if grown:
-            found[value] = grown[0]
-    return found
+            dims[value] = grown[0]
+    return dims
 
 
 def outputs_of(source: Source, plan: Plan, batch: Any, size: int, modes: Modes | None = None) -> Part:

@@ -70,31 +70,31 @@ class Capture:
             sized = parts.of_size(size or len(rows.table[m]), samples)
             normal = sized.normal
             inputs = [v for v in normal.graph.inputs if v.value in needed]
-            own = {v.value: rows.of_replica(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
-            made = {v.value: self._taken(self._held(own[v.value], v, sized), v) for v in inputs}
+            rows_here = {v.value: rows.of_replica(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
+            inputs_of = {v.value: self._taken(self._held(rows_here[v.value], v, sized), v) for v in inputs}
             counter = self._counter_of(sized, size, samples) if normal.totals else None
-            counted = made
+            counted = inputs_of
             if counter is not None:  # what is counted is of whole rows
                 read = [v for v in inputs if v.value in counter.variables]
-                full = {v.value: rows.of_all(tensors[v.name], m) if together and v.batched else own[v.value] for v in read}
+                full = {v.value: rows.of_all(tensors[v.name], m) if together and v.batched else rows_here[v.value] for v in read}
                 counted = {v.value: self._taken(full[v.value], v) for v in read}
                 counting.append((counter, counted, bool(size)))
             if name := normal.share:
                 kind = getattr(torch, normal.graph.tensors[name].dtype)
-                made[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
-            out.append(made)
+                inputs_of[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
+            out.append(inputs_of)
         parts.draw.samples = rows.drawn
-        found = StepInputs(self.executors.of(rows.sizes, samples), out)
+        arguments = StepInputs(self.executors.of(rows.sizes, samples), out)
         if counting:
             alone = is_stale and not together and len(rows.table[0]) > 1
             totals = count(counting, together, parts.arrival, alone)
             if alone:
-                found.counted, totals = self._divisor_after_sum(totals, counting[0][0].sized.normal.divisor)
+                arguments.counted, totals = self._divisor_after_sum(totals, counting[0][0].sized.normal.divisor)
             if self.executors.compile:
                 parts.arrival.wait()  # compiled code does not
-            for made in out:
-                made.update(totals)
-        return found
+            for inputs_of in out:
+                inputs_of.update(totals)
+        return arguments
 
     def _check_apart(self, rows: Rows) -> None:
         """Raise where ranks with unequal shares would compute something else than all samples at once."""

@@ -81,26 +81,26 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs and not asked.together else {}
     where_samples = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
-    late = frozenset(total.variable for total in normal.totals)
+    arriving = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
     shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
-    own, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
+    statistics, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
     lowering = Lowering(
-        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, late, parts.arrival, own, precision,
+        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, arriving, parts.arrival, statistics, precision,
         entering,
     )
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
-    dtype, known = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
+    dtype, like = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
     cut_here = replace(plan, stages=tuple(sites))
 
     def other(size: int, count: int) -> Sized:
         if (size, count) == (first, samples):
-            return known
+            return like
         again = outputs_of(source, plan, batch, size, modes) if outputs else source.part(plan, batch, loss, size, count, modes)
-        found = () if outputs else where_samples or folds(plan, source, again.captured, batch, loss, modes)
-        placed = replace(lowering, folds=found)
-        return sized(known, placed, again.normal, cut_here, constants_of(again.constants, world.device, dtype))
+        where_drawn = () if outputs else where_samples or folds(plan, source, again.captured, batch, loss, modes)
+        placed = replace(lowering, folds=where_drawn)
+        return sized(like, placed, again.normal, cut_here, constants_of(again.constants, world.device, dtype))
 
     variables = _variables(parts, graph, sharding, mine, at)
     used = {value for stage in mine for value in stage.variables}
@@ -159,7 +159,7 @@ def _entering(parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across
         ModelError: a parameter learns that does not in training, as every rank finds.
     """
     learns, trained = learned(graph), {v.name for v in parts.graph.parameters if v.value in learned(parts.graph)}
-    found = {}
+    entering = {}
     for v in graph.parameters:
         if v.value not in learns or v.value in across:
             continue
@@ -169,12 +169,12 @@ def _entering(parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across
                 "batch from which every parameter learns"
             )
         if v.name in parts.specs:
-            made, exchanged = set(sharding.gradients.get(v.value, ())), set(parts.specs[v.name].summed_over)
-            more, fewer = made - exchanged, exchanged - made
+            partial, exchanged = set(sharding.gradients.get(v.value, ())), set(parts.specs[v.name].summed_over)
+            more, fewer = partial - exchanged, exchanged - partial
             if more or fewer:
                 share = 1.0 / prod(mesh.size(axis) for axis in fewer)
-                found[v.value] = Entering(tuple(axis for axis in sharding.sizes if axis in more), share)
-    return found
+                entering[v.value] = Entering(tuple(axis for axis in sharding.sizes if axis in more), share)
+    return entering
 
 
 def _cuts(parts: Parts) -> tuple[tuple[str, Shards], ...]:
@@ -186,8 +186,8 @@ def _cuts(parts: Parts) -> tuple[tuple[str, Shards], ...]:
 def _begins(sites: Sequence[str], training: Graph, graph: Graph) -> list[str]:
     """Where stages begin in `graph`: at the sites at which they do in training, or at the next of them that `graph` has."""
     order = list(training.sites)
-    found = []
+    begins = []
     for site in sites:
         later = (other for other in order[training.sites[site] :] if other in graph.sites)
-        found.append(next(later, site))
-    return found
+        begins.append(next(later, site))
+    return begins

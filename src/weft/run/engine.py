@@ -108,8 +108,8 @@ class Engine:
         replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         self._connect(sums, replicas.groups)
-        late = plan.layout.staleness
-        share(self.parts.groups, sums, late + 1)
+        staleness = plan.layout.staleness
+        share(self.parts.groups, sums, staleness + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
@@ -150,9 +150,9 @@ class Engine:
             served = Served.of(self.spec, groups, layout.server_ranks, self._everyone)
             servers = Servers(layout.staleness, self.gradients, served, groups, self._everyone)
             return served.optimizer, servers
-        late, zero = layout.staleness > 0, layout.zero > 0
-        made = Optimizer(self.spec, groups, sums, self._everyone, zero, layout.moves_optimizer, late, self.scale)
-        return made, Stale(layout.staleness, self.gradients, made) if late else None
+        stale, zero = layout.staleness > 0, layout.zero > 0
+        optimizer = Optimizer(self.spec, groups, sums, self._everyone, zero, layout.moves_optimizer, stale, self.scale)
+        return optimizer, Stale(layout.staleness, self.gradients, optimizer) if stale else None
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
@@ -243,8 +243,8 @@ class Engine:
         rows = self._rows_of(batch, whole, samples)
         capture = self._of_form(batch, rows, trains=True)
         capture.parts.draw.step = self.step_index
-        divided = capture.step_inputs(tensors_of(batch), rows, is_stale=self._stale is not None)
-        self._counted, executor = divided.counted, divided.executor
+        inputs = capture.step_inputs(tensors_of(batch), rows, is_stale=self._stale is not None)
+        self._counted, executor = inputs.counted, inputs.executor
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
@@ -253,7 +253,7 @@ class Engine:
             self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
         with self.memory.guarded(self.world.rank):
-            result = executor.run(divided.inputs, record=record, want_inputs=want_inputs)
+            result = executor.run(inputs.inputs, record=record, want_inputs=want_inputs)
             ended = time.perf_counter()
             self.gradients.finish()
             capture.replicas.finish(executor.program.microbatches)
@@ -304,10 +304,10 @@ class Engine:
         # A model that runs whole is the user's module, with modes of its own.
         module = parts.only.module if self.plan.uncaptured else nn.Module()
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
-            divided = capture.step_inputs(tensors_of(batch), rows, is_stale=False)
-            self._counted, executor = None, divided.executor
+            inputs = capture.step_inputs(tensors_of(batch), rows, is_stale=False)
+            self._counted, executor = None, inputs.executor
             capture.replicas.start()
-            result = executor.run(divided.inputs, train=False)
+            result = executor.run(inputs.inputs, train=False)
             capture.replicas.finish(executor.program.microbatches)
             total, work = self._mean_of(result, parts)
             work.wait()
@@ -430,10 +430,10 @@ class Engine:
         if drain:
             self.drain()
         counters = self._counters | self._optimizer.counters
-        found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
+        pieces = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
         if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
-            found = [piece for piece in found if piece.kind != "optimizer" or not self.plan.layout.staleness]
-        return [*found, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
+            pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
+        return [*pieces, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
         """(what steps change of this rank's state, what they leave as it is): the memory itself, in one order for a plan."""
@@ -452,8 +452,8 @@ class Engine:
         With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all.
         """
         self._settle()
-        found = (group.gradient(name) for group in self.parts.groups)
-        return next((x for x in found if x is not None), None)
+        gradients = (group.gradient(name) for group in self.parts.groups)
+        return next((x for x in gradients if x is not None), None)
 
     def _settle(self) -> None:
         if self._stale is not None:
@@ -463,8 +463,8 @@ class Engine:
         """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
         self._settle()
         self.gradients.gather()
-        found = gradient_pieces(self.parts)
-        return full_tensors({v.name: v for v in self.parts.graph.parameters}, found, self._everyone)
+        pieces = gradient_pieces(self.parts)
+        return full_tensors({v.name: v for v in self.parts.graph.parameters}, pieces, self._everyone)
 
     def full_input_gradients(self, result: Result) -> dict[str, Tensor] | None:
         """Gradients of the floating-point inputs of the whole batch by path, on rank 0; None elsewhere."""

@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass
 class Expects:
-    """`whole`: every rank calls the module with the whole batch, and what ranks call it with is the same."""
+    """`global_batch`: every rank calls the module with the whole batch, and what ranks call it with is the same."""
 
-    whole: bool = False
+    global_batch: bool = False

@@ -35,9 +35,9 @@ def between_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:
     meshes: dict[str, set[tuple[int, int]]] = {}
     if layout.inner:
         for stage in stages:
-            own = layout.of_stage(stage.index)
+            layout_here = layout.of_stage(stage.index)
             for value in stage.variables:
-                meshes.setdefault(value, set()).add((own.data, own.tensor))
+                meshes.setdefault(value, set()).add((layout_here.data, layout_here.tensor))
     return frozenset(value for value, those in meshes.items() if len(those) > 1)
 
 
@@ -55,8 +55,8 @@ def stage_shardings(plan: Plan, source: Shards, graph: Graph, stages: Sequence[S
         widest = max(inner, key=lambda one: one.tensor)
         cuts = {"tensor": source.sharding(replace(plan, layout=widest), graph).shards.get("tensor", ())}
     shared = {v.name for v in variables if v.value in between_meshes(layout, stages)}
-    kept = (("tensor", tuple((name, dim) for name, dim in cuts["tensor"] if name not in shared)),)
-    return tuple(source.sharding(replace(plan, layout=one, shards=kept), graph) for one in inner)
+    cuts_here = (("tensor", tuple((name, dim) for name, dim in cuts["tensor"] if name not in shared)),)
+    return tuple(source.sharding(replace(plan, layout=one, shards=cuts_here), graph) for one in inner)
 
 
 def from_other_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:

@@ -39,12 +39,12 @@ def part_of(part: Captured, full: Captured, step: Captured, alone: bool) -> Part
     if first is not None:
         coupled = (Coupling(first, "computes something else on the whole batch than on a microbatch"),)
         return Part(Normalised(part.graph), part.constants, part.graph, coupled, part.structure)
-    known = additive(counted(full.graph), counted(part.graph))
-    if known.coupled and not alone:
-        return Part(Normalised(part.graph), part.constants, part.graph, known.coupled, part.structure)
+    additive_values = additive(counted(full.graph), counted(part.graph))
+    if additive_values.coupled and not alone:
+        return Part(Normalised(part.graph), part.constants, part.graph, additive_values.coupled, part.structure)
     constants = {v: _of_batch(x, step.constants[v]) for v, x in part.constants.items()}
-    made = normalised(counted(part.graph), counted(step.graph), known)
-    return Part(made, constants, part.graph, known.coupled, part.structure)
+    normal = normalised(counted(part.graph), counted(step.graph), additive_values)
+    return Part(normal, constants, part.graph, additive_values.coupled, part.structure)
 
 
 def takes_no_numbers(part: Captured, full: Captured) -> bool:

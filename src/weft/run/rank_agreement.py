@@ -70,10 +70,10 @@ def digest(batch: Any) -> str:
     >>> digest((torch.zeros(2), torch.ones(2))) == digest((torch.ones(2), torch.zeros(2)))
     False
     """
-    found = 0
+    checksum = 0
     for path, leaf in leaves(batch):
         if isinstance(leaf, Tensor):
-            found = zlib.crc32(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode(), found)
+            checksum = zlib.crc32(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode(), checksum)
             some = leaf.detach().flatten()[: MOST_BYTES // max(1, leaf.element_size())].contiguous().cpu()
-            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), checksum)
+    return f"{checksum:08x}"

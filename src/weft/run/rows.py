@@ -108,8 +108,8 @@ class Rows:
         """By microbatch, which samples it has as computed on this rank (`lower/kernels/sample_positions`); its own shard is its samples."""
         if self.planned:
             return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(self._begins, self.table, strict=False))
-        found = []
+        drawn = []
         for begin, row in zip(self._begins, self.table, strict=False):
             before, count = sum(row[: self.index]), max(1, row[self.index])
-            found.append(Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),)))
-        return tuple(found)
+            drawn.append(Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),)))
+        return tuple(drawn)

@@ -25,8 +25,8 @@ from weft.world.world import Group
 
 def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
     """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
-    found = [full_piece(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
-    found += weights_of(parts, at)
+    pieces = [full_piece(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    pieces += weights_of(parts, at)
     for number, group in enumerate(parts.groups):
         owner = group.counted_piece if optimizer.sharded[number] else group.counted
         for (begin, _, length), slots in zip(optimizer.pieces(number), optimizer.slots(number), strict=True):
@@ -35,49 +35,49 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
                     first, last = max(begin, start), min(begin + length, start + spec.size)
                     if first < last:
                         mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
-                        found += pieces_at(spec.name, "optimizer", spec.global_shape, spec.spans, mine, slot, owner, flat)
-    return found
+                        pieces += pieces_at(spec.name, "optimizer", spec.global_shape, spec.spans, mine, slot, owner, flat)
+    return pieces
 
 
 def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
     """This rank's parameters and buffers."""
-    found = []
+    pieces = []
     gathered = {spec.name for group in parts.groups if group.gathered for spec in group.members}
     for name, spec in parts.specs.items():
         if name not in gathered:
-            found += pieces_at(name, "parameter", spec.global_shape, spec.spans, parts.parameters[name].detach(), owner=spec.counted)
+            pieces += pieces_at(name, "parameter", spec.global_shape, spec.spans, parts.parameters[name].detach(), owner=spec.counted)
     for group in parts.groups:
         if group.gathered:
-            found += _pieces_in(group, group.data)
+            pieces += _pieces_in(group, group.data)
     for name, tensor in parts.buffers.items():
         variable, spans = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form) or is_owned(form)}
         first = parts.holders(variable.value)[0]
-        whole_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
-        owner = at[PIPELINE] == first and not any(whole_along.values())
-        found += pieces_at(name, "buffer", variable.tensor.shape, spans, tensor, owner=owner)
-    return found
+        replicated_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
+        owner = at[PIPELINE] == first and not any(replicated_along.values())
+        pieces += pieces_at(name, "buffer", variable.tensor.shape, spans, tensor, owner=owner)
+    return pieces
 
 
 def _pieces_in(group: FlatGroup, pieces: Tensor) -> list[Piece]:
     """What this rank's pieces of a group hold, laid out as `group.pieces()`."""
-    found = []
+    of_group = []
     for spec, at, flat in group.shares():
         mine = pieces[at : at + flat[1] - flat[0]]
-        found += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, mine, "", group.counted_piece, flat)
-    return found
+        of_group += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, mine, "", group.counted_piece, flat)
+    return of_group
 
 
 def gradient_pieces(parts: Parts) -> list[Piece]:
     """This rank's summed gradients (before clipping), as pieces."""
-    found = []
+    pieces = []
     for group in parts.groups:
         if group.scattered:
-            found += _pieces_in(group, group.grad)
+            pieces += _pieces_in(group, group.grad)
             continue
         for spec in group.members:
-            found += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, group.views[spec.name], owner=spec.counted)
-    return found
+            pieces += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, group.views[spec.name], owner=spec.counted)
+    return pieces
 
 
 def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
@@ -98,8 +98,8 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
             total[place] = _laid_out(piece).to(total.dtype)
         everyone.all_reduce(total)
         if everyone.index == 0:
-            whole = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
-            out[name] = torch.view_as_complex(whole) if v.pairs else whole
+            full = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+            out[name] = torch.view_as_complex(full) if v.pairs else full
     return out if everyone.index == 0 else None
 
 

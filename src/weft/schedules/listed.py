@@ -87,11 +87,11 @@ class _Tasks:
         i = self.index[stage, m]
         self.next[rank, i, action.op] += 1
         self.held[rank, i] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
-        made = []
+        following = []
         if action.op is Op.F:
-            made.append(Compute(Op.F, stage + 1, m) if stage + 1 < self.num_stages else Compute(self.back, stage, m))
+            following.append(Compute(Op.F, stage + 1, m) if stage + 1 < self.num_stages else Compute(self.back, stage, m))
         elif action.op is self.back:
-            made += [Compute(self.back, stage - 1, m)] if stage else []
-            made += [Compute(Op.W, stage, m)] if self.split else []
-        self.ready.update(dict.fromkeys(made, at))
-        return {self.home[a.stage, a.microbatch] for a in made}
+            following += [Compute(self.back, stage - 1, m)] if stage else []
+            following += [Compute(Op.W, stage, m)] if self.split else []
+        self.ready.update(dict.fromkeys(following, at))
+        return {self.home[a.stage, a.microbatch] for a in following}

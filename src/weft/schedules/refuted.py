@@ -53,10 +53,10 @@ def _computes(program: Program) -> Iterator[tuple[int, int, Compute]]:
 
 def _twice(program: Program) -> Iterator[str]:
     """A compute that is there already, or a backward both whole and in parts."""
-    known: dict[tuple[str, int, int], tuple[int, int, Compute]] = {}
+    seen: dict[tuple[str, int, int], tuple[int, int, Compute]] = {}
     for rank, step, action in _computes(program):
         for part in ("I", "W") if action.op is Op.B else (action.op,):
-            first = known.setdefault((part, *action[1:]), (rank, step, action))
+            first = seen.setdefault((part, *action[1:]), (rank, step, action))
             if first[:2] != (rank, step):
                 why = "leave one of them out" if first[2] == action else "B is I and W in one, so leave either out"
                 yield f"rank {rank} step {step}: {action}, and rank {first[0]} has {first[2]} at step {first[1]}; {why}"
@@ -82,9 +82,9 @@ def _missing(program: Program) -> Iterator[str]:
     if all(action.op is Op.F for action in where):
         return
     for (_, stage, m), (rank, _) in [(a, at) for a, at in where.items() if a.op is Op.F]:
-        whole, first, last = (Compute(op, stage, m) for op in (Op.B, Op.I, Op.W))
-        if whole not in where and first not in where:
-            yield f"stage {stage} has no backward on microbatch {m}; write {whole} on rank {rank}, after {stage}F{m}"
+        backward, first, last = (Compute(op, stage, m) for op in (Op.B, Op.I, Op.W))
+        if backward not in where and first not in where:
+            yield f"stage {stage} has no backward on microbatch {m}; write {backward} on rank {rank}, after {stage}F{m}"
         elif first in where and last not in where:
             yield f"stage {stage} has no weights part of the backward on microbatch {m}; write {last} on rank {rank}, after {first}"
     every = {action.microbatch for action in where}
@@ -96,31 +96,31 @@ def _missing(program: Program) -> Iterator[str]:
 
 def _order(program: Program) -> Iterator[str]:
     """Where a rank reads what it no longer holds, or all ranks wait for one another."""
-    known = [[effects(action, program) for action in row] for row in program.actions]
-    maker = {v: (rank, step) for rank, row in enumerate(known) for step, e in enumerate(row) for v in e.writes if v.name in _LINKS}
-    made: set[Value] = set()
-    held: list[set[Value]] = [set() for _ in known]
-    at = [0] * len(known)
+    row_effects = [[effects(action, program) for action in row] for row in program.actions]
+    maker = {v: (rank, step) for rank, row in enumerate(row_effects) for step, e in enumerate(row) for v in e.writes if v.name in _LINKS}
+    values: set[Value] = set()
+    held: list[set[Value]] = [set() for _ in row_effects]
+    at = [0] * len(row_effects)
 
     def lacks(rank: int, step: int) -> list[Value]:
         """Of the values that other computes hand on, those that are not made yet."""
-        return [v for v in known[rank][step].reads if v.name in _LINKS and v not in made]
+        return [v for v in row_effects[rank][step].reads if v.name in _LINKS and v not in values]
 
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(known):
+        for rank, row in enumerate(row_effects):
             while at[rank] < len(row) and not lacks(rank, at[rank]):
                 step, e = at[rank], row[at[rank]]
-                own = [v for v in e.reads if v.name not in _LINKS]
-                if gone := [v for v in own if v not in held[rank]]:
+                reads = [v for v in e.reads if v.name not in _LINKS]
+                if gone := [v for v in reads if v not in held[rank]]:
                     yield f"rank {rank} step {step}: {program.actions[rank][step]} reads {_why(program.actions[rank], row, step, gone[0])}"
                     return
                 held[rank].difference_update(e.frees)
                 held[rank].update((*e.writes, *e.adds))
-                made.update(v for v in e.writes if v.name in _LINKS)
+                values.update(v for v in e.writes if v.name in _LINKS)
                 at[rank], moved = step + 1, True
-    heads = [(rank, step) for rank, step in enumerate(at) if step < len(known[rank])]
+    heads = [(rank, step) for rank, step in enumerate(at) if step < len(row_effects[rank])]
     if not heads:
         return
     waits = []
@@ -131,8 +131,8 @@ def _order(program: Program) -> Iterator[str]:
     more = f"\n  and {len(waits) - _MOST} more ranks wait" if len(waits) > _MOST else ""
     said = "no rank can go on\n  " + "\n  ".join(waits[:_MOST]) + more
     for rank, step in heads:  # what could run now, were it not behind what waits
-        for later in range(step + 1, len(known[rank])):
-            e, action = known[rank][later], program.actions[rank][later]
+        for later in range(step + 1, len(row_effects[rank])):
+            e, action = row_effects[rank][later], program.actions[rank][later]
             if isinstance(action, Compute) and not lacks(rank, later) and held[rank].issuperset(_local(e.reads)):
                 head = program.actions[rank][step]
                 yield f"{said}\nwrite {action} of rank {rank}, at step {later}, before {head} at step {step}: it can run"

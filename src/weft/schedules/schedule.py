@@ -32,10 +32,10 @@ def _kept(action: Action) -> int:
 
 
 def _by_letter(numbers: dict[str, int]) -> Numbers:
-    found = np.zeros(128, dtype=np.intp)
+    by_letter = np.zeros(128, dtype=np.intp)
     for letter, number in numbers.items():
-        found[ord(letter)] = number
-    return found
+        by_letter[ord(letter)] = number
+    return by_letter
 
 
 _KEEPS = _by_letter({op: _kept(Compute(op, 0, 0)) for op in Op} | {word: _kept(Manage(op, 0, 0)) for op, word in _MOVES.items()})
@@ -89,7 +89,7 @@ class Order:
     def held(self, num_stages: int) -> Held:
         """Before every backward, and after what fills the rank most."""
         one = _each(np.arange(num_stages + 1), num_stages)  # a row more for what comes behind the last: nothing
-        kept, noted = self.kept(num_stages), np.cumsum(one[self.places] * _NOTES[self.letters][:, None], axis=0)
+        in_flight, noted = self.kept(num_stages), np.cumsum(one[self.places] * _NOTES[self.letters][:, None], axis=0)
         nothing = np.zeros((1, num_stages), dtype=np.intp)
         computes = np.flatnonzero(_COMPUTES[self.letters])
         places = np.concatenate((self.places[computes], [num_stages] * AHEAD))
@@ -99,18 +99,18 @@ class Order:
         entering = np.concatenate((nothing, backwards))[at] + sum(forwards[at + ahead] for ahead in range(1, AHEAD + 1))
         returning = sum(backwards[at + ahead] for ahead in range(1, AHEAD + 1))
         before = computes[at]
-        here = [np.concatenate((nothing, some))[before] for some in (kept, noted)]
+        here = [np.concatenate((nothing, some))[before] for some in (in_flight, noted)]
         follows = np.concatenate((_FOLLOWED[self.letters[1:]], [0]))
         after = np.flatnonzero(_FILLS[self.letters] * (1 - follows))
         meanwhile = np.concatenate((here[0], backwards[at], entering, returning, here[1]), axis=1)
-        then = np.concatenate((kept[after], np.zeros((len(after), 3 * num_stages), dtype=np.intp), noted[after]), axis=1)
+        then = np.concatenate((in_flight[after], np.zeros((len(after), 3 * num_stages), dtype=np.intp), noted[after]), axis=1)
         return Held.of((meanwhile, then))
 
 
 def _each(places: NDArray[np.integer[Any]], num_stages: int) -> Numbers:
     """[place, stage]: 1 at its own."""
-    found: Numbers = (places[:, None] == np.arange(num_stages)).astype(np.intp)
-    return found
+    columns: Numbers = (places[:, None] == np.arange(num_stages)).astype(np.intp)
+    return columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +152,12 @@ class Schedule:
     @cached_property
     def _first(self) -> tuple[dict[int, int], ...]:
         """[stage] -> by rank the first microbatch of it there."""
-        found: list[dict[int, int]] = [{} for _ in range(self.num_stages)]
+        first: list[dict[int, int]] = [{} for _ in range(self.num_stages)]
         for rank, row in enumerate(self._few):
             for a in row:
                 if a.op is Op.F:
-                    found[a.stage][rank] = min(a.microbatch, found[a.stage].get(rank, a.microbatch))
-        return tuple(found)
+                    first[a.stage][rank] = min(a.microbatch, first[a.stage].get(rank, a.microbatch))
+        return tuple(first)
 
     @cached_property
     def ranks_of(self) -> tuple[tuple[int, ...], ...]:
@@ -198,12 +198,12 @@ class Schedule:
     @cached_property
     def ends(self) -> tuple[tuple[int, int | None], ...]:
         """[rank] -> the stage of its first compute, and of its last where that hands a gradient on."""
-        found = []
+        ends = []
         for order, stages in zip(self.orders, self.stages_of, strict=True):
             computes = np.flatnonzero(_COMPUTES[order.letters])
             first, last = (stages[order.places[computes[at]]] for at in (0, -1))
-            found.append((first, last if _BACKWARDS[order.letters[computes[-1]]] else None))
-        return tuple(found)
+            ends.append((first, last if _BACKWARDS[order.letters[computes[-1]]] else None))
+        return tuple(ends)
 
     def in_flight(self, stage: int) -> float:
         """The most microbatches that a rank keeps of a stage; of the stages of a rank that keeps several at once, their mean.
@@ -221,10 +221,10 @@ class Schedule:
 
     def _most(self, rank: int, stage: int) -> float:
         stages = self.stages_of[rank]
-        kept = self.orders[rank].kept(len(stages))
-        if (np.count_nonzero(kept, axis=1) > 1).any():
-            return float(kept.sum(axis=1).max()) / len(stages)
-        return float(kept[:, stages.index(stage)].max())
+        in_flight = self.orders[rank].kept(len(stages))
+        if (np.count_nonzero(in_flight, axis=1) > 1).any():
+            return float(in_flight.sum(axis=1).max()) / len(stages)
+        return float(in_flight[:, stages.index(stage)].max())
 
     def held(self, rank: int) -> Held:
         """What a rank holds. Of GEMS microbatches of one stage at a time (Jain et al. 2020, section IV).

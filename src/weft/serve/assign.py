@@ -145,13 +145,13 @@ class _Problem:
                 batch, seconds = max(batches, key=lambda pair: pair[0] / pair[1])
                 yield batch, seconds, 1.0, 0.0
             return
-        found = [
+        ways = [
             (batch, seconds, busy, percentile_latency_s(batch, seconds, busy, self.ask.percentile))
             for batch, seconds in batches
             for busy in BUSY
         ]
         best = 0.0
-        for batch, seconds, busy, latency in sorted(found, key=lambda one: one[3]):
+        for batch, seconds, busy, latency in sorted(ways, key=lambda one: one[3]):
             if latency <= self.ask.latency_s and batch / seconds * busy > best:
                 best = batch / seconds * busy
                 yield batch, seconds, busy, latency
@@ -196,13 +196,13 @@ class _Problem:
 
     def _zones(self) -> dict[str, tuple[object, ...]]:
         """[worker] -> what tells its traffic from others': its tier and the links from and to it."""
-        found: dict[str, tuple[object, ...]] = {}
+        zones: dict[str, tuple[object, ...]] = {}
         for w in self.machines.workers:
             out = tuple((other.name, self.machines.link(w.name, w.tier, other)) for other in self.machines.workers if other.tier > w.tier)
             come = tuple((o.name, self.machines.link(o.name, o.tier, w)) for o in self.machines.workers if o.tier < w.tier)
             come += tuple((s.name, self.machines.link(s.name, s.tier, w)) for s in self.workflow.sources)
-            found[w.name] = (w.tier, tuple(p and (n, p.price_per_gib) for n, p in out), tuple(p and (n, p.price_per_gib) for n, p in come))
-        return found
+            zones[w.name] = (w.tier, tuple(p and (n, p.price_per_gib) for n, p in out), tuple(p and (n, p.price_per_gib) for n, p in come))
+        return zones
 
     def _flows(self, start: str, op: Operator) -> None:
         """Requests of `op` by where their input is and where they are computed, a column each that may carry any."""
@@ -249,32 +249,32 @@ class _Problem:
         milp, done = self.milp, {op.name: self.milp.column(self.ask.latency_s) for op in self.workflow.operators}
         most = 2 * self.ask.latency_s
         for op in self.workflow.operators:
-            own = milp.column(self.ask.latency_s)
+            latency = milp.column(self.ask.latency_s)
             for o in self.by_operator[op.name]:
                 used = milp.column(1, integer=True)
                 milp.row({o.column: 1.0, used: -float(o.worker.count)}, most=0)
-                milp.row({own: 1.0, used: -o.latency_s}, least=0)
+                milp.row({latency: 1.0, used: -o.latency_s}, least=0)
             for name, _ in op.inputs:
                 before = {done[name]: -1.0} if name in done else {}
-                milp.row({done[op.name]: 1.0, own: -1.0, **before}, least=0)
+                milp.row({done[op.name]: 1.0, latency: -1.0, **before}, least=0)
                 for tier, end, hop in self._hops(name):
                     at = {} if name not in done else {self.on_tier[name, tier]: -min(hop, most)}
                     least = -min(hop, most) * (1 if name in done else 0)
-                    milp.row({done[op.name]: 1.0, own: -1.0, **before, **at, self.on_tier[op.name, end]: -min(hop, most)}, least=least)
+                    milp.row({done[op.name]: 1.0, latency: -1.0, **before, **at, self.on_tier[op.name, end]: -min(hop, most)}, least=least)
 
     def _hops(self, name: str) -> Iterator[tuple[int, int, float]]:
         """(tier, higher tier, seconds of the slowest link between and the largest message)."""
         source = next((s for s in self.workflow.sources if s.name == name), None)
         size = source.output_bytes if source is not None else max(v.output_bytes for v in self.workflow.operator(name).variants)
         starts = [(source.name, source.tier)] if source is not None else [(w.name, w.tier) for w in self.machines.workers]
-        found: dict[tuple[int, int], float] = {}
+        hops: dict[tuple[int, int], float] = {}
         for start, tier in starts:
             for end in self.machines.workers:
                 link = self.machines.link(start, tier, end)
                 if end.tier > tier and link is not None:
                     hop = link.latency_s + size / link.bandwidth_bytes_per_s
-                    found[tier, end.tier] = max(found.get((tier, end.tier), 0.0), hop)
-        yield from ((a, b, hop) for (a, b), hop in found.items() if hop > 0)
+                    hops[tier, end.tier] = max(hops.get((tier, end.tier), 0.0), hop)
+        yield from ((a, b, hop) for (a, b), hop in hops.items() if hop > 0)
 
     def start(self, placed: Placed) -> dict[int, float]:
         """Columns that say the variants and the machines of a placement."""
@@ -313,14 +313,14 @@ class _Problem:
         tiers |= {s.name: [s.tier] for s in self.workflow.sources}
         for op in self.workflow.operators:
             choice, variant = by_name[op.name], op.variant(by_name[op.name].variant)
-            own = max(
+            latency = max(
                 percentile_latency_s(s.batch, dict(variant.batches(s.worker))[s.batch], s.busy, self.ask.percentile) for s in choice.shares
             )
             arrive = 0.0
             for name, _ in op.inputs:
                 hops = [hop for a, b, hop in self._hops(name) if a in tiers[name] and b in tiers[op.name]]
                 arrive = max(arrive, done[name] + max(hops, default=0.0))
-            done[op.name] = arrive + own
+            done[op.name] = arrive + latency
         return max(done[name] for name in self.workflow.sinks)
 
 
@@ -367,10 +367,10 @@ def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 
     """
     begun = time.monotonic()
     problem = _Problem(workflow, machines, ask, free_rate=False)
-    found = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
-    if not found.values and not found.proven:
+    solution = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
+    if not solution.values and not solution.proven:
         raise Infeasible(f"{limit_s:g} s were too few to find a placement, or to rule it out; give more with --within, or ask for less")
-    return problem.read(found, time.monotonic() - begun) if found.values else None
+    return problem.read(solution, time.monotonic() - begun) if solution.values else None
 
 
 def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[float, dict[str, str]]:
@@ -395,5 +395,5 @@ def highest_rate(
     `start`: a placement that does as many as are asked for.
     """
     problem = _Problem(workflow, machines, ask, free_rate=True)
-    found = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
-    return found.values[problem.rate] if found.values else 0.0, found.proven
+    solution = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)
+    return solution.values[problem.rate] if solution.values else 0.0, solution.proven

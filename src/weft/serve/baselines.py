@@ -80,8 +80,8 @@ class _Case:
                 source = sources[name]
                 starts = [(source.name, source.tier, 1.0, source.output_bytes)]
             else:
-                made = sum(x for _, x in shares[name])
-                starts = [(w.name, w.tier, x / made, self.variants[name].output_bytes) for w, x in shares[name]]
+                produced = sum(x for _, x in shares[name])
+                starts = [(w.name, w.tier, x / produced, self.variants[name].output_bytes) for w, x in shares[name]]
             for start, tier, part, size in starts:
                 if worker.tier < tier:
                     return inf
@@ -101,12 +101,12 @@ class _State:
 
 def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], keep: int) -> list[_State]:
     """Complete assignments, cheapest first, operators taken in `order`."""
-    found = [_State(0.0, 0.0, {}, frozenset(range(len(workers))))]
+    states = [_State(0.0, 0.0, {}, frozenset(range(len(workers))))]
     tiers = sorted({w.tier for w in workers})
     for op in order:
         load = case.workflow.rates[op.name] * case.ask.rate
         following = []
-        for state in found:
+        for state in states:
             below = max((max(w.tier for w, _ in state.shares[name]) for name, _ in op.inputs if name in state.shares), default=0)
             for top in (t for t in tiers if t >= below):
                 there = [i for i in sorted(state.free) if below <= workers[i].tier <= top and case.capacity(op, workers[i]) > 0]
@@ -121,8 +121,8 @@ def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], k
                     following.append(
                         _State(state.price + compute + traffic, state.compute + compute, {**state.shares, op.name: shares}, free)
                     )
-        found = sorted(following, key=lambda s: s.price)[:keep]
-    return found
+        states = sorted(following, key=lambda s: s.price)[:keep]
+    return states
 
 
 def _filled(

@@ -24,42 +24,42 @@ class Reason:
 
 def frontier(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[Placed, ...]:
     """The least price of each accuracy that can be reached, ascending: none is dearer and less accurate than another."""
-    found: list[Placed] = []
+    placed_at: list[Placed] = []
     dearest = float("inf")
     for level in reversed(workflow.levels()):
-        if found and found[-1].accuracy < level:
+        if placed_at and placed_at[-1].accuracy < level:
             continue  # the one before is more accurate at no higher price
         try:
             placed = place(workflow, machines, replace(ask, accuracy=level), limit_s)
         except Infeasible:  # not found in time
             continue
         if placed is not None and placed.price_per_hour < dearest - 1e-9:
-            found.append(placed)
+            placed_at.append(placed)
             dearest = placed.price_per_hour
-    return tuple(reversed(found))
+    return tuple(reversed(placed_at))
 
 
 def reasons(workflow: Workflow, machines: Machines, placed: Placed, line: tuple[Placed, ...], limit_s: float = 60.0) -> tuple[Reason, ...]:
     """What binds, and what the next cent buys. `line`: the frontier."""
     ask = placed.ask
-    found = [Reason("accuracy", f"{placed.accuracy:g} of at least {ask.accuracy:g}")]
-    found += [Reason(f"{c.operator}", _choice_words(workflow, c.operator, placed)) for c in placed.choices]
+    why = [Reason("accuracy", f"{placed.accuracy:g} of at least {ask.accuracy:g}")]
+    why += [Reason(f"{c.operator}", _choice_words(workflow, c.operator, placed)) for c in placed.choices]
     better = next((p for p in line if p.accuracy > placed.accuracy), None)
     if better is not None:
         more = better.price_per_hour - placed.price_per_hour
-        found.append(Reason("the next cent", f"${more:,.4f} an hour more buys {better.accuracy:g}: {_differences(placed, better)}"))
+        why.append(Reason("the next cent", f"${more:,.4f} an hour more buys {better.accuracy:g}: {_differences(placed, better)}"))
     else:
-        found.append(Reason("the next cent", "buys no accuracy: this is the most accurate choice that these workers can run"))
+        why.append(Reason("the next cent", "buys no accuracy: this is the most accurate choice that these workers can run"))
     most, proven = highest_rate(workflow, machines, ask, limit_s, placed)
     words = f"{ask.rate:g} requests/s; all workers together do {'' if proven else 'at least '}{most:.4g} at this accuracy"
-    found.append(Reason("rate", words))
+    why.append(Reason("rate", words))
     full = [f"{s.worker} ({c.operator})" for c in placed.choices for s in c.shares if s.busy >= FULL]
     if full:
-        found.append(Reason("full workers", f"{', '.join(full)}: another request/s needs other workers"))
+        why.append(Reason("full workers", f"{', '.join(full)}: another request/s needs other workers"))
     if ask.latency_s:
         words = f"{format_seconds(placed.latency_s)} for {ask.percentile:.0%} of requests, at most {format_seconds(ask.latency_s)}"
-        found.append(Reason("latency", words))
-    return tuple(found)
+        why.append(Reason("latency", words))
+    return tuple(why)
 
 
 def _choice_words(workflow: Workflow, operator: str, placed: Placed) -> str:

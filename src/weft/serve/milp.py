@@ -85,5 +85,5 @@ class Milp:
             ruled_out = (highs.HighsModelStatus.kInfeasible, highs.HighsModelStatus.kUnboundedOrInfeasible)  # every column is bounded
             return Found((), INFINITE, INFINITE, status in ruled_out)
         bound = info.mip_dual_bound if any(self.integer) and not relaxed else info.objective_function_value
-        found = tuple(solver.getSolution().col_value)
-        return Found(found, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)
+        solution = tuple(solver.getSolution().col_value)
+        return Found(solution, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)

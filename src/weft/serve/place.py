@@ -21,18 +21,18 @@ def place(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.
     if len(machines.workers) * len(workflow.operators) <= MANY or ask.latency_s or ask.shared or ask.most_spot < 1:
         return cheapest(workflow, machines, ask, limit_s)
     until = time.monotonic() + limit_s
-    known = [greedy(workflow, machines, ask)]
+    placements = [greedy(workflow, machines, ask)]
     bound, likely = relaxation(workflow, machines, ask, limit_s)
     if likely:
         fixed, free = _with(workflow, likely), replace(ask, accuracy=0.0)
         with suppress(Infeasible):  # not found in time
-            known.append(cheapest(fixed, machines, free, PART * limit_s, greedy(fixed, machines, free)))
-    best = min((p for p in known if p is not None), key=lambda p: p.price_per_hour, default=None)
-    found = cheapest(workflow, machines, ask, max(0.1, until - time.monotonic()), best)
-    if found is None:
+            placements.append(cheapest(fixed, machines, free, PART * limit_s, greedy(fixed, machines, free)))
+    best = min((p for p in placements if p is not None), key=lambda p: p.price_per_hour, default=None)
+    cheaper = cheapest(workflow, machines, ask, max(0.1, until - time.monotonic()), best)
+    if cheaper is None:
         return None
-    gap = min(found.bound_gap, above(found.price_per_hour, bound))
-    return replace(found, bound_gap=gap, planning_time_s=limit_s - (until - time.monotonic()))
+    gap = min(cheaper.bound_gap, above(cheaper.price_per_hour, bound))
+    return replace(cheaper, bound_gap=gap, planning_time_s=limit_s - (until - time.monotonic()))
 
 
 def _with(workflow: Workflow, variants: dict[str, str]) -> Workflow:

@@ -140,9 +140,9 @@ class Workflow:
     accuracy: Accuracy = field(default_factory=Accuracy)
 
     def __post_init__(self) -> None:
-        known = [*(s.name for s in self.sources), *(op.name for op in self.operators)]
-        if len(set(known)) < len(known) or not self.operators or not self.sources:
-            raise ConfigError(f"workflow {self.name} has sources and operators {', '.join(known)}; each needs a name of its own")
+        names = [*(s.name for s in self.sources), *(op.name for op in self.operators)]
+        if len(set(names)) < len(names) or not self.operators or not self.sources:
+            raise ConfigError(f"workflow {self.name} has sources and operators {', '.join(names)}; each needs a name of its own")
         for source in self.sources:
             if not 0 < source.share < float("inf"):
                 raise ConfigError(f"source {source.name}: share = {source.share:g} of the rate; it is above zero")
@@ -153,8 +153,8 @@ class Workflow:
                 have = f"{len(op.variants)} variants and {len(op.inputs)} inputs"
                 raise ConfigError(f"operator {op.name} has {have}; give at least one of each")
             for name, ratio in op.inputs:
-                if name not in known:
-                    raise ConfigError(f"operator {op.name}: input {name} is no source and no operator{nearest(name, known)}")
+                if name not in names:
+                    raise ConfigError(f"operator {op.name}: input {name} is no source and no operator{nearest(name, names)}")
                 if not 0 < ratio < float("inf"):
                     raise ConfigError(f"operator {op.name}: {ratio:g} requests of one of {name}'s; it is above zero")
         graph = {op.name: {name for name, _ in op.inputs} for op in self.operators}
@@ -182,10 +182,10 @@ class Workflow:
     @cached_property
     def rates(self) -> dict[str, float]:
         """Requests of each source and operator for one request/s: an operator keeps up with the slowest of its inputs."""
-        found = {s.name: s.share for s in self.sources}
+        rates = {s.name: s.share for s in self.sources}
         for op in self.operators:
-            found[op.name] = min(found[name] * ratio for name, ratio in op.inputs)
-        return found
+            rates[op.name] = min(rates[name] * ratio for name, ratio in op.inputs)
+        return rates
 
     @property
     def sinks(self) -> tuple[str, ...]:
@@ -195,10 +195,10 @@ class Workflow:
     def accuracy_of(self, variants: Mapping[str, str]) -> float:
         """End-to-end, of a variant for each operator. Raises `UsageError` where the table lacks it."""
         if not self.accuracy.table:
-            found = self.accuracy.base
+            accuracy = self.accuracy.base
             for op in self.operators:
-                found *= op.variant(variants[op.name]).factor
-            return found
+                accuracy *= op.variant(variants[op.name]).factor
+            return accuracy
         key = tuple(variants[name] for name in self.accuracy.operators)
         for row, value in self.accuracy.table:
             if row == key:
@@ -209,12 +209,12 @@ class Workflow:
         """Accuracies that some choice of variants reaches, ascending; of factors the operators' Pareto-best alone, 64 at most."""
         if self.accuracy.table:
             return tuple(sorted({value for _, value in self.accuracy.table}))
-        found = {self.accuracy.base}
+        levels = {self.accuracy.base}
         for op in self.operators:
-            found = {value * v.factor for value in found for v in op.variants}
-            if len(found) > 4096:
-                found = set(_thinned(sorted(found), 1024))
-        return tuple(_thinned(sorted(found), 64))
+            levels = {value * v.factor for value in levels for v in op.variants}
+            if len(levels) > 4096:
+                levels = set(_thinned(sorted(levels), 1024))
+        return tuple(_thinned(sorted(levels), 64))
 
 
 def _thinned(values: list[float], most: int) -> Iterator[float]:

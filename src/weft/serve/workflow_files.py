@@ -44,13 +44,13 @@ def read_machines(path: str | Path) -> Machines:
 
 def _check_workers(where: str, workflow: Workflow, machines: Machines) -> None:
     """Raise where a variant's latency is of a worker that the file does not have; workers of another file may be fewer."""
-    known = [w.name for w in machines.workers]
+    names = [w.name for w in machines.workers]
     for op in workflow.operators:
         for variant in op.variants:
             for name, _ in variant.latency_s:
-                if name not in known:
+                if name not in names:
                     said = f"{where}: {op.name}.{variant.name} has a latency_s of {name}, which is no worker"
-                    raise ConfigError(said + nearest(name, known))
+                    raise ConfigError(said + nearest(name, names))
 
 
 def _machines(where: str, data: Table) -> Machines:
@@ -58,17 +58,17 @@ def _machines(where: str, data: Table) -> Machines:
         Worker(name, _integer(at, row, "tier"), _number(at, row, "price_per_hour"), _integer(at, row, "count", 1), _flag(at, row, "spot"))
         for name, at, row in _tables(where, data, "worker", {"tier", "price_per_hour", "count", "spot"})
     )
-    given, at = data.get("link", []), f"{where} [[link]]"
-    if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+    rows, at = data.get("link", []), f"{where} [[link]]"
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{where}: link is a list of tables, [[link]]")
-    known = {*(w.name for w in workers), *(str(w.tier) for w in workers), *_table(where, data, "source"), "0"}
+    places = {*(w.name for w in workers), *(str(w.tier) for w in workers), *_table(where, data, "source"), "0"}
     links = []
-    for row in given:
+    for row in rows:
         toml.only(at, row, {"from", "to", "price_per_gib", "latency_s", "bandwidth_bytes_per_s"})
         ends = [row.get(end) for end in ("from", "to")]
         for end in ends:
-            if isinstance(end, bool) or not isinstance(end, str | int) or str(end) not in known:
-                raise ConfigError(f"{at}: {end!r} is no tier, worker or source{nearest(str(end), known)}; it goes from one to another")
+            if isinstance(end, bool) or not isinstance(end, str | int) or str(end) not in places:
+                raise ConfigError(f"{at}: {end!r} is no tier, worker or source{nearest(str(end), places)}; it goes from one to another")
         bandwidth = _number(at, row, "bandwidth_bytes_per_s", float("inf"))
         links.append(Link(str(ends[0]), str(ends[1]), _number(at, row, "price_per_gib"), _number(at, row, "latency_s"), bandwidth))
     return Machines(workers, tuple(links))
@@ -80,21 +80,21 @@ def _operator(name: str, where: str, row: Table) -> Operator:
         inputs = dict.fromkeys(inputs, 1.0)
     if not isinstance(inputs, dict):
         raise ConfigError(f"{where}: inputs = {inputs!r}; it is a list of names, or {{ Detector = 3.5 }}, requests for each of the input's")
-    found = []
+    variants = []
     for variant, at, of in _tables(where, row, "variant", {"latency_s", "output_bytes", "accuracy_factor"}):
         latency = tuple((worker, _batches(at, value)) for worker, value in _table(at, of, "latency_s").items())
-        found.append(Variant(variant, latency, _number(at, of, "output_bytes"), _number(at, of, "accuracy_factor", 1.0)))
-    return Operator(name, tuple((key, _number(where, inputs, key)) for key in inputs), tuple(found))
+        variants.append(Variant(variant, latency, _number(at, of, "output_bytes"), _number(at, of, "accuracy_factor", 1.0)))
+    return Operator(name, tuple((key, _number(where, inputs, key)) for key in inputs), tuple(variants))
 
 
 def _batches(where: str, value: Any) -> Batches:
     """Seconds of one request, or a table of seconds by requests together."""
-    given = value if isinstance(value, dict) else {"1": value}
-    if not given or not all(key.isdecimal() and int(key) > 0 for key in given):
+    sizes = value if isinstance(value, dict) else {"1": value}
+    if not sizes or not all(key.isdecimal() and int(key) > 0 for key in sizes):
         raise ConfigError(f"{where}: latency_s = {value!r}; it is seconds, or a table of seconds by batch, {{ 1 = 0.01, 8 = 0.05 }}")
-    if not all(_is_number(seconds) and 0 < seconds < float("inf") for seconds in given.values()):
+    if not all(_is_number(seconds) and 0 < seconds < float("inf") for seconds in sizes.values()):
         raise ConfigError(f"{where}: latency_s = {value!r}; seconds are above zero")
-    return tuple(sorted((int(key), float(seconds)) for key, seconds in given.items()))
+    return tuple(sorted((int(key), float(seconds)) for key, seconds in sizes.items()))
 
 
 def _accuracy(where: str, row: Table) -> Accuracy:
@@ -102,29 +102,29 @@ def _accuracy(where: str, row: Table) -> Accuracy:
     operators, table = row.get("operators", []), row.get("table", [])
     if not isinstance(operators, list) or not isinstance(table, list) or not all(isinstance(name, str) for name in operators):
         raise ConfigError(f'{where}: operators is a list of names and table a list of rows, ["small", "large", 71.5]')
-    found = []
+    rows = []
     for line in table:
         if not isinstance(line, list) or len(line) != len(operators) + 1 or not all(isinstance(name, str) for name in line[:-1]):
             raise ConfigError(f"{where}: a row of the table has a variant of each of {', '.join(operators)}, then the accuracy: {line!r}")
-        found.append((tuple(line[:-1]), _number(where, {"accuracy": line[-1]}, "accuracy")))
-    return Accuracy(tuple(operators), tuple(found), _number(where, row, "base", 100.0))
+        rows.append((tuple(line[:-1]), _number(where, {"accuracy": line[-1]}, "accuracy")))
+    return Accuracy(tuple(operators), tuple(rows), _number(where, row, "base", 100.0))
 
 
 def _table(where: str, data: Table, key: str) -> dict[str, Any]:
-    found = data.get(key, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: {key} = {found!r}; it is a table, [{key}]")
-    return found
+    table = data.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {key} = {table!r}; it is a table, [{key}]")
+    return table
 
 
 def _tables(where: str, data: Table, key: str, keys: set[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """(name, where it stands, the table) of each table below `key`."""
-    found = [(name, f"{where} [{key}.{name}]", row) for name, row in _table(where, data, key).items()]
-    for _, at, row in found:
+    tables = [(name, f"{where} [{key}.{name}]", row) for name, row in _table(where, data, key).items()]
+    for _, at, row in tables:
         if not isinstance(row, dict):
             raise ConfigError(f"{at} is {row!r}; it is a table")
         toml.only(at, row, keys)
-    return found
+    return tables
 
 
 def _number(where: str, row: Table, key: str, default: float = 0.0) -> float:

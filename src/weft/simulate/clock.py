@@ -60,7 +60,7 @@ def simulate(
     link_free: dict[tuple[int, int], float] = defaultdict(float)
     arrivals: dict[tuple[int, int, Value], deque[float]] = defaultdict(deque)
     spans: list[Span] = []
-    lane_free: dict[tuple[int, str], float] = defaultdict(float)
+    free_s: dict[tuple[int, str], float] = defaultdict(float)
     under_way: dict[tuple[int, Value], float] = {}  # what a lane is still making, and when it is there
     for rank, action in order(program, rendezvous):
         now = clock[rank]
@@ -68,8 +68,8 @@ def simulate(
             if action.op not in LANES:
                 continue
             e, lane = effects(action, program), LANES[action.op]
-            start = max(now, lane_free[rank, lane], *[under_way.get((rank, value), 0.0) for value in e.reads])
-            lane_free[rank, lane] = end = start + manage_s(action)
+            start = max(now, free_s[rank, lane], *[under_way.get((rank, value), 0.0) for value in e.reads])
+            free_s[rank, lane] = end = start + manage_s(action)
             under_way.update(((rank, value), end) for value in (*e.writes, *e.adds))
             if lane != "collective" and not copies_beside:
                 clock[rank] = end

@@ -57,7 +57,7 @@ def kept_bytes(rows: Sequence[Sequence[Compute]], saved_bytes: Sequence[float], 
     [5.0, 1.0, 5.0]
     """
     half_bytes = saved_bytes if half_bytes is None else half_bytes
-    found = []
+    amounts = []
     for row in rows:
         held = most = 0.0
         for action in row:
@@ -71,8 +71,8 @@ def kept_bytes(rows: Sequence[Sequence[Compute]], saved_bytes: Sequence[float], 
                 held += half_bytes[s] - saved_bytes[s]
             elif action.op is Op.W:
                 held -= half_bytes[s]
-        found.append(most)
-    return found
+        amounts.append(most)
+    return amounts
 
 
 def _most(row: tuple[Effects, ...]) -> int:
@@ -96,10 +96,10 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
         hold(value, size_bytes(value))
     most, parts, step_of = sum(by_name.values()), dict(by_name), -1
     for step, (action, e) in enumerate(zip(program.actions[rank], program.effects[rank], strict=True)):
-        made = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held and value.name != ON_HOST}
-        extra = dict(made)
-        if e.becomes in made:
-            extra[e.becomes] = max(0.0, made[e.becomes] - sum(held.get(value, 0.0) for value in e.frees))
+        created = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held and value.name != ON_HOST}
+        extra = dict(created)
+        if e.becomes in created:
+            extra[e.becomes] = max(0.0, created[e.becomes] - sum(held.get(value, 0.0) for value in e.frees))
         if isinstance(action, Recv) and action.add:
             extra[action.value] = size_bytes(action.value)
         during = sum(by_name.values()) + sum(extra.values())
@@ -107,7 +107,7 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
             most, parts, step_of = during, dict(by_name), step
             for value, size in extra.items():
                 parts[value.name] = parts.get(value.name, 0.0) + size
-        for value, size in made.items():
+        for value, size in created.items():
             hold(value, size)
         for value in e.frees:
             by_name[value.name] -= held.pop(value, 0.0)

@@ -166,17 +166,17 @@ def _messages(program: Program) -> list[list[tuple[_Batch, bool]]]:
     placed: list[dict[int, tuple[_Batch, bool]]] = [{} for _ in program.actions]
     for (source, target), out in sends.items():
         into = receives.get((source, target), [])
-        alike = [value for _, value in out] == [value for _, value in into]
+        pairs_up = [value for _, value in out] == [value for _, value in into]
         groups: list[list[int]] = []
         for i in range(len(out)):
-            if alike and groups and out[i][0] == out[i - 1][0] + 1 and into[i][0] == into[i - 1][0] + 1:
+            if pairs_up and groups and out[i][0] == out[i - 1][0] + 1 and into[i][0] == into[i - 1][0] + 1:
                 groups[-1].append(i)
             else:
                 groups.append([i])
         for group in groups:
             batch = _Batch(source, target, tuple(out[i][1] for i in group))
             placed[source][out[group[0]][0]] = batch, False
-            if alike:
+            if pairs_up:
                 step = into[group[0]][0]
                 placed[target][step] = batch, _adds(program, target, step)
     for (source, target), into in receives.items():

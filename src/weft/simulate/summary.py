@@ -41,24 +41,24 @@ class Times:
         Raises:
             UsageError: an unknown letter, one that is given twice, no number, f or b missing, or nothing that takes time.
         """
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for word in text.replace(",", " ").split():
             key, eq, value = word.partition("=")
             if not eq or key not in _LETTERS:
                 raise UsageError(f"--times word {word!r} is not f=, b=, w= or c= with a number; for example {EXAMPLE}")
-            if key in found:
+            if key in times:
                 raise UsageError(f"--times {text!r} gives {key} ({_LETTERS[key]}) twice")
             try:
-                found[key] = float(value)
+                times[key] = float(value)
             except ValueError:
                 raise UsageError(f"--times {word}: {value!r} is not a number; for example {key}=1.5") from None
-            if not (found[key] == 0 or _LEAST <= found[key] <= 1 / _LEAST):
+            if not (times[key] == 0 or _LEAST <= times[key] <= 1 / _LEAST):
                 raise UsageError(f"--times {word}: a time is 0 or from {_LEAST:g} to {1 / _LEAST:g}, in any unit")
-        if missing := [f"{key} ({_LETTERS[key]})" for key in "fb" if key not in found]:
+        if missing := [f"{key} ({_LETTERS[key]})" for key in "fb" if key not in times]:
             raise UsageError(f"--times {text!r} lacks {' and '.join(missing)}; for example {EXAMPLE}")
-        if not found["f"] + found["b"] + found.get("w", 0.0):
+        if not times["f"] + times["b"] + times.get("w", 0.0):
             raise UsageError(f"--times {text!r}: nothing takes any time; for example {EXAMPLE}")
-        return cls(found["f"], found["b"], found.get("w"), found.get("c", 0.0))
+        return cls(times["f"], times["b"], times.get("w"), times.get("c", 0.0))
 
     def of(self, op: Op) -> float:
         """The time of one op."""

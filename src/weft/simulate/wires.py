@@ -26,15 +26,15 @@ def wires(cluster: Cluster) -> Callable[[int, int], Wire]:
     Raises:
         UsageError: the wire is of ranks that the cluster does not have.
     """
-    known: dict[tuple[int, int], Wire] = {}
+    cache: dict[tuple[int, int], Wire] = {}
 
     def wire(source: int, target: int) -> Wire:
-        found = known.get((source, target))
-        if found is None:
+        cached = cache.get((source, target))
+        if cached is None:
             if not (0 <= source < cluster.num_devices and 0 <= target < cluster.num_devices):
                 raise UsageError(f"ranks {source} and {target} of {cluster.name}, which has {cluster.num_devices} devices")
-            found = known[source, target] = _wire(cluster, source, target)
-        return found
+            cached = cache[source, target] = _wire(cluster, source, target)
+        return cached
 
     return wire
 

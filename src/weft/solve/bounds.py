@@ -111,14 +111,14 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
     """
     if isinstance(pricer, MixedPricer):
         return least_s(pricer, layout, interleaved, layout.recompute == "full")
-    whole = pricer.single_stage(layout)
+    single = pricer.single_stage(layout)
     _, lesser = pricer.smaller(layout)
     if layout.pipeline == 1:
-        return pricer.predict(layout, (whole,), (), smaller=(lesser.single_stage(layout),) if lesser is not None else ()).step_time_s
+        return pricer.predict(layout, (single,), (), smaller=(lesser.single_stage(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
-        whole = lesser.single_stage(layout)
-    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * waiting(pricer, layout, interleaved)
-    step = busy + whole.optimizer_s / layout.pipeline + pricer.devices.overhead_s(layout, busy)
+        single = lesser.single_stage(layout)
+    busy = layout.microbatches * (single.forward_s + single.backward_s) / layout.pipeline * waiting(pricer, layout, interleaved)
+    step = busy + single.optimizer_s / layout.pipeline + pricer.devices.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
 
 

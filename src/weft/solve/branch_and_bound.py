@@ -95,43 +95,43 @@ class Branches:
         self._open = []
         zeros = [z for z in range(4) if space.admits("zero", z)]
         offloads = [kind_of("offload", o) for o in space.words("offload")]
-        for frame in self._bases(space):
-            for interleaved in {not waits_to_fill(one) for one in self.space.schedules(frame)}:
+        for base in self._bases(space):
+            for interleaved in {not waits_to_fill(one) for one in self.space.schedules(base)}:
                 try:
-                    check_layout(frame, cluster, self.pricer.batch_size)
-                    check_room(self.pricer, frame, zeros, offloads)
-                    bound = least_s(self.pricer, frame, interleaved)
+                    check_layout(base, cluster, self.pricer.batch_size)
+                    check_room(self.pricer, base, zeros, offloads)
+                    bound = least_s(self.pricer, base, interleaved)
                 except (Infeasible, LayoutError) as error:
-                    self._refuse(frame, None, str(error))
+                    self._refuse(base, None, str(error))
                     continue
-                least[frame, interleaved] = bound
+                least[base, interleaved] = bound
                 self._number += 1
-                heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
+                heapq.heappush(self._open, (self._bound(base, bound), self._number, base, interleaved))
         self._all += self._open
         done = {key: self._expand(*key) for key in self._promising()}
         least.update(done)
         while self._open:
-            bound_score, number, frame, interleaved = self._open[0]
+            bound_score, number, base, interleaved = self._open[0]
             if self.best is not None and bound_score > self._best_value:
                 break
             heapq.heappop(self._open)
-            if (frame, interleaved) in done:
+            if (base, interleaved) in done:
                 continue
-            savings = self._savings(frame, interleaved)
-            least[frame, interleaved] = min(savings.values(), default=INFINITE)  # nothing makes it fit
-            known = min((self._bound(frame, seconds) for seconds in savings.values()), default=None)
-            if known is not None and known > bound_score:
-                heapq.heappush(self._open, (known, number, frame, interleaved))  # what makes it fit costs time
-            elif known is not None:
-                least[frame, interleaved] = self._expand(frame, interleaved)
+            savings = self._savings(base, interleaved)
+            least[base, interleaved] = min(savings.values(), default=INFINITE)  # nothing makes it fit
+            best_bound = min((self._bound(base, seconds) for seconds in savings.values()), default=None)
+            if best_bound is not None and best_bound > bound_score:
+                heapq.heappush(self._open, (best_bound, number, base, interleaved))  # what makes it fit costs time
+            elif best_bound is not None:
+                least[base, interleaved] = self._expand(base, interleaved)
         lowest = min((*least.values(), self.bound_s or INFINITE))
         self.bound_s = lowest if lowest < INFINITE else 0.0
 
     def _bases(self, space: Space) -> Iterator[Layout]:
         """Those of a space, on a mixed cluster also with shares by the speed of its parts."""
-        for frame in space.bases():
-            yield frame
-            if (shared := share_out(self.pricer, frame)) is not None:
+        for base in space.bases():
+            yield base
+            if (shared := share_out(self.pricer, base)) is not None:
                 yield shared
 
     def house(self) -> None:
@@ -147,25 +147,25 @@ class Branches:
             for way, (key, kinds) in ways.items()
         }
         bases: dict[tuple[Layout, bool, int, str], None] = {}
-        for (frame, interleaved), savings in self._least_s.items():
+        for (base, interleaved), savings in self._least_s.items():
             for zero, recompute, offload, _ in savings:
                 if recompute in open_to[DROP] or offload in open_to[SWAP]:
-                    bases[frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
+                    bases[base, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
         # Of each first what is known already, then what its first rank takes at the least, then its price.
         queue: list[tuple[float, int, Layout, list[str], bool]] = []
-        for frame, interleaved, zero, offload in bases:
+        for base, interleaved, zero, offload in bases:
             moves = "all" if offload == "optimizer" else "activations"
             allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
-            least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
-            for schedule in self.space.schedules(frame) if not self._hopeless(frame, least) else ():
+            least = least_saving_s(self.pricer, replace(base, zero=zero, offload=offload), interleaved)
+            for schedule in self.space.schedules(base) if not self._hopeless(base, least) else ():
                 if waits_to_fill(schedule) is not interleaved:
                     heapq.heappush(queue, (least, len(queue), replace(schedule, zero=zero, offload=offload), allowed, False))
         left, passed = MOST_HOUSED, INFINITE
         while queue and left:
-            least, number, one, allowed, is_known = heapq.heappop(queue)
+            least, number, one, allowed, is_exact = heapq.heappop(queue)
             if self._hopeless(one, least):
                 continue
-            if not is_known:
+            if not is_exact:
                 heapq.heappush(queue, (max(least, self._least_housed(one, allowed)), number, one, allowed, True))
                 continue
             left, passed = left - 1, min(passed, least)
@@ -206,7 +206,7 @@ class Branches:
         least = max(least_pipeline_s(layout, trips), layout.microbatches * max(once, bare))
         if schedule.splits_backward or schedule.has_replicas:
             return least
-        return max(least, sum(whole for _, whole in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
+        return max(least, sum(trip_s for _, trip_s in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
 
     def arrange(self) -> None:
         """Try leading pipelines' stages as neighbours, and leading layouts' tensor ranks in grids, the best grid of each mesh with more
@@ -218,15 +218,15 @@ class Branches:
                 self.bound_s = min(self.bound_s, self._try(layout) or self.bound_s)
         if self.space.grid is not None:
             return
-        for frame in left_out(self.pricer, list(self.clocked), [item[2] for item in sorted(self._all) if not item[3]], self._hopeless):
-            self._plainest(frame)
-        found: dict[tuple[object, ...], tuple[float, Layout]] = {}
+        for base in left_out(self.pricer, list(self.clocked), [item[2] for item in sorted(self._all) if not item[3]], self._hopeless):
+            self._plainest(base)
+        cheapest: dict[tuple[object, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
             seconds = self._in_grid(layout, least)
             mesh = (layout.data, layout.branch, layout.tensor, layout.pipeline, layout.context, layout.spatial)
-            if mesh not in found or seconds < found[mesh][0]:
-                found[mesh] = seconds, layout
-        for first, layout in found.values():
+            if mesh not in cheapest or seconds < cheapest[mesh][0]:
+                cheapest[mesh] = seconds, layout
+        for first, layout in cheapest.values():
             for counts in more_and_fewer(self.space, layout):
                 last = first
                 for microbatches in counts:
@@ -260,27 +260,27 @@ class Branches:
         # The best of every mesh, since those of one mesh need about as much memory.
         likely: dict[tuple[object, ...], tuple[tuple[float, ...], int, Layout, bool]] = {}
         for item in sorted(self._open, key=guess):
-            frame = item[2]
-            likely.setdefault((frame.data, frame.branch, frame.tensor, frame.pipeline, frame.context, frame.spatial), item)
-        found = []
+            base = item[2]
+            likely.setdefault((base.data, base.branch, base.tensor, base.pipeline, base.context, base.spatial), item)
+        promising = []
         for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])
             if savings:
                 waits = 1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches
-                found.append((waits * min(savings.values()), item[1], item[2], item[3]))
-        return [(frame, interleaved) for _, _, frame, interleaved in heapq.nsmallest(MOST_TRIED_FIRST, found)]
+                promising.append((waits * min(savings.values()), item[1], item[2], item[3]))
+        return [(base, interleaved) for _, _, base, interleaved in heapq.nsmallest(MOST_TRIED_FIRST, promising)]
 
     def compare(self) -> None:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
         assert self.best is not None
         mine = self.best.layout
-        frames = [item for item in self._all if not item[3]]
+        bases = [item for item in self._all if not item[3]]
         for key in COMPARED:
             have = {getattr(p.layout, key) for p in self.clocked}
-            for value in sorted({getattr(item[2], key) for item in frames} - have, key=str):
-                near = sorted((item for item in frames if getattr(item[2], key) == value), key=lambda i: (i[0], i[1]))
-                for _, _, frame, _ in near[:2]:
-                    if self._plainest(frame):
+            for value in sorted({getattr(item[2], key) for item in bases} - have, key=str):
+                near = sorted((item for item in bases if getattr(item[2], key) == value), key=lambda i: (i[0], i[1]))
+                for _, _, base, _ in near[:2]:
+                    if self._plainest(base):
                         break
         done = {p.layout for p in self.clocked}
         for one in self.space.variants(
@@ -295,7 +295,7 @@ class Branches:
         if schedule is None:
             return False
         thrifts = sorted(self._thrifts(base), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
-        return any(self._try(_saving(schedule, thrift), whatever=True) is not None for thrift in thrifts[:3])
+        return any(self._try(_saving(schedule, options), whatever=True) is not None for options in thrifts[:3])
 
     def _bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
@@ -312,7 +312,7 @@ class Branches:
             for one in map(_alone, self._thrifts(base).values()):
                 if one not in seconds:
                     seconds[one] = least_saving_s(self.pricer, one, interleaved)
-            self._least_s[key] = {thrift: seconds[_alone(one)] for thrift, one in self._thrifts(base).items()}
+            self._least_s[key] = {options: seconds[_alone(one)] for options, one in self._thrifts(base).items()}
         return self._least_s[key]
 
     def _expand(self, base: Layout, interleaved: bool) -> float:
@@ -327,23 +327,23 @@ class Branches:
                 continue
             fitting: list[Layout] = []
             # Of the balanced stages of this schedule, with what full recomputation repeats or without.
-            known: dict[bool, float] = {}
-            for thrift, seconds in savings.items():
+            bounds: dict[bool, float] = {}
+            for options, seconds in savings.items():
                 least = seconds
                 if not self._hopeless(base, least):
-                    again = thrift[1] == "full"
-                    if again not in known:
-                        known[again] = self._least_of(schedule, again)
-                    least = max(least, known[again])
+                    again = options[1] == "full"
+                    if again not in bounds:
+                        bounds[again] = self._least_of(schedule, again)
+                    least = max(least, bounds[again])
                 if not self._hopeless(base, least):
-                    one = _saving(schedule, thrift)
+                    one = _saving(schedule, options)
                     if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                         continue
-                    found = self._try(one)
-                    if found is None:
+                    seconds_taken = self._try(one)
+                    if seconds_taken is None:
                         continue
                     fitting.append(one)
-                    least = max(least, found)
+                    least = max(least, seconds_taken)
                 lowest = min(lowest, least)
         return lowest
 
@@ -362,7 +362,7 @@ class Branches:
         where it does not fit if they are repeated one at a time, since that takes as long.
         """
         if base not in self._may_fit:
-            pricer, found = self.pricer, {}
+            pricer, layouts = self.pricer, {}
             have, room = most_memory(pricer, base), most_room(pricer, base)
             try:
                 sites = balanced(pricer, base) if base.pipeline > 1 else ()  # the same for all
@@ -375,10 +375,10 @@ class Branches:
                     if need <= have and base.pipeline == 1 and self.objective != "memory":
                         enough.add(_alone(one))
                     if need <= NEARLY * have:
-                        found[one.zero, one.recompute, one.offload, one.segment] = one
+                        layouts[one.zero, one.recompute, one.offload, one.segment] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
-            self._may_fit[base] = found
+            self._may_fit[base] = layouts
         return self._may_fit[base]
 
     def _held(self, layout: Layout, sites: Sequence[str]) -> float:
@@ -421,11 +421,11 @@ class Branches:
         try:
             check_priced(pricer, priced)
         except Infeasible as error:
-            found = self._fitted(priced) if layout.schedule == "1f1b" and layout.pipeline > 1 else None
-            if found is None:
+            refitted = self._fitted(priced) if layout.schedule == "1f1b" and layout.pipeline > 1 else None
+            if refitted is None:
                 self._refuse(layout, priced, str(error))
                 return None
-            priced = found
+            priced = refitted
         return self._time(priced, whatever)
 
     def _time(self, priced: Priced, whatever: bool = False) -> float:
@@ -455,11 +455,11 @@ class Branches:
         if sum(c.memory.alone.total for c in priced.costs) > sum(memory_of(pricer, layout, k) for k in range(layout.pipeline)):
             return None
         try:
-            found = fitted(pricer, layout)
-            check_priced(pricer, found)
+            refitted = fitted(pricer, layout)
+            check_priced(pricer, refitted)
         except Infeasible:
             return None
-        return found
+        return refitted
 
     def _hopeless(self, layout: Layout, seconds: float) -> bool:
         """Whether a step of at least so many seconds cannot be the best."""

@@ -40,10 +40,10 @@ def counts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
 
 def _off(work: list[list[float]], n: int) -> float:
     """FLOPs that n ranks take off the busiest one."""
-    found = 0.0
+    seconds = 0.0
     for branches in work:
         loads = [0.0] * n
         for flops, rank in zip(branches, balanced(branches, n), strict=True):
             loads[rank] += flops
-        found += sum(loads) - max(loads)
-    return found
+        seconds += sum(loads) - max(loads)
+    return seconds

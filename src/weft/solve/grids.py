@@ -54,15 +54,15 @@ def left_out(
     """
     done = {(one.layout.data, one.layout.tensor, one.layout.pipeline) for one in priced}
     seen: set[tuple[int, ...]] = set()
-    for frame in bases:
-        mesh = (frame.data, frame.tensor, frame.pipeline)
-        if frame.tensor < LEAST or mesh in seen:
+    for base in bases:
+        mesh = (base.data, base.tensor, base.pipeline)
+        if base.tensor < LEAST or mesh in seen:
             continue
-        if hopeless(frame, least_s(pricer, frame, False) * (1 - sent_share(pricer, frame))):
+        if hopeless(base, least_s(pricer, base, False) * (1 - sent_share(pricer, base))):
             continue
         seen.add(mesh)
         if mesh not in done:
-            yield frame
+            yield base
         if len(seen) == MOST_LAYOUTS:
             return
 
@@ -87,16 +87,16 @@ def beyond(pricer: Pricer, space: Space, most_s: float) -> list[Space]:
     asked = {c.key for c in space.constraints if c.relation == "="}
     if pricer.cluster.kind.shares_hosts or pricer.cluster.parts or asked & {"grid", "context", "spatial", "branch"}:
         return []
-    elements, zeros, found = _product_elements(pricer), [z for z in range(4) if space.admits("zero", z)], []
-    for frame in _on_nodes(space):
+    elements, zeros, spaces = _product_elements(pricer), [z for z in range(4) if space.admits("zero", z)], []
+    for base in _on_nodes(space):
         with suppress(Infeasible, LayoutError):  # no state of which fits
-            check_room(pricer, frame, zeros, space.words("offload"))
-            if (seconds := _estimated_s(pricer, frame, elements)) < most_s:
-                found.append((seconds, frame))
+            check_room(pricer, base, zeros, space.words("offload"))
+            if (seconds := _estimated_s(pricer, base, elements)) < most_s:
+                spaces.append((seconds, base))
     likeliest: dict[tuple[int, int, int], Layout] = {}
-    for _, frame in sorted(found, key=lambda one: one[0]):
-        likeliest.setdefault((frame.data, frame.tensor, frame.pipeline), frame)
-    return [_narrowed(space, frame) for frame in list(likeliest.values())[:MOST_BEYOND]]
+    for _, base in sorted(spaces, key=lambda one: one[0]):
+        likeliest.setdefault((base.data, base.tensor, base.pipeline), base)
+    return [_narrowed(space, base) for base in list(likeliest.values())[:MOST_BEYOND]]
 
 
 def _on_nodes(space: Space) -> Iterator[Layout]:
@@ -124,11 +124,11 @@ def _estimated_s(pricer: Pricer, base: Layout, elements: float) -> float:
 
 def _product_elements(pricer: Pricer) -> float:
     """Elements that the model's products with a weight read and make of one sample."""
-    graph, found = pricer.graph, 0
+    graph, elements = pricer.graph, 0
     for op in (one for one, is_product in zip(graph.operators, pricer.weighted, strict=True) if is_product):
-        found += max((graph.tensors[v].size for v in op.inputs if v in pricer.inventory.batched), default=0)
-        found += sum(graph.tensors[v].size for v in op.outputs if v in pricer.inventory.batched)
-    return found / graph.batch_size
+        elements += max((graph.tensors[v].size for v in op.inputs if v in pricer.inventory.batched), default=0)
+        elements += sum(graph.tensors[v].size for v in op.outputs if v in pricer.inventory.batched)
+    return elements / graph.batch_size
 
 
 def _narrowed(space: Space, base: Layout) -> Space:

@@ -43,7 +43,7 @@ def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequ
     schedule = schedule_of(layout)
     if schedule.has_replicas:
         return None
-    picked: dict[int, Choices] = {}
+    by_stage: dict[int, Choices] = {}
     for rank, mine in enumerate(schedule.stages_of):
         if len(mine) > 1:
             choices = _of_rank(pricer, layout, sites, rank, allowed)
@@ -52,12 +52,12 @@ def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequ
             choices = None if alone is None else [alone]
         if choices is None:
             return None
-        picked |= dict(zip(mine, choices, strict=True))
-    every = {choice for choices in picked.values() for choice in choices}
+        by_stage |= dict(zip(mine, choices, strict=True))
+    every = {choice for choices in by_stage.values() for choice in choices}
     if every in ({KEEP}, {DROP}):
         return None
     names = [[layer.name for layer in owner(pricer, layout, stage).loads(layout, sites, stage)] for stage in range(layout.num_stages)]
-    return worded(layout, [(mine, picked[stage]) for stage, mine in enumerate(names)])
+    return worded(layout, [(mine, by_stage[stage]) for stage, mine in enumerate(names)])
 
 
 def worded(layout: Layout, stages: Sequence[tuple[Sequence[str], Choices]]) -> Layout:
@@ -69,10 +69,10 @@ def worded(layout: Layout, stages: Sequence[tuple[Sequence[str], Choices]]) -> L
     'data=1 tensor=1 pipeline=1 recompute=full:h.1 offload=activations:h.2'
     """
     moved = [[name for name, one in zip(names, choices, strict=True) if one == SWAP] for names, choices in stages]
-    rests = [[(name, one) for name, one in zip(names, choices, strict=True) if one != SWAP] for names, choices in stages]
-    again = [[name for name, one in rest if one == DROP] for rest in rests]
+    left = [[(name, one) for name, one in zip(names, choices, strict=True) if one != SWAP] for names, choices in stages]
+    again = [[name for name, one in rest if one == DROP] for rest in left]
     first = all(list(names[: len(some)]) == some for (names, _), some in zip(stages, moved, strict=True))
-    after = all([name for name, _ in rest[: len(some)]] == some for rest, some in zip(rests, again, strict=True))
+    after = all([name for name, _ in rest[: len(some)]] == some for rest, some in zip(left, again, strict=True))
     if not any(moved):
         offload = layout.offload
     else:
@@ -97,15 +97,15 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
         every = [mine if s == stage else ([], ()) for s in range(layout.num_stages)]
         return pricer.held(worded(layout, every), sites, (stage,))[0].alone.total
 
-    kept = (KEEP,) * len(layers)
-    without = needs(kept)
+    all_kept = (KEEP,) * len(layers)
+    without = needs(all_kept)
     if without <= have:
-        return kept
+        return all_kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = schedule_of(layout).in_flight(stage)
     room = Room(inf, cost.compute, one.devices.copies(layout), flying, one.ends(layout, sites, stage), one.devices.layers_moved)
     weighed = Stage(layers)
-    limit = float(weighed.bytes(rows([kept]), room)[0]) - (without - have) / (1 + MARGIN)
+    limit = float(weighed.bytes(rows([all_kept]), room)[0]) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
         try:
             choices = choose(layers, replace(room, limit_bytes=limit), allowed)
@@ -139,10 +139,10 @@ def _of_rank(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int, al
     besides = now.entering @ np.array([m.entering_bytes for m in held]) + now.returning @ np.array([m.leaving_bytes for m in held])
     several = Several([Ways.of(sorted(c), k) for c, k in zip(tried, costs, strict=True)], now, besides)
     try:
-        picked = several.choose(float(several.bytes([0] * len(mine)).max()) - short / (1 + MARGIN))
+        chosen = several.choose(float(several.bytes([0] * len(mine)).max()) - short / (1 + MARGIN))
     except Infeasible:
         return None
-    return [(SWAP,) * k + (DROP,) * d + (KEEP,) * (count - k - d) for (k, d), count in zip(picked, layers, strict=True)]
+    return [(SWAP,) * k + (DROP,) * d + (KEEP,) * (count - k - d) for (k, d), count in zip(chosen, layers, strict=True)]
 
 
 def least_more_s(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int, allowed: Sequence[str]) -> float:
@@ -199,15 +199,15 @@ def _eased(stage: Stage, room: Room, choices: Choices, fits: Callable[[Choices],
     refused: set[tuple[str, float, float]] = set()
     dear = sorted(range(len(layers)), key=lambda i: (-layers[i].forward_s, -i))
     for i in dear:
-        alike = (choices[i], layers[i].forward_s, layers[i].saved_bytes)
-        if choices[i] == KEEP or alike in refused:
+        kind = (choices[i], layers[i].forward_s, layers[i].saved_bytes)
+        if choices[i] == KEEP or kind in refused:
             continue
         tried = (*choices[:i], KEEP, *choices[i + 1 :])
         new, old = stage.seconds(rows([tried, choices]), room).tolist()
         if new < old and fits(tried):
             choices = tried
         else:
-            refused.add(alike)
+            refused.add(kind)
     return choices
 
 
@@ -215,8 +215,8 @@ def housed(pricer: Pricer, layout: Layout, allowed: Sequence[str] = CHOICES) -> 
     """`resident` with the layout's balanced stages, in closed form; None where that has none."""
     try:
         sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-        found = resident(pricer, layout, sites, allowed)
-        return None if found is None else price(pricer, found, sites)
+        layout_found = resident(pricer, layout, sites, allowed)
+        return None if layout_found is None else price(pricer, layout_found, sites)
     except (Infeasible, LayoutError):
         return None
 

@@ -34,15 +34,15 @@ def ways(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
     shape = image_of(graph)
     if not shape or prod(shape) < LARGE or len(shape) > 3:
         return ()
-    found = []
+    words = []
     ranks = 2
     while ranks <= min(MOST, cluster.num_devices):
         if shape[0] // ranks >= LEAST:
-            found.append(str(ranks))
+            words.append(str(ranks))
         if len(shape) > 1 and (grid := _grid(shape, ranks)) is not None:
-            found.append(grid)
+            words.append(grid)
         ranks *= 2
-    return tuple(found)
+    return tuple(words)
 
 
 def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Lent:
     @cached_property
     def busy(self) -> dict[Compute, int]:
         """The ranks that compute at once, of those computes that get more threads by it."""
-        hosts, found = self.host.hosts, dict[Compute, int]()
+        hosts, threads = self.host.hosts, dict[Compute, int]()
         work = stage_work(self.pricer.inventory.works, [stage.operators for stage in self.pricer.split(self.sites)])
         for rank, steps in enumerate(beside(self.program, work, self.sizes)):
             positions = hosts.count(hosts[rank])
@@ -91,8 +91,8 @@ class Lent:
                 if self.host.threads(number, positions) > self.host.rank_threads:
                     action = self.program.actions[rank][step]
                     assert isinstance(action, Compute)
-                    found[action] = number
-        return found
+                    threads[action] = number
+        return threads
 
     def costs(self, pricer: Pricer) -> dict[int, tuple[StageCost, ...]]:
         """[ranks that compute at once] -> every stage while they do, for the microbatches of `pricer`."""

@@ -39,15 +39,15 @@ class MixedPricer(Pricer):
     @cached_property
     def pricers(self) -> tuple[Pricer, ...]:
         """One for each part; what follows from the graph and its sharding they share."""
-        found: list[Pricer] = []
+        pricers: list[Pricer] = []
         for part in self.cluster.parts:
-            before = sum(earlier.cluster.num_devices for earlier in found)
+            before = sum(earlier.cluster.num_devices for earlier in pricers)
             one = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, before=before)
             one.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
             one._shardings, one._canonical, one._parts, one._kinds = self._shardings, self._canonical, self._parts, self._kinds
             one._sections, one._splits = self._sections, self._splits
-            found.append(one)
-        return tuple(found)
+            pricers.append(one)
+        return tuple(pricers)
 
     def owner(self, layout: Layout, stage: int) -> Pricer:
         """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
@@ -65,20 +65,20 @@ class MixedPricer(Pricer):
         if schedule_of(layout).has_replicas or layout.neighbours == PIPELINE:
             return False
         width = layout.stage_ranks
-        whole = layout.num_ranks == self.cluster.num_devices
-        return whole and all(part.num_devices % width == 0 for part in self.cluster.parts)
+        uses_all = layout.num_ranks == self.cluster.num_devices
+        return uses_all and all(part.num_devices % width == 0 for part in self.cluster.parts)
 
     def by_part(self, layout: Layout) -> tuple[Pricer, ...]:
         """A pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where they do not."""
-        width, whole = layout.replica_ranks, layout.num_ranks == self.cluster.num_devices
-        if not layout.shares or layout.num_stages > 1 or not whole or any(p.num_devices % width for p in self.cluster.parts):
+        width, uses_all = layout.replica_ranks, layout.num_ranks == self.cluster.num_devices
+        if not layout.shares or layout.num_stages > 1 or not uses_all or any(p.num_devices % width for p in self.cluster.parts):
             return ()
         if width not in self._apart:
             ends = list(accumulate((part.num_devices // width for part in self.cluster.parts), initial=0))
-            found = [one.varied() for one in self.pricers]
-            for one, replicas in zip(found, pairwise(ends), strict=True):
+            pricers = [one.varied() for one in self.pricers]
+            for one, replicas in zip(pricers, pairwise(ends), strict=True):
                 one.replicas = replicas
-            self._apart[width] = tuple(found)
+            self._apart[width] = tuple(pricers)
         return self._apart[width]
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
@@ -144,8 +144,8 @@ def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
     if not isinstance(pricer, MixedPricer) or layout.data == 1 or layout.num_stages > 1 or layout.expert > 1:
         return None
     width, size = layout.replica_ranks, sizes_of_plan(pricer.batch_size, layout)[0]
-    whole = layout.num_ranks == pricer.cluster.num_devices and not any(p.num_devices % width for p in pricer.cluster.parts)
-    if not whole or layout.sample_parallel == "on" or layout.staleness or layout.servers or size < 2 * layout.data:
+    uses_all = layout.num_ranks == pricer.cluster.num_devices and not any(p.num_devices % width for p in pricer.cluster.parts)
+    if not uses_all or layout.sample_parallel == "on" or layout.staleness or layout.servers or size < 2 * layout.data:
         return None
     pricer.sharding(layout)
     each, counts = size // layout.data, [part.num_devices // width for part in pricer.cluster.parts]
@@ -163,8 +163,8 @@ def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
         low, high = (middle, high) if done < size else (low, middle)
     shares = [max(1, round(_FINE * (high - fixed) / slope)) for slope, fixed in sloped]
     rows = apportioned(size, [share for share, n in zip(shares, counts, strict=True) for _ in range(n)])
-    made = replace(layout, shares=format_shares(rows))
-    return made if made.shares else None
+    shared = replace(layout, shares=format_shares(rows))
+    return shared if shared.shares else None
 
 
 _FINE = 10_000  # to which part of a sample shares are weighed

@@ -19,10 +19,10 @@ def has_mixed_traffic(graph: Graph, batch_size: int) -> bool:
     scale = batch_size / graph.batch_size
     weights = activations = each = 0.0
     for op in graph.operators:
-        own = [value for value in op.inputs if value in trained]
-        if not own or operator_flops(op, graph.tensors) <= 0:
+        learned = [value for value in op.inputs if value in trained]
+        if not learned or operator_flops(op, graph.tensors) <= 0:
             continue
-        weight = float(sum(graph.tensors[value].size for value in own))
+        weight = float(sum(graph.tensors[value].size for value in learned))
         ends = [value for value in (*op.inputs, *op.outputs) if not graph.held.get(value)]
         moved = scale * min(graph.tensors[value].size for value in ends)
         weights, activations, each = weights + weight, activations + moved, each + min(weight, moved)

@@ -61,13 +61,13 @@ def reasons(
     """
     parts = dict(prediction.parts)
     step = prediction.step_time_s
-    found = [("step", prediction.spent)]
-    found.append(("bound", bound_words(step, step / bound_s - 1 if bound_s else None, by_hand)))
+    rows = [("step", prediction.spent)]
+    rows.append(("bound", bound_words(step, step / bound_s - 1 if bound_s else None, by_hand)))
     if by_hand:
-        return (*found, ("layout", "given by hand; nothing else was tried"))
+        return (*rows, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:
         if key == "segment":
-            found += _together(layout, prediction, candidates, refused)
+            rows += _together(layout, prediction, candidates, refused)
             continue
         mine = getattr(layout, key)
         compared = candidates
@@ -75,21 +75,21 @@ def reasons(
             compared = [c for c in candidates if (c.layout.tensor, not c.layout.grid) == (layout.tensor, bool(layout.grid))]
         other = next((c for c in compared if getattr(c.layout, key) != mine and c.prediction is not None), None)
         if other is not None and other.prediction is not None:
-            found.append((key, _compared(key, layout, parts, step, other)))
+            rows.append((key, _compared(key, layout, parts, step, other)))
             continue
         if key == "grid":
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
-            found.append((key, f"{key}={mine}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
+            rows.append((key, f"{key}={mine}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
     missing = layout.not_built()
     if missing:
         words = " ".join(f"{key}={getattr(layout, key)}" for key in missing)
-        without = " ".join(filter(None, (_allowed(key, known) for key, known in RUNS.items())))
-        found.append(("runs", f"{words}: planned and priced, but not supported yet for running; what runs today: --constrain '{without}'"))
+        without = " ".join(filter(None, (_allowed(key, values) for key, values in RUNS.items())))
+        rows.append(("runs", f"{words}: planned and priced, but not supported yet for running; what runs today: --constrain '{without}'"))
     have = cluster.memory_of(layout.num_ranks)
-    found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
-    return tuple(found)
+    rows.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
+    return tuple(rows)
 
 
 def _together(
@@ -147,11 +147,11 @@ def differences(one: Layout, other: Layout) -> int:
 
 def spread(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best few, and the best with every other value of every key, so that every choice can be compared."""
-    found = list(candidates[:3])
-    seen = {(f.name, getattr(c.layout, f.name)) for c in found for f in fields(Layout)}
+    shown = list(candidates[:3])
+    seen = {(f.name, getattr(c.layout, f.name)) for c in shown for f in fields(Layout)}
     for candidate in candidates[3:]:
         new = {(f.name, getattr(candidate.layout, f.name)) for f in fields(Layout)} - seen
-        if new and len(found) < KEPT:
+        if new and len(shown) < KEPT:
             seen |= new
-            found.append(candidate)
-    return found
+            shown.append(candidate)
+    return shown

@@ -32,13 +32,13 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
     """The error to raise where a search found nothing. `leanest`: what was priced and holds least."""
     cluster, batch = space.cluster, space.batch_size
     under = f" under {constraints!r}" if constraints else ""
-    given = parse_constraints(constraints)
-    hints = _hints(pricer, space, given)
+    parsed = parse_constraints(constraints)
+    hints = _hints(pricer, space, parsed)
     if leanest is None:
         leanest = _leanest(pricer, space)
     if leanest is None:
-        why = f": {refused[0].note}" if refused else "; the constraints exclude every one" if given else ""
-        several = f"leave out more than one of {', '.join(map(str, given))}, or " if len(given) > 1 else ""
+        why = f": {refused[0].note}" if refused else "; the constraints exclude every one" if parsed else ""
+        several = f"leave out more than one of {', '.join(map(str, parsed))}, or " if len(parsed) > 1 else ""
         remedy = "; ".join(hints) or f"{several}change the batch or the number of devices"
         return Infeasible(f"no layout of {cluster.num_devices} devices for a batch of {batch}{under}{why}. What would do: {remedy}")
     have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
@@ -67,22 +67,22 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
 
 def _hints(pricer: Pricer, space: Space, constraints: Sequence[Constraint]) -> list[str]:
     """What would do, each proven by a layout that fits. `constraints`: constraints that may be left out; others follow from the model."""
-    found = []
+    hints = []
     for one in constraints:
         rest = [c for c in space.constraints if c != one]
         layout = feasible(pricer, replace(space, constraints=rest))
         if layout is not None:
-            found.append(f"without {one}, for example {layout}")
-    if not found:
+            hints.append(f"without {one}, for example {layout}")
+    if not hints:
         for times in TIMES:
             larger = enlarged(space.cluster, times)
             other = replace_cluster(pricer, larger)
             roomier = replace(space, cluster=larger, images=ways(pricer.graph, larger), contexts=contexts(pricer.graph, larger))
             layout = feasible(other, roomier) if _may_fit(other, roomier) else None
             if layout is not None:
-                found.append(f"{larger.num_devices} such {larger.kind.noun} ({times} times as many), for example {layout}")
+                hints.append(f"{larger.num_devices} such {larger.kind.noun} ({times} times as many), for example {layout}")
                 break
-    return found
+    return hints
 
 
 def _may_fit(pricer: Pricer, space: Space) -> bool:
@@ -108,31 +108,31 @@ def feasible(pricer: Pricer, space: Space) -> Layout | None:
 
 def _lean(pricer: Pricer, space: Space) -> list[Layout]:
     """The leanest layout of each frame that holds least state, and its plainest one."""
-    frames = sorted(islice(space.bases(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
-    thrifty = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in frames]
+    bases = sorted(islice(space.bases(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
+    thrifty = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in bases]
     lean = [f for _, f in sorted(thrifty, key=lambda both: (least_state_bytes(pricer, both[0]), -both[1].microbatches))]
     # Of large images and long sequences activations count, and they are least where most ranks share one.
-    shared = sorted((f for f in frames if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
-    found: dict[Layout, None] = {}
-    for some in (lean, frames, shared):
+    shared = sorted((f for f in bases if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
+    layouts: dict[Layout, None] = {}
+    for some in (lean, bases, shared):
         # Of some frames the constraints leave nothing: ZeRO of one without replicas.
-        for variants in islice(filter(None, (list(space.variants(frame)) for frame in some)), TRIED):
-            plain = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
-            found[plain[0]] = None
-            found[max(plain, key=lambda v: (v.zero, v.recompute == "full"))] = None
-            for segment in {v.segment for v in plain} - {1}:
-                found[max((v for v in plain if v.segment == segment), key=lambda v: (v.recompute == "full", v.zero))] = None
-            found[max(variants, key=lambda v: (v.offload == "all", v.zero, v.recompute == "full", v.schedule == "1f1b"))] = None
-    return list(found)
+        for variants in islice(filter(None, (list(space.variants(base)) for base in some)), TRIED):
+            simple = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
+            layouts[simple[0]] = None
+            layouts[max(simple, key=lambda v: (v.zero, v.recompute == "full"))] = None
+            for segment in {v.segment for v in simple} - {1}:
+                layouts[max((v for v in simple if v.segment == segment), key=lambda v: (v.recompute == "full", v.zero))] = None
+            layouts[max(variants, key=lambda v: (v.offload == "all", v.zero, v.recompute == "full", v.schedule == "1f1b"))] = None
+    return list(layouts)
 
 
 def _leanest(pricer: Pricer, space: Space) -> Priced | None:
     """Of the layouts with the least state the one that holds least, for saying how far from fitting it is."""
-    found = []
+    priced = []
     for layout in _lean(pricer, space):
         with suppress(Infeasible, LayoutError):
-            found.append(price(pricer, layout))
-    return min(found, key=lambda one: one.prediction.memory.total, default=None)
+            priced.append(price(pricer, layout))
+    return min(priced, key=lambda one: one.prediction.memory.total, default=None)
 
 
 def enlarged(cluster: Cluster, times: int) -> Cluster:

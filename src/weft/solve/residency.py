@@ -72,9 +72,9 @@ class Stage:
     @cached_property
     def _of(self) -> dict[str, NDArray[np.float64]]:
         names = ("forward_s", "saved_bytes", "entering_bytes", "collectives_s", "working_bytes")
-        found = {name: np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64) for name in names}
+        arrays = {name: np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64) for name in names}
         back = [layer.saved_bytes if layer.back_bytes is None else layer.back_bytes for layer in self.layers]
-        return found | {"back_bytes": np.array(back, dtype=np.float64)}
+        return arrays | {"back_bytes": np.array(back, dtype=np.float64)}
 
     def seconds(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
         """Seconds of one microbatch, forward and back, of every choice."""
@@ -83,9 +83,9 @@ class Stage:
         again = np.where(tried == _DROP, of["forward_s"], 0.0).sum(1)
         collectives = np.where(tried == _DROP, of["collectives_s"], 0.0).sum(1)
         compute = [room.compute + Seconds(0.0, float(more)) for more in again]
-        whole = [room.copies.around(one, float(size)) if size else one for one, size in zip(compute, moved, strict=True)]
-        found: NDArray[np.float64] = np.array([one.total for one in whole]) + collectives
-        return found
+        computes = [room.copies.around(one, float(size)) if size else one for one, size in zip(compute, moved, strict=True)]
+        seconds: NDArray[np.float64] = np.array([one.total for one in computes]) + collectives
+        return seconds
 
     def bytes(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
         """Bytes on the device when it holds most: in the backward of one layer, when what those behind it kept is gone."""
@@ -93,8 +93,8 @@ class Stage:
 
     def kept(self, tried: NDArray[np.int8]) -> NDArray[np.float64]:
         """Bytes that stay of one microbatch until its backward."""
-        found: NDArray[np.float64] = self._stays(tried).sum(1)
-        return found
+        amounts: NDArray[np.float64] = self._stays(tried).sum(1)
+        return amounts
 
     def _stays(self, tried: NDArray[np.int8]) -> NDArray[np.float64]:
         saved, entering = self._of["saved_bytes"], self._of["entering_bytes"]
@@ -110,10 +110,10 @@ class Stage:
         there = np.where(moved, of["back_bytes"] + (room.loads - 1) * largest, np.where(again, np.maximum(0.0, saved - entering), 0.0))
         behind = stays[:, ::-1].cumsum(1)[:, ::-1]  # of each layer and those behind it
         gone = room.ends.behind_bytes + behind - stays
-        kept = stays.sum(1)
+        stay_bytes = stays.sum(1)
         most = (of["working_bytes"] + there - gone).max(1, initial=room.ends.last_bytes)
-        found: NDArray[np.float64] = np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - kept)
-        return found
+        most_bytes: NDArray[np.float64] = np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - stay_bytes)
+        return most_bytes
 
 
 Key = tuple[float, float, int, tuple[int, ...]]  # seconds, bytes where they are too many, layers that do not keep their own, and which
@@ -153,11 +153,11 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
     if count <= _EXACT:
         best = min(keys(np.array(list(product(codes, repeat=count)), dtype=np.int8)))
     else:
-        found = [rows([(KEEP,) * count]), *(one for order in _orders(layers) for one in _along(stage, room, allowed, order))]
-        starts = sorted(set(keys(np.concatenate(found))))
+        candidates = [rows([(KEEP,) * count]), *(one for order in _orders(layers) for one in _along(stage, room, allowed, order))]
+        starts = sorted(set(keys(np.concatenate(candidates))))
         kinds = Counter((one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers)
-        alike = kinds.most_common(1)[0][1] >= count - _ENDS and starts[0][0] < inf
-        best = starts[0] if alike else min(_improved(start, keys, codes) for start in starts[:4])
+        is_uniform = kinds.most_common(1)[0][1] >= count - _ENDS and starts[0][0] < inf
+        best = starts[0] if is_uniform else min(_improved(start, keys, codes) for start in starts[:4])
     if best[0] == inf:
         most = max(layer.saved_bytes for layer in layers)
         raise Infeasible(
@@ -212,7 +212,7 @@ def _improved(start: Key, keys: Callable[[NDArray[np.int8]], list[Key]], codes: 
                 for place, one in zip(some, new, strict=True):
                     row[place] = one
                 tried.append(row)
-        found = min(keys(np.array(tried, dtype=np.int8)))
-        if found >= best:
+        least = min(keys(np.array(tried, dtype=np.int8)))
+        if least >= best:
             return best
-        best = found
+        best = least

@@ -34,13 +34,13 @@ def score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]
     seconds = _rounded(prediction.step_time_s)
     if objective == "memory":
         return (prediction.memory.total, seconds)
-    unlike = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
+    num_changed = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
     return (
         worth(layout, prediction.step_time_s, cluster, objective),
         seconds,
         layout.num_ranks,
         layout.microbatches,
-        unlike,
+        num_changed,
         prediction.memory.total,
     )
 

@@ -91,12 +91,12 @@ def search(  # noqa: PLR0913
         if layout is not None:
             check_samples(graph, layout)
             _check_admitted(layout, constraints)
-            found = _by_hand(pricer_on(cluster), layout, stages)
+            searched = _by_hand(pricer_on(cluster), layout, stages)
         else:
-            found = _of_any_order(pricer_on, cluster, constraints, limits, objective)
-        best = _best(found, objective, by_hand=layout is not None)
-        made = _plan(found, best, model, elsewhere, by_hand=layout is not None)
-        return replace(made, planning_time_s=time.perf_counter() - began)
+            searched = _of_any_order(pricer_on, cluster, constraints, limits, objective)
+        best = _best(searched, objective, by_hand=layout is not None)
+        plan = _plan(searched, best, model, elsewhere, by_hand=layout is not None)
+        return replace(plan, planning_time_s=time.perf_counter() - began)
 
 
 def _of_any_order(
@@ -108,9 +108,9 @@ def _of_any_order(
     fitting = [one for one in tried if one.best is not None]
     if not fitting:
         raise nothing_fits(tried[0].pricer, tried[0].space, constraints, tried[0].leanest, tried[0].refused)
-    found = min(fitting, key=lambda one: one.score())
-    found.compare()
-    return found
+    best = min(fitting, key=lambda one: one.score())
+    best.compare()
+    return best
 
 
 def _best(searched: Branches, objective: str, by_hand: bool) -> Priced:
@@ -199,11 +199,11 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         counts(graph, pricer.cluster),
     )
     space.check()
-    found = Branches(pricer, space, objective)
-    found.run()
-    found.house()
-    found.arrange()
-    return found
+    branches = Branches(pricer, space, objective)
+    branches.run()
+    branches.house()
+    branches.arrange()
+    return branches
 
 
 def _check_admitted(layout: Layout, constraints: str) -> None:
@@ -237,8 +237,8 @@ def _apart(graph: Graph, layout: Layout) -> str:
 
 def _lent(pricer: Pricer, best: Priced) -> str:
     """What it gains that ranks lend their cores."""
-    own = clocked(pricer, price(pricer, replace(best.layout, lend="off"), best.sites)).prediction.step_time_s
-    return f"cores of ranks that wait in the pipeline compute for the others: with lend=off a step takes {format_seconds(own)}"
+    unlent_s = clocked(pricer, price(pricer, replace(best.layout, lend="off"), best.sites)).prediction.step_time_s
+    return f"cores of ranks that wait in the pipeline compute for the others: with lend=off a step takes {format_seconds(unlent_s)}"
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:

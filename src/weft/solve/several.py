@@ -76,8 +76,8 @@ class Several:
         """
         limit = limit_bytes * (1 + 1e-12)
         few = prod(len(one.counts) for one in self.ways) <= _EXACT
-        picked = self._all(limit) if few else self._undone(self._freed(limit), limit)
-        return [one.counts[i] for one, i in zip(self.ways, picked, strict=True)]
+        chosen = self._all(limit) if few else self._undone(self._freed(limit), limit)
+        return [one.counts[i] for one, i in zip(self.ways, chosen, strict=True)]
 
     def bytes(self, chosen: Sequence[int]) -> Floats:
         """By moment, of one way of each stage."""
@@ -85,21 +85,21 @@ class Several:
 
     def _bytes(self, activations: Floats, there: Floats, noted: Floats) -> Floats:
         """By moment; of many combinations, rows of what is held, by moment and combination."""
-        found: Floats = self.now.in_flight @ activations.T + self.now.backward @ there.T + self.now.noted @ noted.T
-        return found + (self.besides if activations.ndim == 1 else self.besides[:, None])
+        amounts: Floats = self.now.in_flight @ activations.T + self.now.backward @ there.T + self.now.noted @ noted.T
+        return amounts + (self.besides if activations.ndim == 1 else self.besides[:, None])
 
     def _held(self, chosen: Sequence[int]) -> tuple[Floats, Floats, Floats]:
         ways = list(zip(self.ways, chosen, strict=True))
-        kept, there, noted = (np.array([getattr(one, part)[i] for one, i in ways]) for part in ("activations", "there", "noted"))
-        return kept, there, noted
+        activations, there, noted = (np.array([getattr(one, part)[i] for one, i in ways]) for part in ("activations", "there", "noted"))
+        return activations, there, noted
 
     def _all(self, limit: float) -> list[int]:
         every = np.array(list(product(*(range(len(one.counts)) for one in self.ways))), dtype=np.intp)
-        seconds, kept, there, noted = (
+        seconds, activations, there, noted = (
             np.stack([getattr(one, part)[every[:, s]] for s, one in enumerate(self.ways)], axis=1)
             for part in ("seconds", "activations", "there", "noted")
         )
-        fits = self._bytes(kept, there, noted).max(axis=0) <= limit
+        fits = self._bytes(activations, there, noted).max(axis=0) <= limit
         if not fits.any():
             raise self._nothing(limit)
         changed = np.stack([np.array([sum(c) for c in one.counts])[every[:, s]] for s, one in enumerate(self.ways)], axis=1).sum(1)
@@ -109,14 +109,14 @@ class Several:
 
     def _freed(self, limit: float) -> list[int]:
         """From what keeps all, one stage's layers after another's, where a byte takes fewest seconds, until it fits."""
-        picked = [0] * len(self.ways)
+        chosen = [0] * len(self.ways)
         for _ in range(sum(len(one.counts) for one in self.ways)):
-            by_moment = self.bytes(picked)
+            by_moment = self.bytes(chosen)
             at = int(by_moment.argmax())
             if by_moment[at] <= limit:
-                return picked
+                return chosen
             best: tuple[float, float, int, int] | None = None
-            for s, (one, i) in enumerate(zip(self.ways, picked, strict=True)):
+            for s, (one, i) in enumerate(zip(self.ways, chosen, strict=True)):
                 held = (
                     self.now.in_flight[at, s] * one.activations + self.now.backward[at, s] * one.there + self.now.noted[at, s] * one.noted
                 )
@@ -127,7 +127,7 @@ class Several:
                     best = float(rate[to]), float(freed[to]), s, to
             if best is None:
                 break
-            picked[best[2]] = best[3]
+            chosen[best[2]] = best[3]
         raise self._nothing(limit)
 
     def _undone(self, chosen: list[int], limit: float) -> list[int]:

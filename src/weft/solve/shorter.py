@@ -26,10 +26,10 @@ def shortened(pricer: Pricer, layout: Layout) -> Priced | None:
     try:
         sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
         counts = [_fewest(pricer, layout, sites, stage) for stage in range(layout.num_stages)]
-        found = None if None in counts else [count or 0 for count in counts]
-        if found is None or not any(found) or found == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:
+        lengths = None if None in counts else [count or 0 for count in counts]
+        if lengths is None or not any(lengths) or lengths == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:
             return None
-        return price(pricer, replace(layout, recompute=f"full:{write_counts(found if len(set(found)) > 1 else found[:1])}"), sites)
+        return price(pricer, replace(layout, recompute=f"full:{write_counts(lengths if len(set(lengths)) > 1 else lengths[:1])}"), sites)
     except (Infeasible, LayoutError):
         return None
 

@@ -73,9 +73,9 @@ def limits_of(text: str, elsewhere: str | None) -> tuple[Constraint, ...]:
     Raises:
         As `parse_constraints`.
     """
-    given = parse_constraints(text)
+    parsed = parse_constraints(text)
     if elsewhere is None:
-        return given
+        return parsed
     try:
         return parse_constraints(f"{text} data=1 microbatches=1")
     except Infeasible as error:
@@ -92,28 +92,28 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions")} | {"ranks": "int"}
-    found: list[Constraint] = []
+    types = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions")} | {"ranks": "int"}
+    constraints: list[Constraint] = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
         if match is None:
             raise UsageError(f"constraint {word!r} is not KEY<=VALUE, KEY=VALUE or KEY>=VALUE; for example tensor<=8")
-        key, relation, given = match[1], match[2].replace("==", "="), match[3]
-        if key not in known:
-            raise UsageError(f"constraint {word} has the unknown key {key}{nearest(key, known)}; known: {', '.join(known)}")
-        if key == "tensor" and "x" in given:
+        key, relation, value = match[1], match[2].replace("==", "="), match[3]
+        if key not in types:
+            raise UsageError(f"constraint {word} has the unknown key {key}{nearest(key, types)}; known: {', '.join(types)}")
+        if key == "tensor" and "x" in value:
             if relation != "=":
-                raise UsageError(f"constraint {word}: a grid has no order; use tensor={given}, or a count such as tensor<=8")
-            tensor, grid = checked_grid(given, 1)
-            found += [Constraint(key, "=", tensor), Constraint("grid", "=", grid)]
-        elif known[key] == "int":
-            if not given.isdigit():
+                raise UsageError(f"constraint {word}: a grid has no order; use tensor={value}, or a count such as tensor<=8")
+            tensor, grid = checked_grid(value, 1)
+            constraints += [Constraint(key, "=", tensor), Constraint("grid", "=", grid)]
+        elif types[key] == "int":
+            if not value.isdigit():
                 raise UsageError(f"constraint {word}: {key} is a whole number, for example {key}<=4")
-            found.append(Constraint(key, relation, int(given)))
+            constraints.append(Constraint(key, relation, int(value)))
         else:
-            found.append(Constraint(key, relation, _word_of(word, key, relation, given)))
-    _check_met(found)
-    return tuple(found)
+            constraints.append(Constraint(key, relation, _word_of(word, key, relation, value)))
+    _check_met(constraints)
+    return tuple(constraints)
 
 
 def _word_of(word: str, key: str, relation: str, text: str) -> str:
@@ -289,16 +289,16 @@ class Space:
         for name in set(KNOWN) - set(PRECISIONS):
             if self.asked("precision", name):
                 return [name] if name in have else []
-        found = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
+        usable = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
         # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
-        return [p for p in found if p != "float16" or "bfloat16" not in found]
+        return [p for p in usable if p != "float16" or "bfloat16" not in usable]
 
     def bases(self) -> Iterator[Layout]:
         """Every (data, tensor, pipeline, microbatches, precision, threads, sequence and sample parallelism, expert), most ranks first."""
         precisions = self.precisions()
-        given = False
+        is_fixed = False
         for ranks in wanted_ranks(self.cluster, self.constraints):
-            if given and self.cluster.num_devices > 16 and not self.fewer:
+            if is_fixed and self.cluster.num_devices > 16 and not self.fewer:
                 return
             for mesh in self._meshes(ranks):
                 if not self.admits("compress", self.compress):
@@ -312,7 +312,7 @@ class Space:
                         )
                     except LayoutError:  # has no replicas to compress for, or no late updates
                         continue
-                    given = True
+                    is_fixed = True
                     yield layout
 
     def _meshes(self, ranks: int) -> Iterator[Layout]:
@@ -416,8 +416,8 @@ class Space:
         if not self.cluster.kind.shares_hosts:
             return [0] if self.admits("threads", 0) else []
         share = self.cluster.threads_of(ranks)
-        found = [t for t in (0, *(t for t in divisors(share) if t < share)) if self.admits("threads", t)]
-        return found or [share] * self.admits("threads", share)
+        counts = [t for t in (0, *(t for t in divisors(share) if t < share)) if self.admits("threads", t)]
+        return counts or [share] * self.admits("threads", share)
 
     def schedules(self, base: Layout) -> Iterator[Layout]:
         """The frame under every schedule that differs from others there."""
@@ -492,5 +492,5 @@ def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint]
     On a large cluster fewer ranks than devices are only given where all of them give none.
     """
     space = Space(cluster, batch_size, constraints, num_layers)
-    for frame in space.bases():
-        yield from space.variants(frame)
+    for base in space.bases():
+        yield from space.variants(base)

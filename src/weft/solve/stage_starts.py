@@ -24,18 +24,18 @@ def useful(cuts: Sequence[Cut], least: int, work: Sequence[float] = ()) -> list[
     if not cuts:
         return []
     sizes = sorted({cut.size_bytes for cut in cuts})
-    found: list[Cut] = []
+    kept_cuts: list[Cut] = []
     for limit in sizes:
-        found = [cut for cut in cuts if cut.size_bytes <= limit]
+        kept_cuts = [cut for cut in cuts if cut.size_bytes <= limit]
         # Beyond the least size, only as many as are needed to have a choice.
-        if len(found) >= max(2 * least, 8):
+        if len(kept_cuts) >= max(2 * least, 8):
             break
     if sum(work) > 0:
-        found = _refined(cuts, found, work, sum(work) / (least + 1))
-    if len(found) > MOST_CUTS:
-        step = len(found) / MOST_CUTS
-        found = [found[int(i * step)] for i in range(MOST_CUTS)]
-    return found
+        kept_cuts = _refined(cuts, kept_cuts, work, sum(work) / (least + 1))
+    if len(kept_cuts) > MOST_CUTS:
+        step = len(kept_cuts) / MOST_CUTS
+        kept_cuts = [kept_cuts[int(i * step)] for i in range(MOST_CUTS)]
+    return kept_cuts
 
 
 def _refined(cuts: Sequence[Cut], chosen: Sequence[Cut], work: Sequence[float], share: float) -> list[Cut]:
@@ -55,8 +55,8 @@ def _between(cuts: Sequence[Cut], start: int, end: int, done: Sequence[float], e
         return []
     least = min(cut.size_bytes for cut in cuts)
     here = [cut for cut in cuts if cut.size_bytes <= least]
-    found = list(here)
+    cuts_between = list(here)
     ends = [start, *(cut.index for cut in here), end]
     for first, last in pairwise(ends):
-        found += _between([cut for cut in cuts if first < cut.index < last], first, last, done, enough)
-    return found
+        cuts_between += _between([cut for cut in cuts if first < cut.index < last], first, last, done, enough)
+    return cuts_between

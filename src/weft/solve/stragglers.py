@@ -40,10 +40,10 @@ def exchange_of(pricer: Pricer, priced: Priced) -> Exchange:
     """What a step's gradients and weights take, hidden or not."""
     layout, widths, count = priced.layout, pricer.devices.widths(priced.layout.precision), pricer.graph.num_trainable
     update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
-    found = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
+    exchange = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
     if not layout.servers:
-        return found
+        return exchange
     hops, others = ways(pricer.cluster, group), layout.data - 1
     push_s, _ = served_s(widths.gradient * count, hops, layout.servers)
     _, pull_s = served_s(widths.weight * count, hops, layout.servers)
-    return replace(found, push_s=push_s / others, pull_s=pull_s / others, servers=layout.server_ranks)
+    return replace(exchange, push_s=push_s / others, pull_s=pull_s / others, servers=layout.server_ranks)

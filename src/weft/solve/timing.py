@@ -110,21 +110,21 @@ def fitted(pricer: Pricer, layout: Layout) -> Priced:
 
 def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
     """[stage][i, j]: seconds of a stage of units i to j - 1 on the devices of that stage, with its own borders."""
-    known: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+    cache: dict[tuple[int, int, int], NDArray[np.float64]] = {}
     crossing: dict[tuple[int, int], list[float]] = {}
     far = _borders(pricer, layout)
-    found = []
+    rows = []
     for k in range(layout.num_stages):
         one, ends = owner(pricer, layout, k), (far[max(0, k - 1)], far[min(k, len(far) - 1)])
-        if (id(one), *ends) not in known:
+        if (id(one), *ends) not in cache:
             for apart in ends:
                 if (id(one), apart) not in crossing:
                     at = far.index(apart)
                     crossing[id(one), apart] = crossings_s(one, layout, tried, at % layout.pipeline, (at + 1) % layout.pipeline)
             units = unit_seconds(one, layout, tried).sum(axis=0).tolist()
-            known[(id(one), *ends)] = runs_s(units, *(crossing[id(one), apart] for apart in ends))
-        found.append(known[(id(one), *ends)])
-    return found
+            cache[(id(one), *ends)] = runs_s(units, *(crossing[id(one), apart] for apart in ends))
+        rows.append(cache[(id(one), *ends)])
+    return rows
 
 
 def _borders(pricer: Pricer, layout: Layout) -> list[int]:
@@ -172,14 +172,14 @@ def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Second
 def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut], here: int = 0, there: int = 1) -> list[float]:
     """Seconds that the border between two places of the pipeline costs at each cut for one microbatch, both ways."""
     tensors, batched = pricer.graph.tensors, pricer.inventory.batched
-    known: dict[tuple[tuple[int, bool], ...], float] = {}
-    found = []
+    cache: dict[tuple[tuple[int, bool], ...], float] = {}
+    seconds = []
     for cut in tried:
-        alike = tuple([(tensors[v].size_bytes, v in batched) for v in cut.values])
-        if alike not in known:
-            known[alike] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values), here, there)
-        found.append(known[alike])
-    return found
+        key = tuple([(tensors[v].size_bytes, v in batched) for v in cut.values])
+        if key not in cache:
+            cache[key] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values), here, there)
+        seconds.append(cache[key])
+    return seconds
 
 
 def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: Sequence[str]) -> float:
@@ -254,8 +254,8 @@ def _timed(pricer: Pricer, priced: Priced, in_full: bool) -> Priced:
         taken = seconds(m)
     else:
         more = seconds(few + again)
-        steady = more + (m - few - again) // again * (more - seconds(few))
-        taken = max(steady, least_pipeline_s(layout, [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]))
+        periodic_s = more + (m - few - again) // again * (more - seconds(few))
+        taken = max(periodic_s, least_pipeline_s(layout, [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]))
     return replace(priced, prediction=pricer.predict(layout, priced.costs, (), taken, priced.smaller))
 
 
@@ -277,16 +277,16 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], len
     stages before it, but where that is the gradient of weights. The same holds of every stage as if it were alone on its rank.
     """
     if lends:
-        return lends * layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
-    forward, whole = ([0.0, *accumulate(each)] for each in zip(*trips_s, strict=True))
+        return lends * layout.microbatches * sum(trip_s for _, trip_s in trips_s) / layout.pipeline
+    forward, trip_s = ([0.0, *accumulate(each)] for each in zip(*trips_s, strict=True))
     schedule = schedules.schedule_of(layout)
     most = 0.0
     for shares, (first, last) in zip(schedule.shares, schedule.ends, strict=True):
-        own = {s: layout.microbatches * share * trips_s[s][1] for s, share in shares.items()}
-        back = 0.0 if last is None else whole[last] - forward[last]
-        most = max(most, forward[first] + sum(own.values()) + back)
-        for s, seconds in own.items() if len(own) > 1 else ():
-            back = 0.0 if schedule.splits_backward else whole[s] - forward[s]
+        by_stage = {s: layout.microbatches * share * trips_s[s][1] for s, share in shares.items()}
+        back = 0.0 if last is None else trip_s[last] - forward[last]
+        most = max(most, forward[first] + sum(by_stage.values()) + back)
+        for s, seconds in by_stage.items() if len(by_stage) > 1 else ():
+            back = 0.0 if schedule.splits_backward else trip_s[s] - forward[s]
             most = max(most, forward[s] + seconds + back)
     return most
 
@@ -303,20 +303,20 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
     if layout.num_stages > 1:
         numbers = {cut.site: cut.index for cut in places(pricer, layout)}
         ends[1:1] = [numbers[site] for site in balanced(pricer, layout)]
-    known: dict[int, list[tuple[float, float]]] = {}
-    found = []
+    cache: dict[int, list[tuple[float, float]]] = {}
+    trips = []
     for k in range(layout.num_stages):
         one = owner(pricer, layout, k)
-        if id(one) not in known:
+        if id(one) not in cache:
             times = one.operator_seconds(layout)
             forward = times[0] + times[2]
             each = forward + times[1] + times[3]
             if again:
                 each = each + forward * one.parts(layout).again
             sums = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
-            known[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
-        found.append(known[id(one)][k])
-    return found
+            cache[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
+        trips.append(cache[id(one)][k])
+    return trips
 
 
 def step_timeline(pricer: Pricer, priced: Priced) -> Timeline:
@@ -328,12 +328,12 @@ def step_timeline(pricer: Pricer, priced: Priced) -> Timeline:
     updated_s = summed_s + parts["optimizer"]
     after = []
     for rank, costs in enumerate(pricer.by_rank(priced.layout, priced.costs)):
-        own = (
+        spans_of = (
             ("gradients", program.end_s, program.end_s + sum(c.gradients_s for c in costs)),
             ("optimizer", summed_s, summed_s + sum(c.optimizer_s for c in costs)),
             ("overhead", updated_s, max(updated_s, program.start_s + prediction.step_time_s)),
         )
-        after += [Span(rank, STEP_LANE, name, start, end, name) for name, start, end in own if end > start]
+        after += [Span(rank, STEP_LANE, name, start, end, name) for name, start, end in spans_of if end > start]
     return Timeline(program.name, program.num_ranks, (*program.spans, *after))
 
 
@@ -385,19 +385,19 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
     units = tuple(cut.site for cut in tried)
     p = layout.pipeline
     flying = [schedules.schedule_of(layout).in_flight(k) for k in range(p)]
-    known: dict[tuple[int, int], NDArray[np.float64]] = {}
+    cache: dict[tuple[int, int], NDArray[np.float64]] = {}
 
     def at(one: Pricer, k: int) -> NDArray[np.float64]:
-        if (id(one), k) not in known:
+        if (id(one), k) not in cache:
             memory = [cost.memory.alone for cost in one.stages(layout, units, place=k)]
             held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
             size = one.cluster.device.scratch_bytes + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory])
-            known[id(one), k] = size
-        return known[id(one), k]
+            cache[id(one), k] = size
+        return cache[id(one), k]
 
-    found = []
+    rows = []
     for k, f in enumerate(flying):
         one = owner(pricer, layout, k)
         part = (flying[0] - f) / (flying[0] - flying[-1]) if flying[0] != flying[-1] else 0.0
-        found.append(at(one, 0) + (at(one, p - 1) - at(one, 0)) * part)
-    return found
+        rows.append(at(one, 0) + (at(one, p - 1) - at(one, 0)) * part)
+    return rows

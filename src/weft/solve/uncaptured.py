@@ -41,13 +41,13 @@ def without_graph(
         Infeasible: constraints or a layout that ask for tensor or pipeline, a model that does not fit, or none that passes the trial.
     """
     limits = parse_constraints(constraints)
-    plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
+    defaults = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
     every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
-    found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
-    if not found:
+    allowed = [one for one in every if all(getattr(one, k) == v for k, v in defaults.items())] if layout is None else [layout]
+    if not allowed:
         raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
     refused: dict[int, Infeasible] = {}  # by data
-    for one in found:
+    for one in allowed:
         if one.data in refused:
             continue
         check_uncaptured(one, why)

@@ -70,13 +70,13 @@ def weighed(
         for one in (plan, other):
             say(f"trying {one.layout}")
             try:
-                found = launcher.launch(
+                reports = launcher.launch(
                     trials.all_steps, one.layout.num_ranks, format_plan(one), sequence, trials.num_steps(one), device_memory,
                     threads=one.layout.threads, device=device, timeout_s=PATIENCE_S, show=False,
                 )  # fmt: skip
             except WeftError as error:
                 return _because(plan, f"{one.layout} does not run: {str(error).splitlines()[0]}")
-            timed.append(_together(found))
+            timed.append(_together(reports))
     saved, words = saves_s(timed[0], timed[1], steps), " and ".join(format_seconds(one.step_s) for one in timed)
     said = f"a step takes {words} compiled, which takes {format_seconds(max(0.0, timed[1].start_s - timed[0].start_s))} at the start: "
     said += f"over {format_count(steps)} steps it {'saves' if saved > 0 else 'costs'} {format_seconds(abs(saved))}"

@@ -56,8 +56,8 @@ class Components:
         most = self.world.maximum([busy])[0]
         if not most or self.world.device.type != "cpu":
             return None
-        found = self.world.maximum([round(NANOSECONDS * x) if busy == most else 0 for x in mine])
-        return {name: value / NANOSECONDS for name, value in zip(NAMES, found, strict=True)}
+        longest = self.world.maximum([round(NANOSECONDS * x) if busy == most else 0 for x in mine])
+        return {name: value / NANOSECONDS for name, value in zip(NAMES, longest, strict=True)}
 
 
 def medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -306,12 +306,12 @@ def _change(word: str) -> tuple[tuple[str, str], Any]:
     name, equals, text = word.partition("=")
     if not equals:
         raise ConfigError(f"{word!r} is not key=value; for example train.steps=100")
-    found = [known for known in _all_keys() if name in (known, known.partition(".")[2])]
-    if not found:
+    keys = [full_key for full_key in _all_keys() if name in (full_key, full_key.partition(".")[2])]
+    if not keys:
         raise ConfigError(f"{word}: unknown key {name}{_near(name, [*_all_keys(), *(k.partition('.')[2] for k in _all_keys())])}")
-    if len(found) > 1:
-        raise ConfigError(f"{word}: {name} could be {' or '.join(found)}; write which")
-    section, _, key = found[0].partition(".")
+    if len(keys) > 1:
+        raise ConfigError(f"{word}: {name} could be {' or '.join(keys)}; write which")
+    section, _, key = keys[0].partition(".")
     return (section, key), toml.parse_value(text, is_text=SECTIONS[section].model_fields[key].annotation is str)
 
 
@@ -328,16 +328,16 @@ def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[
     if first["type"] == "extra_forbidden":
         if len(path) == 1:
             return f"{place}: unknown section [{name}]{toml.nearest(name, list(SECTIONS))}; known: {', '.join(SECTIONS)}"
-        known = list(SECTIONS[path[0]].model_fields)
+        names = list(SECTIONS[path[0]].model_fields)
         other = [section for section, fields in SECTIONS.items() if path[1] in fields.model_fields]
-        hint = f"; it belongs to [{other[0]}]" if other else _near(path[1], known)
-        return f"{place}: unknown key {name}{hint}; [{path[0]}] knows {', '.join(known)}"
+        hint = f"; it belongs to [{other[0]}]" if other else _near(path[1], names)
+        return f"{place}: unknown key {name}{hint}; [{path[0]}] knows {', '.join(names)}"
     if first["type"] == "missing":
         return f"{place}: {name} is missing" + ('; give [model] name = "gpt-10m"' if path[0] == "model" else "")
     if first["type"] == "value_error":
         return f"{place}: [{path[0]}] {first['ctx']['error']}"
-    given = first["input"]
-    return f"{place}: {name} = {json.dumps(given, default=str)}: {_expected(first)}"
+    value = first["input"]
+    return f"{place}: {name} = {json.dumps(value, default=str)}: {_expected(first)}"
 
 
 def _expected(error: Any) -> str:
@@ -356,8 +356,8 @@ def _expected(error: Any) -> str:
         case "model_type" | "model_attributes_type":
             return "expected a section: [name], then its keys"
         case "literal_error":
-            given = error["input"]
+            value = error["input"]
             choices = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
-            return f"expected one of {', '.join(choices)}{toml.nearest(given, choices) if isinstance(given, str) else ''}"
+            return f"expected one of {', '.join(choices)}{toml.nearest(value, choices) if isinstance(value, str) else ''}"
         case _:
             return str(error["msg"]).replace("Input should be", "expected a value").replace("Value should", "expected to")

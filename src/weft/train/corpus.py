@@ -78,10 +78,10 @@ class Corpus:
     def stamp(self) -> tuple[int, int]:
         """Size and time of change of the file as it lies there now. Raises `RunError` where it is gone."""
         try:
-            found = os.stat(self.file)
+            status = os.stat(self.file)
         except OSError as error:
             raise RunError(f"the text {self.file} cannot be read any more: {error.strerror}; put it back and run again") from error
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
 
 def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:

@@ -114,10 +114,10 @@ def _digest(path: Path) -> str:
 def _check_digest(folder: Path, name: str) -> None:
     """Raise ConfigError where a file of the run folder is not what the run wrote: one flipped bit may make it another that can be read."""
     try:
-        known = json.loads((folder / DIGESTS).read_text(encoding="utf-8")).get(name)
+        digest = json.loads((folder / DIGESTS).read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError):  # of an older run, or being written when its launcher died
         return
-    if known is not None and (folder / name).exists() and _digest(folder / name) != known:
+    if digest is not None and (folder / name).exists() and _digest(folder / name) != digest:
         raise ConfigError(
             f"{folder / name} is not what this run wrote; restore it, or remove it to have it made again (a plan of one's own is plan.file)"
         )
@@ -274,15 +274,15 @@ def _gather_text(config: Config, folder: Path) -> None:
         description.unlink(missing_ok=True)
         return
     _check_digest(folder, DESCRIPTION)
-    known = read_description(description)
-    if known is not None and committed(folder / loop.CHECKPOINTS):
-        if is_unchanged(known):
+    before = read_description(description)
+    if before is not None and committed(folder / loop.CHECKPOINTS):
+        if is_unchanged(before):
             return
         corpus = open_data(config.data, config.model.name, folder)
         if not describes_corpus(corpus, description):
-            unit = "tokens" if known.written else "bytes"
+            unit = "tokens" if before.written else "bytes"
             raise ConfigError(
-                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({known.size} {unit} then, {corpus.size} "
+                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({before.size} {unit} then, {corpus.size} "
                 "now); restore it, or choose another run.folder"
             )
         save_description(corpus, description)

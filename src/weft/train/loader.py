@@ -48,8 +48,8 @@ def _rows(sizes: Sequence[int], part: Callable[[int], tuple[int, int]]) -> list[
     rows: list[int] = []
     start = 0
     for size in sizes:
-        first, own = part(size)
-        rows += range(start + first, start + first + own)
+        first, count = part(size)
+        rows += range(start + first, start + first + count)
         start += size
     return rows
 
@@ -107,8 +107,8 @@ def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
     """As `rows_of`, of a batch that may be smaller than the plan's, in fewer microbatches where it must."""
     sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a place in a plain loop has none
     if sizes_of is None:
-        first, own = piece(num_samples, where.data_size, where.data_index)
-        return list(range(first, first + own))
+        first, count = piece(num_samples, where.data_size, where.data_index)
+        return list(range(first, first + count))
     return _rows(sizes_of(num_samples), getattr(where, "rows_of", lambda size: piece(size, where.data_size, where.data_index)))
 
 

@@ -257,17 +257,17 @@ class _Run:
 
         Raises Diverged where they differ again, or there is no state to go back to.
         """
-        record, kept = step + _RECORDED >= self.section.steps, self.snapshots
+        record, snapshots = step + _RECORDED >= self.section.steps, self.snapshots
         try:
             row, result = self._step(step, batch, began, record)
-            doubt = self._doubt(row, result) if kept is not None else ""
+            doubt = self._doubt(row, result) if snapshots is not None else ""
         except Diverged as error:
-            if kept is None or not kept.has(step):
+            if snapshots is None or not snapshots.has(step):
                 raise
-            doubt = self._blame(error, kept, step)
-        if kept is not None and doubt and kept.has(step):
+            doubt = self._blame(error, snapshots, step)
+        if snapshots is not None and doubt and snapshots.has(step):
             self.show.say(f"step {step + 1}: {doubt}; it is made again from the state before it")
-            kept.restore(step)
+            snapshots.restore(step)
             row, result = self._step(step, batch, began, record)
             if again := self._doubt(row, result):
                 self.show.say(f"step {step + 1}: {again} again, so it was no fault of the machine")
@@ -286,10 +286,10 @@ class _Run:
 
     def _blame(self, error: Diverged, snapshots: Snapshots, step: int) -> str:
         """Whose weights are no longer what they were after the last step, and which; every rank calls it."""
-        found, parts = snapshots.changed(step), self.engine.parts
+        changed, parts = snapshots.changed(step), self.engine.parts
         names = [v.name for v in parts.graph.parameters]  # in one order on all ranks
-        name = parameter_at(parts.groups, *found) if found is not None else ""
-        mine = 0 if found is None else 2 + names.index(name) if name in names else 1
+        name = parameter_at(parts.groups, *changed) if changed is not None else ""
+        mine = 0 if changed is None else 2 + names.index(name) if name in names else 1
         all_found = self.world.maximum([mine if rank == self.world.rank else 0 for rank in range(self.world.num_ranks)])
         words = [f"{'the state' if n == 1 else names[n - 2]} on rank {rank}" for rank, n in enumerate(all_found) if n]
         if not words:  # the update went wrong, not what memory holds of it
@@ -366,8 +366,8 @@ class _Run:
     def _evaluate(self) -> float | None:
         """Mean loss over the first validation batches, the last of which may be smaller; None of a model that cannot be evaluated."""
         source, batch = self.subject.source, self.section.batch
-        whole = max(1, source.num_validation // batch)
-        count = min(self.section.evaluate_batches, whole)
+        num_batches = max(1, source.num_validation // batch)
+        count = min(self.section.evaluate_batches, num_batches)
         if not self._evaluates:
             return None
         try:
@@ -376,14 +376,14 @@ class _Run:
             self._evaluates = False
             self.show.say(f"not evaluated: {error}")
             return None
-        left = source.num_validation - whole * batch
-        if left > 0 and self.section.evaluate_batches > whole:
+        left = source.num_validation - num_batches * batch
+        if left > 0 and self.section.evaluate_batches > num_batches:
             try:
-                last = self.engine.evaluate(source.validation(whole, range(left)), whole=True)
+                last = self.engine.evaluate(source.validation(num_batches, range(left)), whole=True)
             except (Infeasible, ModelError) as error:  # of every rank, before any has sent
                 self.show.say(f"the last {left} validation samples are left out: {error}")
             else:
-                return (sum(losses) * batch + last * left) / (whole * batch + left)
+                return (sum(losses) * batch + last * left) / (num_batches * batch + left)
         return sum(losses) / len(losses)
 
     def _agree(self, done: int) -> tuple[bool, bool]:

@@ -32,8 +32,8 @@ class Metrics:
         self._warned = False
         temporary = path.with_name(f".{path.name}.new")
         try:
-            kept = _rows_until(path, step)
-            temporary.write_bytes(kept)
+            rows = _rows_until(path, step)
+            temporary.write_bytes(rows)
             os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
@@ -62,15 +62,15 @@ def _rows_until(path: Path, step: int) -> bytes:
     """The whole lines of a metrics file up to a step."""
     if not path.exists():
         return b""
-    kept = []
+    rows = []
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
-            kept.append(line)
-    return b"".join(line + b"\n" for line in kept)
+            rows.append(line)
+    return b"".join(line + b"\n" for line in rows)
 
 
 def read_metrics(path: Path) -> list[Row]:

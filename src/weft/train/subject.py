@@ -44,8 +44,8 @@ class Subject:
 
 def sequence_of(config: Config) -> int | None:
     """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
-    own = ".py:" in config.model.name or config.model.name.endswith(".py")
-    return None if own or config.data.source == "synthetic" else config.data.sequence
+    is_file = ".py:" in config.model.name or config.model.name.endswith(".py")
+    return None if is_file or config.data.source == "synthetic" else config.data.sequence
 
 
 def subject_of(config: Config, corpus: Corpus | None) -> Subject:

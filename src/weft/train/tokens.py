@@ -32,9 +32,9 @@ def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) 
         return
     corpus = read_description(Path(config.run.folder, DESCRIPTION)) if config.run.folder else None
     have = corpus.vocabulary if corpus is not None else VOCABULARY
-    found = least_table(graph)
-    if found is not None and found[1] < have:
-        name, rows = found
+    table = least_table(graph)
+    if table is not None and table[1] < have:
+        name, rows = table
         raise ConfigError(
             f'{config.model.name} looks its tokens up in {name}, which has {rows} rows, and data.tokenizer = "{config.data.tokenizer}" '
             f"makes tokens from 0 to {have - 1}: use a vocabulary of at least {have} (as in model.name=gpt-tiny:vocabulary={have}, or "
@@ -65,7 +65,7 @@ def least_table(graph: Graph) -> tuple[str, int] | None:
     """(name, rows) of the smallest parameter in whose rows the batch's own whole numbers are looked up; None where there is none."""
     names = {v.value: v.name for v in graph.parameters}
     tokens = {v.value for v in graph.inputs if v.tensor.dtype in ("int64", "int32")}
-    found = []
+    tables = []
     for op in graph.operators:
         rule = graph.rules[op.name]
         if op.function is None and tokens.intersection(op.inputs) and private.makes_view(operator_of(op.target)):
@@ -74,5 +74,5 @@ def least_table(graph: Graph) -> tuple[str, int] | None:
             label = next(label for label, kernel in rule.kernels.items() if kernel == "vocabulary")
             row = rule.inputs[0]
             if row is not None and label in row:
-                found.append((names[op.inputs[0]], graph.tensors[op.inputs[0]].shape[row.index(label)]))
-    return min(found, key=lambda one: one[1]) if found else None
+                tables.append((names[op.inputs[0]], graph.tensors[op.inputs[0]].shape[row.index(label)]))
+    return min(tables, key=lambda one: one[1]) if tables else None

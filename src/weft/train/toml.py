@@ -45,14 +45,14 @@ def line_of(text: str, path: Sequence[str]) -> int:
     section: list[str] = []
     header = 0
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _HEADER.match(line):
-            section = _words(found[1])
+        if match := _HEADER.match(line):
+            section = _words(match[1])
             if section == list(path):
                 return number
             if section == list(path[: len(section)]):
                 header = number
-        elif found := _KEY.match(line):
-            full = [*section, *_words(found[1])]
+        elif match := _KEY.match(line):
+            full = [*section, *_words(match[1])]
             if full == list(path):
                 return number
             # `train = {steps = 1}`, and `train.steps = 1` where the section is asked for.

@@ -48,11 +48,11 @@ def distinct(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
 
     What differs in microbatches, schedule or ZeRO alone differs by what prices tell well.
     """
-    found: dict[tuple[object, ...], Candidate] = {}
+    by_key: dict[tuple[object, ...], Candidate] = {}
     timed = [(c.prediction.step_time_s, c) for c in candidates if c.prediction is not None and not c.note]
     for _, one in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
-        found.setdefault((one.layout.data, one.layout.inner_axes, one.layout.pipeline), one)
-    return list(found.values())[:most]
+        by_key.setdefault((one.layout.data, one.layout.inner_axes, one.layout.pipeline), one)
+    return list(by_key.values())[:most]
 
 
 def worthwhile(candidates: Sequence[Candidate], steps: int) -> int:
@@ -79,7 +79,7 @@ def try_all(
     say: Callable[[str], object] = lambda line: None,
 ) -> list[Trial]:
     """Steps of every plan of a model that goes by name, one plan after the other. `sequence`: as for `resolve`; `say` hears of each."""
-    found = []
+    trials = []
     lends = any(plan.layout.lend == "on" for plan in plans)
     with Launcher(env=SLEEPING if lends else None, preload=engine_modules(device)) as launcher:
         for plan in plans:
@@ -92,10 +92,10 @@ def try_all(
                     threads=layout.threads, device=device, timeout_s=SILENT_S, show=False,
                 )  # fmt: skip
             except WeftError as error:
-                found.append(Trial(plan, None, str(error).splitlines()[0]))
+                trials.append(Trial(plan, None, str(error).splitlines()[0]))
                 continue
-            found.append(Trial(plan, median(max(times) for times in zip(*seconds, strict=True))))
-    return found
+            trials.append(Trial(plan, median(max(times) for times in zip(*seconds, strict=True))))
+    return trials
 
 
 def try_in(world: World, plans: Sequence[Plan], sequence: int | None = None, *, device_memory: float = 0.0) -> list[Trial]:
@@ -103,12 +103,12 @@ def try_in(world: World, plans: Sequence[Plan], sequence: int | None = None, *, 
 
     Raises what any rank raises, as the run itself would.
     """
-    found = []
+    trials = []
     for plan in plans:
         order = (format_plan(plan), sequence, num_steps(plan), device_memory)
         world.told(lambda order=order: json.dumps(order))  # type: ignore[misc]
-        found.append(Trial(plan, median(_together(world, *order))))
-    return found
+        trials.append(Trial(plan, median(_together(world, *order))))
+    return trials
 
 
 def follow(world: World) -> None:

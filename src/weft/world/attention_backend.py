@@ -59,8 +59,8 @@ def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Te
         return target(q, k, v, *more, **named)
     way = torch.get_float32_matmul_precision()
     with products(q, k):
-        made = target(q, k, v, *more, **named)
-    if made.grad_fn is not None:
-        made.grad_fn.register_prehook(lambda gradients: torch.set_float32_matmul_precision(HIGHEST))
-        made.grad_fn.register_hook(lambda _, gradients: torch.set_float32_matmul_precision(way))
-    return made
+        out = target(q, k, v, *more, **named)
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(lambda gradients: torch.set_float32_matmul_precision(HIGHEST))
+        out.grad_fn.register_hook(lambda _, gradients: torch.set_float32_matmul_precision(way))
+    return out

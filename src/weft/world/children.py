@@ -55,17 +55,17 @@ class PreparedRanks:
         return json.loads(data)  # type: ignore[no-any-return]
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        while select.select([self._events], [], [], 0 if found else wait_s)[0]:
+        events: list[tuple[int, int]] = []
+        while select.select([self._events], [], [], 0 if events else wait_s)[0]:
             event = self._message()
             if "forked" in event:
                 self.pids[event["forked"]] = event["pid"]
                 continue
             self._living.discard(event["rank"])
-            found.append((event["rank"], event["code"]))
+            events.append((event["rank"], event["code"]))
             if not self._living:
                 break
-        return found
+        return events
 
     def fork(self, rank: int, generation: int) -> None:
         """Lets a new process be `rank`, which has ended."""
@@ -95,14 +95,14 @@ class ForkedRanks:
     def events(self, wait_s: float) -> list[tuple[int, int]]:
         until = time.monotonic() + wait_s
         while True:
-            found = []
+            events = []
             for rank, pid in list(self._living.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del self._living[rank]
-                    found.append((rank, os.waitstatus_to_exitcode(status)))
-            if found or time.monotonic() >= until:
-                return found
+                    events.append((rank, os.waitstatus_to_exitcode(status)))
+            if events or time.monotonic() >= until:
+                return events
             time.sleep(0.005)
 
     def kill(self) -> None:

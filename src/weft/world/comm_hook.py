@@ -85,9 +85,9 @@ def comm_hook(
     Raises:
         UsageError: an unknown name (names the nearest), or no process group.
     """
-    known = (AUTO, *SYNONYMS, *NAMES)
-    if name not in known:
-        raise UsageError(f"comm_hook({name!r}): no algorithm has this name{nearest(name, known)}; use one of {', '.join(known)}")
+    names = (AUTO, *SYNONYMS, *NAMES)
+    if name not in names:
+        raise UsageError(f"comm_hook({name!r}): no algorithm has this name{nearest(name, names)}; use one of {', '.join(names)}")
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError("comm_hook needs torch's process group; call torch.distributed.init_process_group first, as DDP needs it too")
     chosen = NEAR_AND_FAR if name == AUTO else SYNONYMS.get(name, name)

@@ -157,9 +157,9 @@ class Group:
         All of them ask, as often, by the same `name`. It is not recorded.
         """
         apart = Apart(name, len(self._apart[name]) + 1, self.ranks)
-        made = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, how: self._open(who, how.within(apart)))
-        self._apart[name].append(made)
-        return made
+        group = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, how: self._open(who, how.within(apart)))
+        self._apart[name].append(group)
+        return group
 
     @property
     def runner(self) -> Runner:
@@ -233,9 +233,9 @@ class Group:
         if self.size == 1:
             return DONE
         if lazy(x):
-            plain = x.detach().resolve_conj().resolve_neg()
-            self.all_reduce(plain, op)
-            x.detach().copy_(plain)
+            resolved = x.detach().resolve_conj().resolve_neg()
+            self.all_reduce(resolved, op)
+            x.detach().copy_(resolved)
             return DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
             if op != "sum":
@@ -254,12 +254,12 @@ class Group:
             return DONE
         if x.dtype is torch.bool and op == "sum":
             op = "max"
-        given = x
+        sent = x
         if self._staged or x.dtype is torch.bool or x.requires_grad or not x.is_contiguous():
             x = self._host(x)
         if x.dtype in WIDER and not self._transport.widens(x.dtype):
             x = x.to(WIDER[x.dtype])
-        back = None if x is given else lambda: given.detach().copy_(x.view(torch.bool) if given.dtype is torch.bool else x)
+        back = None if x is sent else lambda: sent.detach().copy_(x.view(torch.bool) if sent.dtype is torch.bool else x)
         return self._end(self._call("all_reduce", x, op, wait), at, back, x, wait)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -276,11 +276,11 @@ class Group:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         at = self.recorder.start(recorder.CONNECT, self.slot, DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
         try:
-            made: Tensor = self._transport.shared_buffer(numel, dtype)
+            buffer: Tensor = self._transport.shared_buffer(numel, dtype)
         except (RuntimeError, OSError) as error:
             raise self.explained(error) from error
         self.recorder.done(at)
-        return made
+        return buffer
 
     def broadcast(self, x: Tensor, source_index: int = 0, wait: bool = True) -> Work:
         """Replaces `x` on every member by that of member `source_index`."""
@@ -288,8 +288,8 @@ class Group:
             return DONE
         at = self._begin(recorder.BROADCAST, x)
         sent = self._host(x)
-        same = sent.data_ptr() == x.data_ptr()
-        finish = None if same or self.index == source_index else lambda: x.detach().copy_(self._back(sent, x))
+        in_place = sent.data_ptr() == x.data_ptr()
+        finish = None if in_place or self.index == source_index else lambda: x.detach().copy_(self._back(sent, x))
         return self._end(self._call("broadcast", sent, source_index, wait), at, finish, sent, wait)
 
     def barrier(self) -> None:
@@ -423,10 +423,10 @@ class Group:
             return [sent[0].clone(memory_format=torch.contiguous_format)]
         flat = packed([x.detach() for x in sent])
         at = self._begin(recorder.ALL_TO_ALL, flat)
-        given = self._host(flat)
+        staged = self._host(flat)
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        out = self._room(given, sum(sizes))
-        work = self._call("exchange", out, given, sizes, [x.numel() for x in sent], True)
+        out = self._room(staged, sum(sizes))
+        work = self._call("exchange", out, staged, sizes, [x.numel() for x in sent], True)
         self._end(work, at, None, None, True)
         return [part.view(tuple(shape)) for part, shape in zip(torch.split(self._back(out, flat), sizes), shapes, strict=True)]
 
@@ -476,12 +476,12 @@ class Group:
 
     def _call_pair(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
-        lane = self._directed.get((source, target))
-        if lane is None:
-            lane, _ = self._open(self.ranks, Connection(direction=(source, target)))
-            self._directed[(source, target)] = lane
+        directed = self._directed.get((source, target))
+        if directed is None:
+            directed, _ = self._open(self.ranks, Connection(direction=(source, target)))
+            self._directed[(source, target)] = directed
         try:
-            return call(lane, x, peer, tag)
+            return call(directed, x, peer, tag)
         except RuntimeError as error:
             raise self.explained(error) from error
 

@@ -103,12 +103,12 @@ def agent_of(pid: int) -> int:
 def _end_with(agent: int) -> None:
     """This process ends when the agent does, even by SIGKILL: its workers would train on, and write beside those that replace them."""
     try:
-        watched = os.pidfd_open(agent)
+        descriptor = os.pidfd_open(agent)
     except (OSError, AttributeError):
         return
 
     def wait() -> None:
-        select.select([watched], [], [])
+        select.select([descriptor], [], [])
         os._exit(ORPHANED)
 
     threading.Thread(target=wait, daemon=True, name="weft-agent").start()

@@ -139,10 +139,10 @@ def reference(function: Callable[..., Any]) -> tuple[str, str, str] | None:
     file = getattr(module, "__file__", None)
     if module is None or file is None or not os.path.isfile(file) or "<" in qualname:
         return None
-    found: Any = module
+    reached: Any = module
     for name in qualname.split("."):
-        found = getattr(found, name, None)
-    if found is not function:
+        reached = getattr(reached, name, None)
+    if reached is not function:
         return None
     name = module.__name__
     if name == "__main__" and getattr(module, "__spec__", None) is not None:
@@ -249,9 +249,9 @@ class Launcher:
             return _launch_forked(forked, (function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
         _check(num_ranks, threads)
         threads = threads or max(1, num_cores() // num_ranks)
-        given = {**self._env, **(env or {})}
+        environment = {**self._env, **(env or {})}
         task = Task(
-            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), given,
+            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), environment,
             launcher=os.getpid(), recovers=recovery is not None, prepare=(reference(prepare) if prepare else None) or ("", "", ""),
         )  # fmt: skip
         with _Folder(folder) as path:

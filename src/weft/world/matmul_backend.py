@@ -83,18 +83,18 @@ def products(cache: Path | None = None) -> Products:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             try:
-                found = Products(tuple(measure(WAYS[1:])))
-                if found.chosen != HIGHEST:  # whatever else ran here may have had a part in it
-                    found = Products(
-                        tuple(min(pair, key=lambda way: way.speedup) for pair in zip(found.ways, measure(WAYS[1:]), strict=True))
+                cached = Products(tuple(measure(WAYS[1:])))
+                if cached.chosen != HIGHEST:  # whatever else ran here may have had a part in it
+                    cached = Products(
+                        tuple(min(pair, key=lambda way: way.speedup) for pair in zip(cached.ways, measure(WAYS[1:]), strict=True))
                     )
-                json.dump(asdict(found), file)
+                json.dump(asdict(cached), file)
                 file.close()
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)
                 raise
-        return found
+        return cached
     return Products()
 
 
@@ -117,9 +117,9 @@ def measure(ways: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES
                     for name in names:
                         apply(name)
                         began = time.thread_time()
-                        found = a @ b
+                        product = a @ b
                         seconds[name].append(time.thread_time() - began)
-                        errors[name] = max(errors[name], _error(found, exact))
+                        errors[name] = max(errors[name], _error(product, exact))
                 for name in ways:
                     ratios[name].append(min(seconds[HIGHEST]) / min(seconds[name]))
     finally:

@@ -43,11 +43,11 @@ def built(
     Raises:
         OSError: no compiler, no folder to write, a file of another user; CalledProcessError: it does not compile.
     """
-    found = shutil.which(compiler)
-    if found is None:
+    program = shutil.which(compiler)
+    if program is None:
         raise FileNotFoundError(f"no C compiler {compiler!r} in PATH")
     texts = [path.read_text() for path in sources]
-    digest = hashlib.sha256("\0".join([*texts, *flags, *after, key, found, processor(), platform.machine()]).encode()).hexdigest()[:20]
+    digest = hashlib.sha256("\0".join([*texts, *flags, *after, key, program, processor(), platform.machine()]).encode()).hexdigest()[:20]
     cache = default_cache() if cache is None else cache
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = cache / f"{name}-{digest}.so"
@@ -55,10 +55,10 @@ def built(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=cache) as folder:
-                made = Path(folder) / "made.so"
-                command = [found, *flags, "-o", str(made), str(main), *after]
+                library = Path(folder) / "made.so"
+                command = [program, *flags, "-o", str(library), str(main), *after]
                 subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-                made.replace(path)
+                library.replace(path)
     if path.stat().st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
     return path

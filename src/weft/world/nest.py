@@ -95,8 +95,8 @@ class _Nest:
                     os.close(key.fd)
             run_rank(self._task, rank, self._lifeline, parent, self._terminal, self._call, self._held.of(rank), generation)
         self._living[rank] = pid
-        watched = os.pidfd_open(pid)
-        self._selector.register(watched, selectors.EVENT_READ, lambda: self._ended(watched, rank, pid))
+        descriptor = os.pidfd_open(pid)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor, rank, pid))
 
     def _ended(self, descriptor: int, rank: int, pid: int) -> None:
         self._selector.unregister(descriptor)

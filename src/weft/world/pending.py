@@ -101,10 +101,10 @@ def lazy(x: Tensor) -> bool:
 
 def packed(pieces: Sequence[Tensor]) -> Tensor:
     """The elements of all pieces one after another, without a copy of each in between."""
-    made = pieces[0].new_empty(sum(x.numel() for x in pieces))
-    for room, x in zip(torch.split(made, [x.numel() for x in pieces]), pieces, strict=True):
+    flat = pieces[0].new_empty(sum(x.numel() for x in pieces))
+    for room, x in zip(torch.split(flat, [x.numel() for x in pieces]), pieces, strict=True):
         room.view(x.shape).copy_(x)
-    return made
+    return flat
 
 
 def in_order(x: Tensor) -> bool:

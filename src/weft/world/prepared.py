@@ -123,8 +123,8 @@ def _start_nest(task: Task, run: _Run, lifeline: int, selector: selectors.BaseSe
     run.events.close()
     for descriptor in shown or ():
         os.close(descriptor)
-    watched = os.pidfd_open(pid)
-    selector.register(watched, selectors.EVENT_READ, partial(_reap, selector, watched, pid))
+    nest_fd = os.pidfd_open(pid)
+    selector.register(nest_fd, selectors.EVENT_READ, partial(_reap, selector, nest_fd, pid))
 
 
 def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int) -> None:

@@ -219,7 +219,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def failure(error: BaseException, rank: int) -> dict[str, Any]:
     """What the launcher needs to know of an exception: plain data."""
-    kept = (
+    error_class = (
         next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
         if isinstance(error, WeftError)
         else ""
@@ -229,16 +229,16 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
         text = f"{text.splitlines()[0]}; {FRESH}"
     if isinstance(error, SystemExit):
         text = f"the function called sys.exit({error.code!r}) before it returned"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    stack = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return {
         "rank": rank,
         "time": time.monotonic(),
         "type": type(error).__qualname__,
-        "kept": kept,
+        "kept": error_class,
         "message": text,
         "lost": is_lost(error),
         "traceback": "".join(traceback.format_exception(error)),
-        "frames": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-4:]],
+        "frames": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in stack[-4:]],
     }
 
 
@@ -305,9 +305,9 @@ def _watch(lifeline: int, notes: Recorder, launcher: int) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    made = path.with_suffix(".part")
-    made.write_bytes(data)
-    made.replace(path)
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def _flush() -> None:

@@ -209,8 +209,8 @@ def tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 def direct_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """A module's own parameters and buffers that a state dict has."""
-    kept = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
-    return {key: x for key, x in {**module._parameters, **kept}.items() if x is not None}
+    state = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    return {key: x for key, x in {**module._parameters, **state}.items() if x is not None}
 
 
 def after_backward(callback: Any) -> None:

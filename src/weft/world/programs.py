@@ -162,16 +162,16 @@ def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[l
 def _conflicts(row: Sequence[_Message]) -> list[tuple[int, ...]]:
     """[message] -> earlier sends that read what it writes."""
     reading: dict[int, list[int]] = defaultdict(list)  # place -> sends since it was written last
-    found: list[tuple[int, ...]] = []
+    conflicts: list[tuple[int, ...]] = []
     for i, message in enumerate(row):
         places = range(message.first, message.last)
         if message.sends:
             for place in places:
                 reading[place].append(i)
-            found.append(())
+            conflicts.append(())
         else:
-            found.append(tuple(sorted({send for place in places for send in reading.pop(place, ())})))
-    return found
+            conflicts.append(tuple(sorted({send for place in places for send in reading.pop(place, ())})))
+    return conflicts
 
 
 def _ends(rows: Sequence[Sequence[_Message]], waits: Sequence[Sequence[tuple[int, ...]]]) -> bool:
@@ -198,24 +198,24 @@ def _ends(rows: Sequence[Sequence[_Message]], waits: Sequence[Sequence[tuple[int
 def _steps(row: Sequence[_Message], waits: Sequence[tuple[int, ...]], rank: int, copied: bool) -> tuple[Step, ...]:
     """The row with sums in a row joined. Messages that are waited for are told by their number in the row, which is their step."""
     copies = {send for after in waits for send in after} if copied else set[int]()
-    made: list[Step] = []
+    steps: list[Step] = []
     i = 0
     while i < len(row):
         message = row[i]
         after = () if copied else waits[i]
         if message.sends:
-            made.append(Away(i, message.peer, message.first, message.last, message.number, i in copies))
+            steps.append(Away(i, message.peer, message.first, message.last, message.number, i in copies))
         elif not message.add:
-            made.append(Take(i, message.peer, message.first, message.last, message.number, after))
+            steps.append(Take(i, message.peer, message.first, message.last, message.number, after))
         else:
-            same = list(_merged_sums(row[i:]))
-            same.sort(key=lambda one: (one.peer, one.number))
-            peers = tuple(one.peer for one in same)
-            own = sum(peer < rank for peer in peers)
-            made.append(Sum(i, peers, tuple(one.number for one in same), message.first, message.last, own, after))
-            i += len(same) - 1
+            merged = list(_merged_sums(row[i:]))
+            merged.sort(key=lambda one: (one.peer, one.number))
+            peers = tuple(one.peer for one in merged)
+            place = sum(peer < rank for peer in peers)
+            steps.append(Sum(i, peers, tuple(one.number for one in merged), message.first, message.last, place, after))
+            i += len(merged) - 1
         i += 1
-    return tuple(made)
+    return tuple(steps)
 
 
 def _merged_sums(row: Iterable[_Message]) -> Iterable[_Message]:

@@ -138,8 +138,8 @@ def members(name: str) -> tuple[int, ...]:
     >>> members("0-6 by 2"), members(group_name((3, 1))), members("?")
     ((0, 2, 4, 6), (3, 1), ())
     """
-    if found := re.fullmatch(r"(\d+)-(\d+)(?: by (-?\d+))?", name):
-        first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    if match := re.fullmatch(r"(\d+)-(\d+)(?: by (-?\d+))?", name):
+        first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
         return tuple(range(first, last + (1 if step > 0 else -1), step))
     return tuple(map(int, name.split(","))) if re.fullmatch(r"\d+(,\d+)*", name) else ()
 
@@ -176,13 +176,13 @@ class Recorder:
 
     def slot(self, ranks: tuple[int, ...]) -> int:
         """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
-        made = self._slots.get(ranks)
-        if made is None:
-            made = self._slots[ranks] = min(len(self._slots), NUM_SLOTS - 1)
+        slot = self._slots.get(ranks)
+        if slot is None:
+            slot = self._slots[ranks] = min(len(self._slots), NUM_SLOTS - 1)
             text = group_name(ranks).encode() if len(self._slots) <= NUM_SLOTS else UNNAMED.encode()
-            at = self._base + STATUS_BYTES + made * SLOT_BYTES
+            at = self._base + STATUS_BYTES + slot * SLOT_BYTES
             self._map[at : at + NAME_BYTES] = text[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        return made
+        return slot
 
     def start(self, op: int, slot: int, dtype: int, shape: tuple[int, ...], size_bytes: int, peer: int = -1, tag: int = 0) -> int:
         """Records that a collective starts; the result goes to `done`."""
@@ -194,8 +194,8 @@ class Recorder:
         if op != SEND and op != RECEIVE:
             count = self._counts[slot] = self._counts[slot] + 1
             _COUNT.pack_into(self._map, self._base + STATUS_BYTES + slot * SLOT_BYTES + NAME_BYTES, count)
-        now, dims, made = time.monotonic(), len(shape), self.generation
-        _PUT_RECORD(self._map, at, sequence, now, 0.0, size_bytes, made, slot, op, dtype, dims, 0, peer, tag, a, b, c, d, count)
+        now, dims, generation = time.monotonic(), len(shape), self.generation
+        _PUT_RECORD(self._map, at, sequence, now, 0.0, size_bytes, generation, slot, op, dtype, dims, 0, peer, tag, a, b, c, d, count)
         _PUT_SEQUENCE(self._map, self._base + 8, sequence + 1)
         return at
 
@@ -207,8 +207,8 @@ class Recorder:
 
     def programmed(self, at: int, algorithm: str) -> None:
         """The collective at `at` is run from the program of an algorithm."""
-        known = algorithm if algorithm in ALGORITHMS else ALGORITHMS[-1]
-        self._map[at + ALGORITHM_AT] = ALGORITHMS.index(known)
+        listed = algorithm if algorithm in ALGORITHMS else ALGORITHMS[-1]
+        self._map[at + ALGORITHM_AT] = ALGORITHMS.index(listed)
 
     def step(self, at: int, peer: int, step: int) -> None:
         """The collective at `at` waits in its `step`, counted from 1, for rank `peer`."""
@@ -266,10 +266,10 @@ def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
     if not started:
         return None
     ring = base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
-    found = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
+    rows = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
     # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
-    running = [record for record in found if record[2] == 0.0]
-    sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape, count = (running or found[:1])[-1]
+    running = [record for record in rows if record[2] == 0.0]
+    sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape, count = (running or rows[:1])[-1]
     group = _slot_name(data, base, slot)
     shown = tuple(shape[: min(dims, 4)])
     return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], shown, size, peer, tag, start, end, ALGORITHMS[algorithm], count)

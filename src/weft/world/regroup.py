@@ -130,12 +130,12 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
             joined = state.joined | {rank}
             return replace(state, joined=joined, stage=Stage.RUNNING if len(joined) == state.num_ranks else Stage.REGROUP), []
         case Overdue():
-            late = sorted(set(range(state.num_ranks)) - state.joined - state.condemned) if state.stage is Stage.REGROUP else []
-            if not late:
+            missing = sorted(set(range(state.num_ranks)) - state.joined - state.condemned) if state.stage is Stage.REGROUP else []
+            if not missing:
                 return state, []
-            words = f"rank {', '.join(map(str, late))} did not leave the lost step; replaced, too"
-            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(late), absent=state.absent | set(late))
-            return after, [Say(words), *map(Kill, late)]
+            words = f"rank {', '.join(map(str, missing))} did not leave the lost step; replaced, too"
+            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(missing), absent=state.absent | set(missing))
+            return after, [Say(words), *map(Kill, missing)]
 
 
 def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[Instruction]]:
@@ -143,13 +143,13 @@ def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[I
     if losses > state.most:
         at = f"after step {steps}" if steps >= 0 else "before the first step"
         return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
-    kept = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
-    todo: list[Instruction] = [Say(f"{why}; {kept}, and a new process takes its place")] if rank not in state.condemned else []
+    words = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
+    todo: list[Instruction] = [Say(f"{why}; {words}, and a new process takes its place")] if rank not in state.condemned else []
     condemned, missing = state.condemned - {rank}, state.missing | {rank}
     with_it = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
-    condemned, late = condemned | with_it, state.absent - {rank} | with_it
+    condemned, absent = condemned | with_it, state.absent - {rank} | with_it
     todo += map(Kill, sorted(with_it))
-    after = replace(state, condemned=condemned, absent=late, missing=missing, losses=losses, steps=steps, joined=frozenset())
+    after = replace(state, condemned=condemned, absent=absent, missing=missing, losses=losses, steps=steps, joined=frozenset())
     if condemned:
         return replace(after, stage=Stage.LOST), todo
     generation = state.generation + 1

@@ -88,8 +88,8 @@ class Runner:
         at = f"{what} (ranks {recorder.group_name(group.ranks)})" + (f", in step {step}" if step else "")
         other = f"rank {group.ranks[member]}" if member >= 0 else "another rank"
         if isinstance(error, LostPeer) or any(part in text for part in LOST):
-            late = "imed out" in text or "imeout" in text
-            hint = f"; it is late, stopped, or in another collective, size or type than rank {me}" if late else ""
+            timed_out = "imed out" in text or "imeout" in text
+            hint = f"; it is late, stopped, or in another collective, size or type than rank {me}" if timed_out else ""
             return LostPeer(f"rank {me} lost {other} in {at}: {text}{hint}")
         return RunError(f"rank {me} failed in {at}, with {other}: {text}")
 
@@ -99,8 +99,8 @@ class Runner:
             return
         mine = torch.tensor((*signature, -1, -1)[:4], dtype=torch.int64)
         every = self.side_group.all_gather(mine.to(self.side_group.device)).cpu().view(self.group.size, -1)
-        unlike = [self.group.ranks[i] for i, one in enumerate(every) if not torch.equal(one, mine)]
-        if unlike:
-            me, others = self.group.ranks[self.group.index], ", ".join(map(str, unlike))
+        differing = [self.group.ranks[i] for i, one in enumerate(every) if not torch.equal(one, mine)]
+        if differing:
+            me, others = self.group.ranks[self.group.index], ", ".join(map(str, differing))
             raise RunError(f"rank {me} is in {what}, and rank {others} in another collective, size, type or algorithm")
         self._agreed.add(signature)

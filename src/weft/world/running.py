@@ -89,9 +89,9 @@ class Programs:
 
         def work(route: Route, note: Note, tag: int) -> None:
             room = _cut(_bytes(out.detach()), route.places, out.element_size())
-            own = room(self._group.index, self._group.index + 1)
-            if own.data_ptr() != x.data_ptr():
-                own.copy_(_bytes(x.detach()))
+            mine = room(self._group.index, self._group.index + 1)
+            if mine.data_ptr() != x.data_ptr():
+                mine.copy_(_bytes(x.detach()))
             self._run(route, room, note, tag)
 
         return self._start(program, recorder.ALL_GATHER, x, (out.numel(),), work, wait)
@@ -242,14 +242,14 @@ class _Run:
             self.coming[step.step] = [self._begin(part, part, step.peer, step.number)] if size else []
         else:
             rooms = [self.rooms.take(place) for _ in step.peers] if size else []
-            known = zip(rooms, step.peers, step.numbers, strict=False)
-            self.coming[step.step] = [self._begin(kept, kept[:size], peer, number) for kept, peer, number in known]
+            receives = zip(rooms, step.peers, step.numbers, strict=False)
+            self.coming[step.step] = [self._begin(room, room[:size], peer, number) for room, peer, number in receives]
 
     def _send(self, step: Away) -> None:
         x = self.room(step.first, step.last)
         if x.numel():
-            given = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
-            self.sends[step.step] = step.peer, self.group.isend(given, step.peer, self.tag + step.number % NUMBERS)
+            sent = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
+            self.sends[step.step] = step.peer, self.group.isend(sent, step.peer, self.tag + step.number % NUMBERS)
 
     def _take(self, step: Take, arrived: list[_Coming]) -> None:
         for one in arrived:
@@ -285,12 +285,12 @@ def chunks_of(program: Program) -> list[Value]:
     Raises:
         ProgramError: its values are not `chunk(0)`, `chunk(1)` and so on.
     """
-    found = list(program.pieces)
-    if found != [Value("chunk", (i,)) for i in range(len(found))]:
+    values = list(program.pieces)
+    if values != [Value("chunk", (i,)) for i in range(len(values))]:
         raise ProgramError(
-            f"{program.name} is about {', '.join(map(str, found[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
+            f"{program.name} is about {', '.join(map(str, values[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
         )
-    return found
+    return values
 
 
 def _moved(program: Program) -> list[Value]:
@@ -300,7 +300,7 @@ def _moved(program: Program) -> list[Value]:
 
 def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
     """Receives right after step `at` that need not wait for anything to begin."""
-    found: list[Take | Sum] = []
+    ordered: list[Take | Sum] = []
     first = steps[at]
     used = [(first.first, first.last)]
     for step in steps[at + 1 :]:
@@ -309,8 +309,8 @@ def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
         if any(step.first < last and first < step.last for first, last in used):
             break
         used.append((step.first, step.last))
-        found.append(step)
-    return found
+        ordered.append(step)
+    return ordered
 
 
 def _cut(flat: Tensor, places: int, unit: int = 1) -> Room:

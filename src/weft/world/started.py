@@ -78,20 +78,20 @@ def first_host(nodes: str) -> str:
     >>> first_host("node[007-010,12],login1")
     'node007'
     """
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
-    if found is None:
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
+    if match is None:
         raise UsageError(f"the node list {nodes!r} names no host; set MASTER_ADDR to the host of rank 0")
-    return found[1] + (found[2] or "") + (found[3] or "")
+    return match[1] + (match[2] or "") + (match[3] or "")
 
 
 def starting_process(pid: int, variable: str) -> int:
     """The process that gave `variable` to a process: its nearest ancestor without it; 0: none."""
     try:
-        given = _has(pid, variable)
-        while given:
+        variables = _has(pid, variable)
+        while variables:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            given = _has(pid, variable)
-            if not given:
+            variables = _has(pid, variable)
+            if not variables:
                 return pid
     except (OSError, ValueError, IndexError):  # no /proc, or somebody else's process
         pass

@@ -28,17 +28,17 @@ def culprit(statuses: Sequence[Status], start: int) -> tuple[int, str]:
     if now is None:
         missing = [rank for rank in before if _running(statuses[rank]) is None]
         return at, f"rank {listed(missing)} did not take part"
-    same = [s for rank in _members(now, statuses) if rank != at and _with(s := statuses[rank], now)]
-    if (not same and now.op in ("send", "receive")) or not _members(now, statuses):
+    with_it = [s for rank in _members(now, statuses) if rank != at and _with(s := statuses[rank], now)]
+    if (not with_it and now.op in ("send", "receive")) or not _members(now, statuses):
         return start, DIFFERENT
-    if not same:
+    if not with_it:
         return at, f"rank {at} is late in {now}; the other members are past it"
-    found = [statuses[at], *same]
-    kinds = Counter(_kind(s) for s in found)
+    reports = [statuses[at], *with_it]
+    kinds = Counter(_kind(s) for s in reports)
     if len(kinds) == 1:
         return at, "all members are in it, and one of them does not go on"
     (_, most), (_, next_most) = kinds.most_common(2)
-    odd = [s for s in found if kinds[_kind(s)] < most]
+    odd = [s for s in reports if kinds[_kind(s)] < most]
     if next_most == most:
         return start, DIFFERENT
     odd.sort(key=lambda s: s.rank)
@@ -47,11 +47,11 @@ def culprit(statuses: Sequence[Status], start: int) -> tuple[int, str]:
 
 def _round(statuses: Sequence[Status], ranks: list[int], start: int) -> tuple[int, str]:
     """Of ranks that wait for one another: who is behind, where all are in one collective."""
-    found = [now for rank in ranks if (now := _running(statuses[rank])) is not None]
-    if len({(now.group, now.count, now.algorithm, now.op, now.dtype, now.shape) for now in found}) > 1 or not found[0].algorithm:
+    rounds = [now for rank in ranks if (now := _running(statuses[rank])) is not None]
+    if len({(now.group, now.count, now.algorithm, now.op, now.dtype, now.shape) for now in rounds}) > 1 or not rounds[0].algorithm:
         return start, DIFFERENT
-    least = min(now.tag for now in found)
-    behind = [rank for rank, now in zip(ranks, found, strict=True) if now.tag == least]
+    least = min(now.tag for now in rounds)
+    behind = [rank for rank, now in zip(ranks, rounds, strict=True) if now.tag == least]
     return behind[0], f"rank {listed(sorted(behind))} is behind, in step {least}"
 
 

@@ -171,16 +171,16 @@ class _Supervisor:
         return SETTLE_S / 5 if self.failures or (self.state.stage is not Stage.RUNNING and self.recovery) else POLL_S
 
     def _end(self, rank: int, code: int) -> None:
-        found = _failure(self.folder, rank, code)
-        if found is not None and self._replaces(found):
+        failure = _failure(self.folder, rank, code)
+        if failure is not None and self._replaces(failure):
             (self.folder / f"failure-{rank}").unlink(missing_ok=True)
             done = [max((side for side in pair if side is not None), default=-1) for pair in self.record.snapshots()]
-            self._advance(Ended(rank, f"rank {rank} {found.message}", min(done)))
+            self._advance(Ended(rank, f"rank {rank} {failure.message}", min(done)))
             return
         self.ended[rank] = code
-        if found is not None:
-            self.failures.append(found)
-            self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
+        if failure is not None:
+            self.failures.append(failure)
+            self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if failure.lost else SETTLE_S))
 
     def _replaces(self, failure: _Failure) -> bool:
         """Whether another process takes the place of a rank that ended so: of one that was killed, not of one that says why it failed."""
@@ -288,18 +288,18 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
 
 def _check_started(statuses: list[Status], ended: dict[int, int], pids: list[int], folder: Path) -> None:
     """Raises RankError, with where it stands, for a rank that has not come to its function: a lock that was held when it was forked."""
-    late = [s for s in statuses if s.rank not in ended and s.phase in ("absent", "starting")]
-    if not late:
+    waiting = [s for s in statuses if s.rank not in ended and s.phase in ("absent", "starting")]
+    if not waiting:
         return
-    first = late[0].rank
+    first = waiting[0].rank
     with suppress(ProcessLookupError):
         os.kill(pids[first], signal.SIGABRT)  # faulthandler writes its stack into the rank's output
     time.sleep(DUMP_S)
     raise RankError(
         "\n".join(
             [
-                f"rank {first} did not start within {STARTED_S:g} s (it is {late[0].phase}); a library's thread in the process that forked "
-                "it may have held a lock: start again with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
+                f"rank {first} did not start within {STARTED_S:g} s (it is {waiting[0].phase}); a library's thread in the process that "
+                "forked it may have held a lock: start again with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
                 *each(statuses, ended),
                 *_stack(folder, first),
             ]
@@ -325,7 +325,7 @@ def _stack(folder: Path, rank: int) -> list[str]:
 @cache
 def _class(name: str) -> type[RankError]:
     """RankError that is also the errors' class `name`, with its exit code: `except` finds it under either."""
-    kept: type[WeftError] = getattr(errors, name)
-    if issubclass(kept, RankError) or kept in (WeftError, RunError):
+    error: type[WeftError] = getattr(errors, name)
+    if issubclass(error, RankError) or error in (WeftError, RunError):
         return RankError
-    return type(name, (RankError, kept), {"exit_code": kept.exit_code, "__doc__": kept.__doc__})
+    return type(name, (RankError, error), {"exit_code": error.exit_code, "__doc__": error.__doc__})

@@ -194,12 +194,12 @@ class World:
         Raises UsageError where this rank is not a member.
         """
         key = tuple(ranks)
-        made = self._groups.get(key)
-        if made is None:
+        group = self._groups.get(key)
+        if group is None:
             if self.rank not in key or len(set(key)) != len(key) or not all(0 <= rank < self.num_ranks for rank in key):
                 raise UsageError(f"rank {self.rank} of {self.num_ranks} cannot join the group of ranks {list(key)}")
-            made = self._groups[key] = Group(key, self.rank, self.recorder, self.device, self._open, self.boxes)
-        return made
+            group = self._groups[key] = Group(key, self.rank, self.recorder, self.device, self._open, self.boxes)
+        return group
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum of `values` over all ranks, each of which gives as many: a vote, a broadcast and a barrier at once."""
@@ -270,10 +270,10 @@ class World:
 
     def boxes(self, ranks: tuple[int, ...]) -> Boxes:
         """`ranks` by the host that they are on, in the order in which hosts come."""
-        found: dict[str, list[int]] = {}
+        by_host: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self._host_of(rank), []).append(rank)
-        return tuple(map(tuple, found.values()))
+            by_host.setdefault(self._host_of(rank), []).append(rank)
+        return tuple(map(tuple, by_host.values()))
 
     def _host_of(self, rank: int) -> str:
         if self._boxes:
@@ -303,8 +303,8 @@ class World:
 
     def _engine(self) -> SharedMemory:
         """What drives shared memory in one thread: a lane has a thread, and so an engine, of its own."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return SharedMemory(self.num_ranks > num_cores, self._timeout_s, native=self._transport != "portable")
 
 
 @dataclass(frozen=True, slots=True)

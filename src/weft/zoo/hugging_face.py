@@ -143,11 +143,11 @@ def _for_training(config: Any) -> Any:
 def _class(library: Any, config: Any, file: str) -> Any:
     """The class that the file names first, or the one with the usual head."""
     for name in config.architectures or ():
-        found = getattr(library, name, None)
-        if found is None:
+        cls = getattr(library, name, None)
+        if cls is None:
             near = nearest(name, dir(library), fallback="; change or leave out architectures")
             raise ModelError(f"{file}: transformers {library.__version__} has no class {name}{near}")
-        return found
+        return cls
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     heads = _TWO_STACKS_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS[1:] if config.model_type in _MASKED else _HEADS
     for head in heads:
@@ -198,7 +198,7 @@ def _images(config: Any, file: str, sequence: int | None) -> Callable[[int], dic
     height, width = side if isinstance(side, tuple | list) else (side, side)
 
     def images(size: int) -> dict[str, Tensor]:
-        made = shared_layers.random_images((size, config.num_channels, height, width), config.num_labels, seed=0)
-        return {"pixel_values": made["pixels"], "labels": made["labels"]}
+        batch = shared_layers.random_images((size, config.num_channels, height, width), config.num_labels, seed=0)
+        return {"pixel_values": batch["pixels"], "labels": batch["labels"]}
 
     return images

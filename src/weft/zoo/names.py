@@ -64,13 +64,13 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
     2
     """
     name, _, arguments = text.partition(":")
-    known = sizes()
-    if name in known:
-        family, config = known[name]
+    published = sizes()
+    if name in published:
+        family, config = published[name]
     elif name in FAMILIES:
         family, config = FAMILIES[name], FAMILIES[name].Config()
     else:
-        raise ModelError(f"model {name} is unknown{nearest(name, (*known, *FAMILIES))}")
+        raise ModelError(f"model {name} is unknown{nearest(name, (*published, *FAMILIES))}")
     changes = _arguments(name, config, arguments) if arguments else {}
     if sequence is not None:
         if not hasattr(config, "sequence"):
@@ -90,17 +90,17 @@ def nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str
 
 def _arguments(name: str, config: Any, text: str) -> dict[str, Any]:
     kinds = {field.name: type(getattr(config, field.name)) for field in fields(config)}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for item in text.split(","):
         key, equals, value = (word.strip() for word in item.partition("="))
         if not equals or not value:
             raise ModelError(f"{item.strip()!r} in the arguments of {name} must be key=value, as in {name}:{next(iter(kinds))}=...")
         if key not in kinds:
             raise ModelError(f"{name} has no argument {key}{nearest(key, kinds)}")
-        if key in found:
+        if key in arguments:
             raise ModelError(f"{name} is given {key} twice; give it once")
-        found[key] = _value(name, key, value, kinds[key])
-    return found
+        arguments[key] = _value(name, key, value, kinds[key])
+    return arguments
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "whole numbers, as in 3x4x6x3"}

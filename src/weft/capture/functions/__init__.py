@@ -37,19 +37,19 @@ def function_of(call: Call, specs: Specs, cache: dict[tuple[Call, Specs], tuple[
 
 def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
     learns = tuple(t.is_float or t.dtype.startswith("complex") for t in specs)
-    found = joint(call, specs, learns)
-    given = tuple(gradient is not None for gradient in found.gradients)
-    if given != learns:  # those it has no gradient for are not asked for one
-        learns, found = given, joint(call, specs, given)
-    if found.operators != joint(call, specs, learns).operators:
+    traced = joint(call, specs, learns)
+    reached = tuple(gradient is not None for gradient in traced.gradients)
+    if reached != learns:  # those it has no gradient for are not asked for one
+        learns, traced = reached, joint(call, specs, reached)
+    if traced.operators != joint(call, specs, learns).operators:
         raise refusal(call, "computes otherwise when it is called again; what it computes may follow from its arguments alone")
-    whole = _ways(call, specs, learns)
+    full = _ways(call, specs, learns)
 
     def cut(places: Places, n: int) -> list[tuple[Joint, Joint]]:
-        return _pairs(call, whole, _pieces(specs, places, n), learns)
+        return _pairs(call, full, _pieces(specs, places, n), learns)
 
-    rule = rule_by_following(found, cut)
-    return replace(_priced(call, specs, learns, found, rule), linear=all(map(is_linear, whole))), found
+    rule = rule_by_following(traced, cut)
+    return replace(_priced(call, specs, learns, traced, rule), linear=all(map(is_linear, full))), traced
 
 
 def check_cut(function: Function, specs: Specs, cuts: Sequence[tuple[str, int, Mapping[int, int]]], site: str) -> None:
@@ -77,18 +77,18 @@ def call_of(function: Function) -> Call:
 
 def _ways(call: Call, specs: Specs, learns: tuple[bool, ...]) -> list[Joint]:
     """How it runs with a gradient for all of its outputs, and for each alone, where there are several: the others may be read by nobody."""
-    found = joint(call, specs, learns)
-    seeded = [i for i, seed in enumerate(found.seeds) if seed is not None]
-    return [found, *(joint(call, specs, learns, i) for i in seeded if len(seeded) > 1)]
+    traced = joint(call, specs, learns)
+    seeded = [i for i, seed in enumerate(traced.seeds) if seed is not None]
+    return [traced, *(joint(call, specs, learns, i) for i in seeded if len(seeded) > 1)]
 
 
 def _pairs(call: Call, full: Sequence[Joint], pieces: Specs, learns: tuple[bool, ...]) -> list[tuple[Joint, Joint]]:
     """The same on pieces, beside each; nothing where it does not run on such pieces."""
     try:
-        made = _ways(call, pieces, learns)
+        cut = _ways(call, pieces, learns)
     except ModelError:
         return []
-    return list(zip(full, made, strict=True)) if len(made) == len(full) else []
+    return list(zip(full, cut, strict=True)) if len(cut) == len(full) else []
 
 
 def _pieces(specs: Specs, places: Places, n: int) -> Specs:
@@ -102,12 +102,12 @@ def _pieces(specs: Specs, places: Places, n: int) -> Specs:
 
 def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, rule: Rule) -> Function:
     name = call.cls.__name__
-    plain = Function(name, call.cls, call.arguments, call.keywords, call.key, learns, rule)
+    function = Function(name, call.cls, call.arguments, call.keywords, call.key, learns, rule)
     outs = [traced.tensors[v] for v in traced.outputs]
     moved = float(sum(t.size_bytes for t in (*specs, *outs)))
 
     if traced.operators is None:
-        return replace(plain, bytes=moved, backward_bytes=moved, keeps=tuple(range(len(specs))))
+        return replace(function, bytes=moved, backward_bytes=moved, keeps=tuple(range(len(specs))))
     tensors = dict(traced.tensors)
     forward, backward = traced.operators[: traced.num_forward], traced.operators[traced.num_forward :]
     flops = [sum(operator_flops(op, tensors) for op in part) for part in (forward, backward)]
@@ -116,17 +116,17 @@ def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, r
     for op in traced.operators:
         root.update((v, root.get(op.inputs[0], op.inputs[0])) for v in op.outputs if kind_of(op) == "view" and op.inputs)
     early = {*traced.inputs, *(v for op in forward for v in op.outputs)}
-    kept = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in early)
+    saved = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in early)
     numbers = {root.get(v, v): i for i, v in reversed(list(enumerate((*traced.inputs, *traced.outputs))))}
     return replace(
-        plain,
+        function,
         kind="view" if len(outs) == 1 and traced.shared == (0,) else "linear" if flops[0] else "elementwise",
         flops=flops[0],
         backward_flops=flops[1],
         bytes=sizes[0],
         backward_bytes=sizes[1],
-        keeps=tuple(sorted(numbers[v] for v in kept if v in numbers)),
-        extra_bytes=float(sum(tensors[v].size_bytes for v in kept if v not in numbers and v not in traced.literals)),
+        keeps=tuple(sorted(numbers[v] for v in saved if v in numbers)),
+        extra_bytes=float(sum(tensors[v].size_bytes for v in saved if v not in numbers and v not in traced.literals)),
         working_bytes=_working_bytes(traced, backward, root),
         draws=any(draws(op) for op in traced.operators),
     )
@@ -135,11 +135,11 @@ def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, r
 def _working_bytes(traced: Joint, backward: Sequence[Operator], root: Mapping[str, str]) -> float:
     """The most bytes that lie there while backward runs beside the gradients that it is given and makes, each freed after its last use."""
     ends = {root.get(v, v) for v in (*traced.seeds, *traced.gradients) if v is not None}
-    made = {root.get(v, v): traced.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
+    sizes = {root.get(v, v): traced.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
     last = {root.get(v, v): i for i, op in enumerate(backward) for v in (*op.outputs, *op.inputs)}
     here = most = 0.0
     for i, op in enumerate(backward):
-        here += sum(made.get(v, 0) for v in op.outputs)
+        here += sum(sizes.get(v, 0) for v in op.outputs)
         most = max(most, here)
-        here -= sum(size for v, size in made.items() if last[v] == i)
+        here -= sum(size for v, size in sizes.items() if last[v] == i)
     return most

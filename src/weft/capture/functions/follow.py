@@ -48,18 +48,18 @@ def rule_by_following(full: Joint, cut: Cut) -> Rule:
     for places in _candidates(full):
         size = next(full.tensors[full.inputs[i]].shape[d] for i, d in places.items())
         ways = _ways(size)
-        found = [_both(pairs, places, n) for n in ways for pairs in (cut(places, n),)]
-        if not found or found[0] is None or any(made != found[0] for made in found):
+        rules = [_both(pairs, places, n) for n in ways for pairs in (cut(places, n),)]
+        if not rules or rules[0] is None or any(one != rules[0] for one in rules):
             continue
         label = f"f{count}"
         count += 1
         for i, dim in places.items():
             inputs[i][dim] = label
-        for row, form in zip(outputs, found[0], strict=True):
+        for row, form in zip(outputs, rules[0], strict=True):
             if form.kind == "S":
                 row[form.dim] = label
-        if any(form.kind == "P" for form in found[0]):
-            kernels[label] = AVERAGE if found[0][0].power else SUMMANDS
+        if any(form.kind == "P" for form in rules[0]):
+            kernels[label] = AVERAGE if rules[0][0].power else SUMMANDS
     return Rule(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), kernels)
 
 
@@ -72,8 +72,8 @@ def _ways(size: int) -> list[int]:
 
 def _both(pairs: Sequence[tuple[Joint, Joint]], places: Places, n: int) -> list[Form] | None:
     """What the outputs are where all ways in which it may run agree; None otherwise."""
-    found: list[list[Form] | None] = [follow(whole, piece, places, n) for whole, piece in pairs]
-    return found[0] if found and all(made is not None and made == found[0] for made in found) else None
+    forms: list[list[Form] | None] = [follow(full, piece, places, n) for full, piece in pairs]
+    return forms[0] if forms and all(one is not None and one == forms[0] for one in forms) else None
 
 
 def _candidates(full: Joint) -> list[dict[int, int]]:
@@ -121,27 +121,27 @@ def follow(full: Joint, piece: Joint, places: Places, n: int) -> list[Form] | No
     if not _expected(full, piece, forms, full.inputs, n):
         return None
     zeros = _zeros(full)
-    made: list[Form] | None = None
+    outputs: list[Form] | None = None
     for i, (op, other) in enumerate(zip(full.operators, piece.operators, strict=True)):
         if i == full.num_forward:
-            made = _outputs(full, forms)
-        if i >= full.num_forward and made is None:
+            outputs = _outputs(full, forms)
+        if i >= full.num_forward and outputs is None:
             return None
-        found = _step(op, other, full.tensors, piece.tensors, forms, zeros, n)
-        if found is None:
+        step = _step(op, other, full.tensors, piece.tensors, forms, zeros, n)
+        if step is None:
             return None
-        forms.update(zip(op.outputs, found, strict=True))
+        forms.update(zip(op.outputs, step, strict=True))
         if not _expected(full, piece, forms, op.outputs, n):
             return None
-    if made is None:
-        made = _outputs(full, forms)
-    if made is None:
+    if outputs is None:
+        outputs = _outputs(full, forms)
+    if outputs is None:
         return None
     for i, gradient in enumerate(full.gradients):
         want = Form("S", places[i]) if i in places else Form("P")
         if gradient is not None and forms[gradient] != want and not (gradient in zeros and forms[gradient].kind != "S"):
             return None
-    return made
+    return outputs
 
 
 def is_linear(joint: Joint) -> bool:
@@ -151,34 +151,36 @@ def is_linear(joint: Joint) -> bool:
     forms = {v: Form("R") for v in (*joint.inputs, *joint.literals)} | {seed: Form("P") for seed in joint.seeds if seed is not None}
     zeros = _zeros(joint)
     for op in joint.operators:
-        found = _step(op, op, joint.tensors, joint.tensors, forms, zeros, 1)
-        if found is None:
+        step = _step(op, op, joint.tensors, joint.tensors, forms, zeros, 1)
+        if step is None:
             return False
-        forms.update(zip(op.outputs, found, strict=True))
+        forms.update(zip(op.outputs, step, strict=True))
     return all(gradient is None or gradient in zeros or forms[gradient] == Form("P") for gradient in joint.gradients)
 
 
 def _zeros(joint: Joint) -> set[str]:
     """Values that are zero everywhere: whole, pieces and summands at once."""
-    found = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
+    names = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
         record = record_of(op)
         passes = record.linear == "together" or record.moves in ("copy", "same")
-        if record.fill == 0 or (passes and op.inputs and found.issuperset(op.inputs)):
-            found.update(op.outputs)
-    return found
+        if record.fill == 0 or (passes and op.inputs and names.issuperset(op.inputs)):
+            names.update(op.outputs)
+    return names
 
 
 def _outputs(full: Joint, forms: dict[str, Form]) -> list[Form] | None:
     """Forms of the outputs, each a piece or a summand, and of the gradients that come back for them."""
-    made = [forms[v] for v in full.outputs]
-    scaled = {form.power for form in made}
-    if any(form.kind == "R" for form in made) or not (scaled == {0} or (scaled == {1} and all(form.kind == "P" for form in made))):
+    forms_out = [forms[v] for v in full.outputs]
+    scaled = {form.power for form in forms_out}
+    if any(form.kind == "R" for form in forms_out) or not (
+        scaled == {0} or (scaled == {1} and all(form.kind == "P" for form in forms_out))
+    ):
         return None
-    for form, seed in zip(made, full.seeds, strict=True):
+    for form, seed in zip(forms_out, full.seeds, strict=True):
         if seed is not None:
             forms[seed] = form if form.kind == "S" else Form("R", power=-form.power)
-    return made
+    return forms_out
 
 
 def _expected(full: Joint, piece: Joint, forms: Mapping[str, Form], values: Sequence[str], n: int) -> bool:
@@ -228,9 +230,9 @@ def _step(
     if any(form.kind == "P" for form, _ in read):
         rounds = any(tensors[v].is_float for v in op.inputs) and not all(tensors[v].is_float for v in op.outputs)
         return None if rounds else [Form("P", power=power)] * len(op.outputs)  # it passes: `_power` has seen to that
-    made = [_replicated(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
+    placed = [_replicated(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
     # Ranks with pieces of something draw numbers of their own.
-    return None if draws(op) and any(form.kind == "R" for form in made) else made
+    return None if draws(op) and any(form.kind == "R" for form in placed) else placed
 
 
 def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) -> list[Form] | None:
@@ -240,15 +242,15 @@ def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) 
     kernel, record = rule.kernels.get(label), record_of(op)
     if kernel is not None and not (kernel == "average" and record.linear):
         return None
-    made = []
+    placed = []
     for row in rule.outputs:
         if label in row:
-            made.append(Form("S", row.index(label), power))
+            placed.append(Form("S", row.index(label), power))
         elif record.contracts and record.linear:  # of a mean each piece's is n times too large
-            made.append(Form("P", power=power + (kernel == "average")))
+            placed.append(Form("P", power=power + (kernel == "average")))
         else:
             return None
-    return made
+    return placed
 
 
 def _replicated(record: Op, rule: Rule | None, full: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:

@@ -98,11 +98,11 @@ def recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     number = len(record.calls) - 1
     if not tensors:
         raise ModelError(f"the model calls {cls.__name__} without a tensor; give it what it computes with")
-    made = torch.ops.weft.function(tensors, number)
+    outputs = torch.ops.weft.function(tensors, number)
     returned = record.returned[number]
     if isinstance(returned, tuple):
-        return tuple(made[r.number] if isinstance(r, Slot) else r for r in returned)
-    return made[0]
+        return tuple(outputs[r.number] if isinstance(r, Slot) else r for r in returned)
+    return outputs[0]
 
 
 def _check(cls: Any, a: Any) -> None:
@@ -149,20 +149,20 @@ def _made(tensors: list[Tensor], number: int) -> list[Tensor]:
         raise
     except Exception as error:
         raise refusal(call, f"cannot be run on tensors without values ({told(error)})") from error
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def place(y: Any) -> Any:
         if isinstance(y, Tensor):
-            made.append(torch.empty_like(y))
-            return Slot(len(made) - 1)
+            outputs.append(torch.empty_like(y))
+            return Slot(len(outputs) - 1)
         return y
 
     record.returned[number] = tuple(place(y) for y in out) if isinstance(out, tuple) else place(out)
-    if not made:
+    if not outputs:
         raise refusal(call, "returns no tensor")
-    if any(not isinstance(n, int) for y in made for n in y.shape):
+    if any(not isinstance(n, int) for y in outputs for n in y.shape):
         raise refusal(call, "makes tensors whose shape follows values, as a mask does that picks rows; keep shapes fixed")
-    return made
+    return outputs
 
 
 def refusal(call: Call, why: str) -> ModelError:

@@ -58,14 +58,14 @@ def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only:
     before = python_randomness()
     try:
         with _ONE_AT_A_TIME:
-            found = _joint(call, specs, learns, only)
+            traced = _joint(call, specs, learns, only)
     except ModelError:
         raise
     except Exception as error:
         raise refusal(call, f"cannot be followed through its forward and backward ({told(error)})") from error
     if python_randomness() != before:
         raise refusal(call, "draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
-    return found
+    return traced
 
 
 def _tensors_of(out: Any) -> list[torch.Tensor]:
@@ -77,22 +77,22 @@ def _joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only
         return [x.detach().requires_grad_(asked) for x, asked in zip(tensors, learns, strict=True)]
 
     with fake_mode(), torch.enable_grad():
-        given = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in specs]
-        outs = _tensors_of(call(leaves(given)))
+        inputs = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in specs]
+        outs = _tensors_of(call(leaves(inputs)))
         seeded = [y.requires_grad and only in (-1, i) for i, y in enumerate(outs)]
         seeds = [torch.empty_like(y) if is_seeded else None for y, is_seeded in zip(outs, seeded, strict=True)]
 
     def both(tensors: list[torch.Tensor], seeds: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
-            own = leaves(tensors)
-            made = _tensors_of(call(own))
-        roots = [y for y, is_seeded in zip(made, seeded, strict=True) if is_seeded]
-        asked = [x for x in own if x.requires_grad]
+            inputs = leaves(tensors)
+            outputs = _tensors_of(call(inputs))
+        roots = [y for y, is_seeded in zip(outputs, seeded, strict=True) if is_seeded]
+        asked = [x for x in inputs if x.requires_grad]
         here = [torch.ops.aten.alias.default(seed) for seed in seeds]  # they say where backward begins
         grads = iter(torch.autograd.grad(roots, asked, here, allow_unused=True) if roots and asked else [None] * len(asked))
-        return made, [next(grads) if x.requires_grad else None for x in own]
+        return outputs, [next(grads) if x.requires_grad else None for x in inputs]
 
-    module = make_fx(both)(given, [seed for seed in seeds if seed is not None])
+    module = make_fx(both)(inputs, [seed for seed in seeds if seed is not None])
     return _read(call, module, len(specs), seeded)
 
 
@@ -130,14 +130,14 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
     num_forward = 0
     if operators is not None:
         wanted = {v for v in map(value_of, results) if v is not None}
-        kept = []
+        needed = []
         for op in reversed(operators):
             if wanted.intersection(op.outputs):
                 wanted.update(op.inputs)
-                kept.append(op)
-        operators = kept[::-1]
+                needed.append(op)
+        operators = needed[::-1]
         num_forward = next((i for i, op in enumerate(operators) if op.name in backward), len(operators))
-    given = iter(places)
+    arriving = iter(places)
     storages = reader.storages()
     inputs = tuple(node.name for node in placeholders[:num_inputs])
     lies = {storages[v]: i for i, v in reversed(list(enumerate(inputs)))}
@@ -145,7 +145,7 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
     return Joint(
         inputs,
         outputs,
-        tuple(next(given) if is_seeded else None for is_seeded in seeded),
+        tuple(next(arriving) if is_seeded else None for is_seeded in seeded),
         tuple(value_of(node) for node in results[num_outputs:]),
         None if operators is None else tuple(operators),
         num_forward,
@@ -157,8 +157,8 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
 
 def _values(held: torch.Tensor) -> object:
     """What stands in a tensor that the code makes of numbers; something equal to nothing else where that is not known."""
-    known = getattr(held, "constant", None)  # of a tensor without memory
-    held = held if known is None else known
+    constant = getattr(held, "constant", None)  # of a tensor without memory
+    held = held if constant is None else constant
     try:
         return (str(held.dtype), held.tolist()) if held.numel() <= _MOST else object()
     except Exception:
@@ -167,11 +167,11 @@ def _values(held: torch.Tensor) -> object:
 
 def _start(module: Any, seeds: set[str]) -> set[str]:
     """Names of the operators of backward: those from where the gradients of outputs come in."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in module.graph.nodes:
-        if found or any(n.name in seeds for n in node.all_input_nodes):
-            found.add(node.name)
-    return found
+        if names or any(n.name in seeds for n in node.all_input_nodes):
+            names.add(node.name)
+    return names
 
 
 def _refuse_writes(call: Call, module: Any, placeholders: list[Any], outputs: list[Any], backward: set[str]) -> None:
@@ -182,7 +182,7 @@ def _refuse_writes(call: Call, module: Any, placeholders: list[Any], outputs: li
         return id(value.untyped_storage()) if isinstance(value, torch.Tensor) else 0
 
     held = {memory(node) for node in placeholders}
-    made = {memory(node) for node in outputs}
+    memories = {memory(node) for node in outputs}
     for node in module.graph.nodes:
         if node.op != "call_function" or not hasattr(node.target, "_schema"):
             continue
@@ -191,5 +191,5 @@ def _refuse_writes(call: Call, module: Any, placeholders: list[Any], outputs: li
         for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
             written = spec.alias_info is not None and spec.alias_info.is_write
             for item in arg if isinstance(arg, tuple | list) else (arg,):
-                if written and isinstance(item, torch.fx.Node) and memory(item) in held | (made if node.name in backward else set()):
+                if written and isinstance(item, torch.fx.Node) and memory(item) in held | (memories if node.name in backward else set()):
                     raise refusal(call, f"writes into a tensor that it is given, or has handed out ({node.target}); write into a copy")

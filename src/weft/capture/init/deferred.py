@@ -60,8 +60,8 @@ class Deferred:
         Raises:
             ModelError: the block has not made it, or an operator cannot be replayed.
         """
-        found: torch.Tensor = self.recording.values(fake.detach())
-        return found
+        real: torch.Tensor = self.recording.values(fake.detach())
+        return real
 
     def __enter__(self) -> Deferred:
         """Start recording."""
@@ -88,7 +88,7 @@ class Deferred:
 
     def _see(self, module: nn.Module, name: str, item: object) -> None:
         for m in (module, item):
-            if isinstance(m, nn.Module) and ((known := self._seen.get(id(m))) is None or known() is not m):
+            if isinstance(m, nn.Module) and ((seen := self._seen.get(id(m))) is None or seen() is not m):
                 self._seen.pop(id(m), None)  # one that was thrown away lay there, earlier in the order
                 self._seen[id(m)] = weakref.ref(m)
 

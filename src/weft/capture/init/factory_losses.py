@@ -58,8 +58,8 @@ def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
     Raises:
         ModelError: a tensor whose value cannot be made; a parameter of the model that the loss holds by itself, or one of its own.
     """
-    own, weights = set(model.modules()), {id(p): name for name, p in model.named_parameters()}
-    return _Realizing(deferred, own, weights).real(loss)  # type: ignore[no-any-return]
+    modules, weights = set(model.modules()), {id(p): name for name, p in model.named_parameters()}
+    return _Realizing(deferred, modules, weights).real(loss)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

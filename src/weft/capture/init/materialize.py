@@ -34,11 +34,11 @@ def materialize(deferred: Deferred, module: nn.Module, take: Take, dtype: torch.
     """
     recording, tape = deferred.recording, deferred.recording.tape
     named = dict(_named(module))
-    kept: dict[str, torch.Tensor | None] = {}
+    pieces: dict[str, torch.Tensor | None] = {}
     units: dict[int, list[tuple[str, View]]] = {}
     for name, tensor in named.items():
         if not isinstance(tensor, Fake):
-            kept[name] = _piece(take, name, tensor, dtype)
+            pieces[name] = _piece(take, name, tensor, dtype)
         elif not deferred.is_fake(tensor) or tensor.device.type == "meta":
             why = "was made by another block" if tensor.device.type != "meta" else "is on the meta device"
             raise ModelError(f"{name} {why}, so it has no initial value here; {OUTSIDE}")
@@ -50,20 +50,20 @@ def materialize(deferred: Deferred, module: nn.Module, take: Take, dtype: torch.
     replay = Replay(tape, map(tape.now, order))
     for s in order:
         storage = replay.value(tape.now(s))
-        is_own = len(units[s]) == 1 and tape.now(s) not in replay.held
+        is_copy = len(units[s]) == 1 and tape.now(s) not in replay.held
         for name, view in units[s]:
-            kept[name] = _piece(take, name, view.on(storage), dtype, is_own)
+            pieces[name] = _piece(take, name, view.on(storage), dtype, is_copy)
         del storage
     for stream in recording.streams.values():
         if torch.equal(stream.generator.get_state(), stream.states[0]):
             stream.generator.set_state(tape.state(stream, stream.final))
-    return {name: piece for name in named if (piece := kept[name]) is not None}
+    return {name: piece for name in named if (piece := pieces[name]) is not None}
 
 
 def materialize_real(module: nn.Module, take: Take, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """`materialize` for a module that has real tensors: the pieces that `take` keeps, by first name. The module is not changed."""
-    kept = {name: _piece(take, name, tensor, dtype) for name, tensor in _named(module)}
-    return {name: piece for name, piece in kept.items() if piece is not None}
+    pieces = {name: _piece(take, name, tensor, dtype) for name, tensor in _named(module)}
+    return {name: piece for name, piece in pieces.items() if piece is not None}
 
 
 def realize(deferred: Deferred, module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -105,9 +105,9 @@ def realize(deferred: Deferred, module: nn.Module, dtype: torch.dtype | None = N
 
 def _with_attributes(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     """The new parameter with the Python attributes that the user gave the old one."""
-    plain = vars(nn.Parameter(torch.empty(0)))
+    attributes = vars(nn.Parameter(torch.empty(0)))
     for key, item in vars(old).items():
-        if key not in plain and key not in _FAKE_ATTRIBUTES:
+        if key not in attributes and key not in _FAKE_ATTRIBUTES:
             setattr(new, key, item)
     return new
 

@@ -65,11 +65,11 @@ class Recording:
 
     def stream(self, generator: torch.Generator | None) -> Stream:
         """The draws from a generator; None is torch's own."""
-        own = torch.default_generator if generator is None else generator
-        found = self.streams.get(id(own))
-        if found is None:
-            found = self.streams[id(own)] = Stream(own, self._magic)
-        return found
+        source = torch.default_generator if generator is None else generator
+        stream = self.streams.get(id(source))
+        if stream is None:
+            stream = self.streams[id(source)] = Stream(source, self._magic)
+        return stream
 
     def is_fake(self, value: object) -> bool:
         """Whether this block made the tensor."""
@@ -78,11 +78,11 @@ class Recording:
     def view(self, fake: torch.Tensor) -> View:
         """Where on the tape a fake tensor is. Raises ModelError for one that the block has not seen being made."""
         storage = fake.untyped_storage()
-        found = self._storages.get(id(storage))
-        if found is None:
+        storage_view = self._storages.get(id(storage))
+        if storage_view is None:
             what = f"{fake.dtype}{list(fake.shape)}"
             raise ModelError(f"a fake tensor {what} was not made by an operator in this block, so it has no value; {OUTSIDE}")
-        return View(found[0], fake.dtype, tuple(fake.shape), fake.stride(), int(fake.storage_offset()), storage.nbytes())
+        return View(storage_view[0], fake.dtype, tuple(fake.shape), fake.stride(), int(fake.storage_offset()), storage.nbytes())
 
     def new_storage(self, fake: torch.Tensor) -> View | None:
         """The view of a fake tensor on a storage that was not known before; None where it was."""
@@ -95,9 +95,9 @@ class Recording:
 
     def lift(self, real: torch.Tensor, fresh: bool = False) -> torch.Tensor:
         """A fake tensor with the value that a real one has now. A `fresh` one is nobody else's."""
-        known = self._lifted.get(id(real))
-        if known is not None and known[1] == real._version:
-            return known[2]
+        lifted = self._lifted.get(id(real))
+        if lifted is not None and lifted[1] == real._version:
+            return lifted[2]
         if real.layout != torch.strided or real.device.type != "cpu":
             raise ModelError(f"a {real.layout} tensor on {real.device} meets a model that is built without memory; {OUTSIDE}")
         value = real.detach()
@@ -226,7 +226,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
             low, high = recording.value_bounds(args[0]) or (0, 1)
             if low == high:
                 return bool(low)
-        known = bounds_of(func, args, recording.value_bounds)
+        bounds = bounds_of(func, args, recording.value_bounds)
         generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
         try:
             with recording.fake_mode:
@@ -236,8 +236,8 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         forget(recording.fake_mode)
         draws = is_random and any(t.device.type != "meta" for t in (*_tensors(out), *writes) if isinstance(t, Fake))
         op = self._record(func, args, kwargs, out, before, writes, recording.stream(generator) if draws else None)
-        if op is not None and known is not None:
-            recording.bounds.update({(v.storage, len(recording.tape.ops) - 1): known for v in (*op.overwrites, *(v for _, v in op.makes))})
+        if op is not None and bounds is not None:
+            recording.bounds.update({(v.storage, len(recording.tape.ops) - 1): bounds for v in (*op.overwrites, *(v for _, v in op.makes))})
         return out
 
     def _lifted(self, item: Any) -> Any:

@@ -165,9 +165,9 @@ class Tape:
         """Real copies of tensors as they are now, while the tape is still recorded."""
         wanted = list(views)
         replay = Replay(self, [self.now(v.storage) for v in wanted], keep=True)
-        found = [v.on(replay.value(self.now(v.storage))).clone() for v in wanted]
+        values = [v.on(replay.value(self.now(v.storage))).clone() for v in wanted]
         self.values = replay.current
-        return found
+        return values
 
     def state(self, stream: Stream, position: int | torch.Tensor) -> torch.Tensor:
         """A generator's state at a position; runs the draws before it on scratch where they are not known yet."""
@@ -221,10 +221,10 @@ class Tape:
 
     def last_draws(self) -> list[int]:
         """Per operator, the index of the last random operator that its results depend on; -1 for none."""
-        found: list[int] = []
+        draws: list[int] = []
         for i, op in enumerate(self.ops):
-            found.append(i if op.stream is not None else max((found[v] for _, v in op.consumes), default=-1))
-        return found
+            draws.append(i if op.stream is not None else max((draws[v] for _, v in op.consumes), default=-1))
+        return draws
 
 
 class Replay:
@@ -315,10 +315,10 @@ def _allocate(size_bytes: int) -> torch.UntypedStorage:
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    whole = View(0, torch.uint8, (storage.nbytes(),), (1,), 0, storage.nbytes())
-    own = _allocate(storage.nbytes())
-    whole.on(own).copy_(whole.on(storage))
-    return own
+    everything = View(0, torch.uint8, (storage.nbytes(),), (1,), 0, storage.nbytes())
+    storage_copy = _allocate(storage.nbytes())
+    everything.on(storage_copy).copy_(everything.on(storage))
+    return storage_copy
 
 
 def _storage(tensor: torch.Tensor, view: View, inputs: set[int], op: Op) -> torch.UntypedStorage:
@@ -329,9 +329,9 @@ def _storage(tensor: torch.Tensor, view: View, inputs: set[int], op: Op) -> torc
         raise ModelError(f"{op.func} gives {tensor.dtype}{list(tensor.shape)} where {view.dtype}{list(view.shape)} was recorded; build the "
                          "model outside the block and pass it to weft.parallelize")  # fmt: skip
     storage = tensor.untyped_storage()
-    same = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == view.size_bytes
-    if same and id(storage) not in inputs:
+    lies_alone = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == view.size_bytes
+    if lies_alone and id(storage) not in inputs:
         return storage
-    own = _allocate(view.size_bytes)
-    view.on(own).copy_(tensor)
-    return own
+    storage_copy = _allocate(view.size_bytes)
+    view.on(storage_copy).copy_(tensor)
+    return storage_copy

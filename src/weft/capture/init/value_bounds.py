@@ -25,10 +25,10 @@ def bounds_of(func: Any, args: Any, bounds: Callable[[Any], Bounds | None]) -> B
         reach = _NORMAL_REACH * std + 0.01 * abs(mean)
         return mean - reach, mean + reach
     if name in ("lt.Scalar", "gt.Scalar"):
-        known = bounds(args[0])
-        if known is None:
+        source = bounds(args[0])
+        if source is None:
             return None
-        low, high = known if name == "lt.Scalar" else (-known[1], -known[0])
+        low, high = source if name == "lt.Scalar" else (-source[1], -source[0])
         limit = args[1] if name == "lt.Scalar" else -args[1]
         return (0, 0) if low >= limit else (1, 1) if high < limit else None
     if name in ("bitwise_or.Tensor", "logical_or.default"):

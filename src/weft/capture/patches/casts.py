@@ -24,8 +24,8 @@ _APPLY: Any = getattr(nn.Module, MODULE_APPLY)
 def _kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
     # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
-    is_same = all(_is_copy_of(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
-    return module if is_same else _APPLY(module, change, recurse)
+    unchanged = all(_is_copy_of(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
+    return module if unchanged else _APPLY(module, change, recurse)
 
 
 def _is_copy_of(before: Tensor, after: Tensor) -> bool:

@@ -31,9 +31,9 @@ def _in_pairs(graph: Graph) -> Graph:
             continue
         real = Tensor((*v.tensor.shape, 2), _REAL[v.tensor.dtype])
         parameters.append(replace(v, tensor=real, pairs=True))
-        tensors[v.value], made = real, f"{v.value}_joined"
-        tensors[made] = v.tensor
-        joined.append(Operator(made, "aten.view_as_complex.default", (Ref(v.value),), (), (made,), f"{v.name}/view_as_complex"))
+        tensors[v.value], pair = real, f"{v.value}_joined"
+        tensors[pair] = v.tensor
+        joined.append(Operator(pair, "aten.view_as_complex.default", (Ref(v.value),), (), (pair,), f"{v.name}/view_as_complex"))
 
     def arg(a: Arg) -> Arg:
         if isinstance(a, tuple):

@@ -30,10 +30,10 @@ def losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_len
 def _gradient(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    given = (log_probs, targets, input_lengths, target_lengths)
-    found, paths = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    made: Tensor = torch.ops.aten._ctc_loss_backward.Tensor(grad.contiguous(), *given, found, paths, blank, zero_infinity)
-    return made
+    inputs = (log_probs, targets, input_lengths, target_lengths)
+    losses, paths = torch.ops.aten._ctc_loss.Tensor(*inputs, blank, zero_infinity)
+    gradient: Tensor = torch.ops.aten._ctc_loss_backward.Tensor(grad.contiguous(), *inputs, losses, paths, blank, zero_infinity)
+    return gradient
 
 
 @losses.register_fake
@@ -92,13 +92,13 @@ class _Rows:
 
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """`ctc_loss` with such targets in rows of their own: what is picked of each comes first."""
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        lengths = given.get("target_lengths")
-        if id(given.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
-            _, targets, mask = self._from[id(given["targets"])]
+        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        lengths = arguments.get("target_lengths")
+        if id(arguments.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
+            _, targets, mask = self._from[id(arguments["targets"])]
             order = (~mask).to(torch.int32).argsort(dim=1, stable=True)
-            given |= {"targets": targets.gather(1, order), "target_lengths": _lengths(lengths, mask.sum(1))}
-        return _ctc_loss(**given)
+            arguments |= {"targets": targets.gather(1, order), "target_lengths": _lengths(lengths, mask.sum(1))}
+        return _ctc_loss(**arguments)
 
 
 _PICKS = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
@@ -112,13 +112,13 @@ def _ctc_loss(
 ) -> Tensor:  # fmt: skip
     """What `torch.nn.functional.ctc_loss` returns. Targets of all samples in one row, and one sample alone, are left to torch."""
     if log_probs.dim() != 3 or targets.dim() != 2 or reduction not in ("none", "mean", "sum"):
-        plain: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
-        return plain
+        loss: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        return loss
     lengths = [n if isinstance(n, Tensor) else torch.tensor(n) for n in (input_lengths, target_lengths)]
-    found: Tensor = losses(log_probs, targets, *lengths, blank, zero_infinity)
+    by_row: Tensor = losses(log_probs, targets, *lengths, blank, zero_infinity)
     if reduction == "mean":
-        return (found / lengths[1].clamp(min=1).to(found.dtype)).mean()
-    return found.sum() if reduction == "sum" else found
+        return (by_row / lengths[1].clamp(min=1).to(by_row.dtype)).mean()
+    return by_row.sum() if reduction == "sum" else by_row
 
 
 def _watch(trace: Trace) -> Watch:

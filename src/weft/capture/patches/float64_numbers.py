@@ -30,8 +30,8 @@ def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tens
     numbers = tree_flatten(data)[0]
     if any(type(x) not in (int, float, bool) for x in numbers) or all(ctypes.c_float(x).value == x for x in numbers):
         return None
-    given = kwargs.get("dtype") or (args[0].dtype if at else torch.get_default_dtype())
-    if kwargs.get("requires_grad") or given is not torch.float32:
+    dtype = kwargs.get("dtype") or (args[0].dtype if at else torch.get_default_dtype())
+    if kwargs.get("requires_grad") or dtype is not torch.float32:
         return None
     return torch.tensor(data, dtype=torch.float64, device=kwargs.get("device"))
 

@@ -25,22 +25,22 @@ _NOT_READ = (READS, ASSIGNS, _ASKS_GRAD_FN)
 
 
 def _watch(trace: Trace) -> Watch:
-    own = {id(p) for p in trace.model.parameters()}
-    made: list[Tensor] = []
+    registered = {id(p) for p in trace.model.parameters()}
+    foreign: list[Tensor] = []
 
     def before(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _NOT_READ:
             return
         for x in (*args, *kwargs.values()):
-            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own and not _holds(trace.model, x):
-                if any(x is one for one in made):
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in registered and not _holds(trace.model, x):
+                if any(x is one for one in foreign):
                     raise ModelError(MAKES.format(f"a parameter of shape {list(x.shape)}"))
                 raise ModelError(
                     f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
                     "(and the loss, where that reads it) a part of the model"
                 )
         if func is Tensor.requires_grad_:
-            made.append(args[0])  # what becomes a parameter of a traced tensor does so here
+            foreign.append(args[0])  # what becomes a parameter of a traced tensor does so here
 
     return Watch(before=before)
 

@@ -130,13 +130,13 @@ class _Rewriting:
         """A call before the node at hand."""
         assert self._at is not None
         with self._graph.inserting_before(self._at):
-            made: Node = self._graph.call_function(target, args, kwargs)
-        given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = next(n.meta["val"].fake_mode for n in made.all_input_nodes)
+            node: Node = self._graph.call_function(target, args, kwargs)
+        values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next(n.meta["val"].fake_mode for n in node.all_input_nodes)
         with mode:
-            value = target(*given[0], **given[1])
-        made.meta = {**self._at.meta, "val": value}
-        return made
+            value = target(*values[0], **values[1])
+        node.meta = {**self._at.meta, "val": value}
+        return node
 
     def _picks(self, node: Node, name: str) -> bool:
         """Note what picks rows, or says where they are."""
@@ -168,10 +168,10 @@ class _Rewriting:
         source = node.args[0]
         at = node.args[1] if name != "index_select.default" else node.args[2]
         if name == "index.Tensor":
-            given = list(at)  # type: ignore[arg-type]
-            if any(x is not None for x in given[1:]):
+            indices = list(at)  # type: ignore[arg-type]
+            if any(x is not None for x in indices[1:]):
                 return False
-            at = given[0]
+            at = indices[0]
         if not isinstance(at, Node) or not isinstance(source, Node) or source in self._rows:
             return False
         if self._is_written(source) or self._is_written(at):
@@ -184,14 +184,14 @@ class _Rewriting:
             return True
         if not _is_mask(at) or name == "index_select.default":
             return False
-        dims, whole = _value(at).dim(), _value(source)
-        if _value(at).shape != whole.shape[:dims] or (name == "masked_select.default" and dims != whole.dim()):
+        dims, source_value = _value(at).dim(), _value(source)
+        if _value(at).shape != source_value.shape[:dims] or (name == "masked_select.default" and dims != source_value.dim()):
             return False
         if dims == 1:
             self._rows[node] = _Rows(source, at)
             return True
         count = _value(at).numel()
-        full = self._make(aten.reshape.default, source, [count, *whole.shape[dims:]])
+        full = self._make(aten.reshape.default, source, [count, *source_value.shape[dims:]])
         masks = (rows.mask for rows in self._rows.values())
         equal = next((mask for mask in masks if _of(mask) is not None and self._equivalent(_of(mask), at)), None)
         self._rows[node] = _Rows(full, equal or self._make(aten.reshape.default, at, [count]))
@@ -254,8 +254,8 @@ class _Rewriting:
 
     def _given(self, node: Node) -> tuple[Any, Mapping[str, Any]]:
         """Its arguments with all rows."""
-        given = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._rows[n].full if n in self._rows else n)
-        return given[0], given[1]
+        arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._rows[n].full if n in self._rows else n)
+        return arguments[0], arguments[1]
 
     def _others_fit(self, node: Node) -> bool:
         """Whether what is no rows has no dimension of rows: it is the same for each of them."""
@@ -292,28 +292,30 @@ class _Rewriting:
         self._replace_node(node, self._total(self._rows[node.args[0]].full, mask, "mean" in name, first))  # type: ignore[index]
 
     def _loss_of_classes(self, node: Node, mask: Node) -> None:
-        given = _named(node)
-        scores, classes = given["self"], given["target"]
+        arguments = _named(node)
+        scores, classes = arguments["self"], arguments["target"]
         if scores not in self._rows or classes not in self._rows or _value(classes).is_floating_point():
             return
-        left = self._left(self._rows[classes].full, mask, given["ignore_index"])
-        made = self._make(node.target, self._rows[scores].full, left, *list(given.values())[2:])
-        if given["reduction"]:
-            self._replace_node(node, made)
+        left = self._left(self._rows[classes].full, mask, arguments["ignore_index"])
+        loss = self._make(node.target, self._rows[scores].full, left, *list(arguments.values())[2:])
+        if arguments["reduction"]:
+            self._replace_node(node, loss)
         else:
-            self._rows[node] = _Rows(made, mask)
+            self._rows[node] = _Rows(loss, mask)
 
     def _loss(self, node: Node, mask: Node) -> None:
-        given = _named(node)
-        reduction = given["reduction"]
-        given = {key: self._rows[x].full if isinstance(x, Node) and x in self._rows else x for key, x in given.items()} | {"reduction": 0}
-        if _value(given["self"]).shape != _value(given["target"]).shape:
+        arguments = _named(node)
+        reduction = arguments["reduction"]
+        arguments = {key: self._rows[x].full if isinstance(x, Node) and x in self._rows else x for key, x in arguments.items()} | {
+            "reduction": 0
+        }
+        if _value(arguments["self"]).shape != _value(arguments["target"]).shape:
             return
-        made = self._make(node.target, *given.values())
+        loss = self._make(node.target, *arguments.values())
         if reduction:
-            self._replace_node(node, self._total(made, mask, reduction == _MEAN))
+            self._replace_node(node, self._total(loss, mask, reduction == _MEAN))
         else:
-            self._rows[node] = _Rows(made, mask)
+            self._rows[node] = _Rows(loss, mask)
 
     def _divide(self, node: Node, name: str) -> None:
         """A quotient by the number of rows."""
@@ -324,9 +326,9 @@ class _Rewriting:
 
 def _named(node: Node) -> dict[str, Any]:
     """Its arguments by name, in order, with those that were left out."""
-    given = dict(node.kwargs)
+    arguments = dict(node.kwargs)
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    return {a.name: node.args[i] if i < len(node.args) else given.get(a.name, a.default_value) for i, a in enumerate(schema)}
+    return {a.name: node.args[i] if i < len(node.args) else arguments.get(a.name, a.default_value) for i, a in enumerate(schema)}
 
 
 def _value(node: Any) -> Any:
@@ -364,16 +366,16 @@ def _storages(node: Node) -> set[int]:
 
 def _written(graph: Graph) -> set[int]:
     """The memory that is written anywhere in a graph; blocks that write count as writing all that they are given."""
-    found: set[int] = set()
+    written: set[int] = set()
     for node in graph.nodes:
         blocks = [x for x in node.all_input_nodes if x.op == "get_attr" and isinstance(_module(graph, x), GraphModule)]
         if blocks and any(_writes(n) for x in blocks for n in _module(graph, x).graph.nodes):
-            found.update(*(_storages(x) for x in node.all_input_nodes))
+            written.update(*(_storages(x) for x in node.all_input_nodes))
         elif _writes(node):
             places = [i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-            given = [node.args[i] for i in places if i < len(node.args)]
-            found.update(*(_storages(x) for x in given if isinstance(x, Node)))
-    return found
+            targets = [node.args[i] for i in places if i < len(node.args)]
+            written.update(*(_storages(x) for x in targets if isinstance(x, Node)))
+    return written
 
 
 def _module(graph: Graph, node: Node) -> Any:

@@ -29,7 +29,7 @@ def _written_back(trace: Trace) -> Iterator[None]:
     model, record = trace.model, trace.record
     held: _Held = {(path, key, kind): x for path, m in model.named_modules() for kind, table in _tables(m) for key, x in table.items()}
     parts = {path: (m, dict(m._modules)) for path, m in model.named_modules()}
-    made: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     try:
         yield
     finally:
@@ -39,9 +39,9 @@ def _written_back(trace: Trace) -> Iterator[None]:
             module._modules.update(modules_before)
             for kind, table in _tables(module):
                 for key in [key for key in table if (path, key, kind) not in held]:
-                    made[f"{path}.{key}".removeprefix(".")] = table.pop(key)
+                    copies[f"{path}.{key}".removeprefix(".")] = table.pop(key)
                     module._non_persistent_buffers_set.discard(key)
-    for name, x in made.items():
+    for name, x in copies.items():
         if isinstance(x, nn.Parameter):
             raise ModelError(MAKES.format(f"its parameter {name}"))
         if x is not None:

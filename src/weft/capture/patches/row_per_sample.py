@@ -22,10 +22,10 @@ _KEEPS = ("same", "rows", "cast", "copy", "reshape", "expand")  # the same numbe
 
 def _gather_rows(graph: Graph) -> Graph:
     """`graph` with a gather for every index that gives each row its own."""
-    found = _Rows(graph)
+    rows = _Rows(graph)
     for op in graph.operators:
-        found.through(op)
-    return replace(graph, operators=tuple(found.operators), tensors=found.tensors) if len(found.operators) > len(graph.operators) else graph
+        rows.through(op)
+    return replace(graph, operators=tuple(rows.operators), tensors=rows.tensors) if len(rows.operators) > len(graph.operators) else graph
 
 
 @dataclass
@@ -52,33 +52,33 @@ class _Rows:
         elif name in ("argmax", "argmin"):
             self.positive.update(op.outputs)
         elif first and (moves in _KEEPS or (name == "add" and op.args[1:2] == (0,))):
-            whole = self.tensors[op.outputs[0]].dtype in ("int64", "int32")
-            self.positive.update(op.outputs if first in self.positive and whole else ())
+            is_integer = self.tensors[op.outputs[0]].dtype in ("int64", "int32")
+            self.positive.update(op.outputs if first in self.positive and is_integer else ())
             before, after = self.tensors[first], self.tensors[op.outputs[0]]
-            alike = before.shape[:1] == after.shape[:1] == (before.size,) == (after.size,)
-            self.numbers.update(op.outputs if first in self.numbers and whole and alike else ())
-        made = self._gathered(op) if name == "index" else []
-        self.operators += made or [op]
+            per_sample = before.shape[:1] == after.shape[:1] == (before.size,) == (after.size,)
+            self.numbers.update(op.outputs if first in self.numbers and is_integer and per_sample else ())
+        operators = self._gathered(op) if name == "index" else []
+        self.operators += operators or [op]
 
     def _gathered(self, op: Operator) -> list[Operator]:
         """The same by a gather; empty where the first index is another."""
         source, indices = op.args[:2]
         if not isinstance(source, Ref) or not isinstance(indices, tuple) or None in indices or len(indices) < 2:
             return []
-        own, *others = [index.value for index in indices if isinstance(index, Ref)]
+        first, *others = [index.value for index in indices if isinstance(index, Ref)]
         shape, (out,) = self.tensors[source.value].shape, op.outputs
         wide = self.tensors[out].shape[: len(self.tensors[out].shape) - len(shape) + len(indices)]  # of all indices together
         along, rest = shape[1 : len(indices)], shape[len(indices) :]
-        if own not in self.numbers or len(self.tensors[own].shape) != len(wide) or wide[:1] != shape[:1] or not prod(shape):
+        if first not in self.numbers or len(self.tensors[first].shape) != len(wide) or wide[:1] != shape[:1] or not prod(shape):
             return []
-        if any(self.tensors[v].dtype != "int64" for v in (own, *others)):
+        if any(self.tensors[v].dtype != "int64" for v in (first, *others)):
             return []
-        made: list[Operator] = []
+        operators: list[Operator] = []
 
         def call(word: str, target: str, args: tuple[Arg, ...], like: tuple[int, ...], dtype: str = "int64", name: str = "") -> Ref:
             value = name or f"{out}_{word}"
             self.tensors[value] = Tensor(like, dtype)
-            made.append(Operator(f"{op.name}_{word}", f"aten.{target}", args, (), (value,), f"{op.site}_{word}", autocast=op.autocast))
+            operators.append(Operator(f"{op.name}_{word}", f"aten.{target}", args, (), (value,), f"{op.site}_{word}", autocast=op.autocast))
             return Ref(value)
 
         place: Ref | None = None
@@ -103,13 +103,13 @@ class _Rows:
             table = call("table", "reshape.default", (source, merged), merged, dtype)
         taken = call("taken", "gather.default", (table, 1, place), (shape[0], rows, *rest), dtype)
         call("rows", "reshape.default", (taken, self.tensors[out].shape), self.tensors[out].shape, dtype, out)
-        return made
+        return operators
 
 
 def _from(op: Operator) -> tuple[float, float]:
     """Where an arange begins, and its steps."""
-    given = [a for a in op.args if isinstance(a, int | float)]
-    return (float(given[0]) if len(given) > 1 else 0.0, float(given[2]) if len(given) > 2 else 1.0)
+    numbers = [a for a in op.args if isinstance(a, int | float)]
+    return (float(numbers[0]) if len(numbers) > 1 else 0.0, float(numbers[2]) if len(numbers) > 2 else 1.0)
 
 
 def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

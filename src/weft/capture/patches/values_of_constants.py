@@ -49,23 +49,23 @@ class _Constants:
 
     def _value(self, tensor: torch.Tensor) -> Any:
         real: dict[int, Any] = {}
-        for called, given, named, made in self._calls:
-            given, named = tree_map(lambda x: real.get(id(x), x), (given, named))
-            found = [x for x in tree_flatten(called(*given, **named))[0] if isinstance(x, torch.Tensor)]
-            real.update(zip(map(id, made), found, strict=True))
+        for called, args, named, results in self._calls:
+            args, named = tree_map(lambda x: real.get(id(x), x), (args, named))
+            tensors = [x for x in tree_flatten(called(*args, **named))[0] if isinstance(x, torch.Tensor)]
+            real.update(zip(map(id, results), tensors, strict=True))
         return real[id(tensor)]
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call, if its result follows from known tensors and numbers alone."""
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        known = [id(x) in self._held for x in given]
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        constant = [id(x) in self._held for x in inputs]
         name = getattr(func, "__name__", "")
-        if all(known) and (given or func in _MAKES) and not any(word in name for word in _DRAWS):
-            made = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
-            if made or name == "__setitem__":
-                self._calls.append((func, args, kwargs, made))
-                self._held.update({id(x): x for x in made})
-        elif any(known) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # a write, or so it may be
+        if all(constant) and (inputs or func in _MAKES) and not any(word in name for word in _DRAWS):
+            results = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+            if results or name == "__setitem__":
+                self._calls.append((func, args, kwargs, results))
+                self._held.update({id(x): x for x in results})
+        elif any(constant) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # a write, or so it may be
             self._calls.clear()
             self._held.clear()
 

@@ -47,23 +47,23 @@ def _of_gpus(mark: str) -> Cluster:
 def _of_processor(mark: str, quick: bool) -> Cluster:
     from weft.world.launch import Launcher
 
-    cores = num_cores()
+    usable = num_cores()
     busy = num_waiting()
     said = "measured"
-    if busy >= cores:
-        said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
-    ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
-    together = MESSAGE_RANKS if quick or cores < 8 else (*MESSAGE_RANKS, 8)
+    if busy >= usable:
+        said += f" {BUSY} (load {busy:.1f} on {usable} cores); measure again when it is idle"
+    ranks = min(max(2, usable), 4) if quick else min(max(4, usable), 8)
+    together = MESSAGE_RANKS if quick or usable < 8 else (*MESSAGE_RANKS, 8)
     with Launcher(preload=(measure_rank.__module__, measure_messages.__module__, measure_waits.__module__)) as launcher:
-        found = launcher.launch(measure_rank, ranks, cores, quick)
-        waits = launcher.launch(measure_waits, min(cores, ranks))[0] if min(cores, ranks) > 1 else 0.0
+        ranks_measured = launcher.launch(measure_rank, ranks, usable, quick)
+        waits = launcher.launch(measure_waits, min(usable, ranks))[0] if min(usable, ranks) > 1 else 0.0
         told = [table for count in together for table in launcher.launch(measure_messages, count, quick)[0]]
-    share = min(share for result in found for *_, share in result["speeds"])
+    share = min(share for result in ranks_measured for *_, share in result["speeds"])
     if BUSY not in said and share < LEAST_SHARE:
         said += f" {BUSY} (ranks got {share:.0%} of their cores); measure again when it is idle"
     speeds = tuple(
         replace(speed, waits=waits if speed.ranks > 1 else 0.0)
-        for speed in _speeds([speed for result in found for speed in result["speeds"]])
+        for speed in _speeds([speed for result in ranks_measured for speed in result["speeds"]])
     )
     tables = tuple(Table(name, n, _rising(dict(points))) for name, n, points in sorted(told, key=lambda table: table[:2]))
     reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
@@ -71,8 +71,8 @@ def _of_processor(mark: str, quick: bool) -> Cluster:
     one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
     return Cluster(
         "here",
-        _device(cpu_model(), "cpu", one, memory_bytes() / cores, found[0]["scratch"], said),
-        (Level("node", cores, Link(reduce.points[0][1] / 2, size / seconds, source="measured between two ranks")),),
+        _device(cpu_model(), "cpu", one, memory_bytes() / usable, ranks_measured[0]["scratch"], said),
+        (Level("node", usable, Link(reduce.points[0][1] / 2, size / seconds, source="measured between two ranks")),),
         speeds=speeds,
         tables=tables,
         fingerprint=mark,
@@ -81,16 +81,16 @@ def _of_processor(mark: str, quick: bool) -> Cluster:
 
 def _speeds(measured: Iterable[tuple[int, int, dict[str, float], float]]) -> tuple[Speed, ...]:
     """One for each setting of (ranks, threads), of what each rank measured in it: ranks wait for the slowest of them."""
-    found: dict[tuple[int, int], dict[str, float]] = {}
+    speeds: dict[tuple[int, int], dict[str, float]] = {}
     for ranks, threads, figures, _ in measured:
-        slowest = found.setdefault((ranks, threads), dict(figures))
+        slowest = speeds.setdefault((ranks, threads), dict(figures))
         slowest.update({key: max(slowest[key], s) for key, s in figures.items()})
-    alone = found[1, 1]
-    for (ranks, _), slowest in found.items():
+    alone = speeds[1, 1]
+    for (ranks, _), slowest in speeds.items():
         if ranks == 1:
             # More threads never make a large operator slower where nothing else runs; if they did, something else ran.
             slowest.update({key: min(s, alone[key]) for key, s in slowest.items()})
-    return tuple(_speed(*key, found[key]) for key in sorted(found))
+    return tuple(_speed(*key, speeds[key]) for key in sorted(speeds))
 
 
 def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, source: str = "measured") -> Device:
@@ -137,9 +137,9 @@ def _rising(seconds: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
     >>> _rising({4096: 1e-5, 65536: 3e-3, 1 << 20: 1e-3})
     ((4096.0, 1e-05), (65536.0, 0.001), (1048576.0, 0.001))
     """
-    found: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     least = math.inf
     for size in sorted(seconds, reverse=True):
         least = min(least, max(seconds[size], 1e-9))
-        found.append((float(size), least))
-    return tuple(found[::-1])
+        points.append((float(size), least))
+    return tuple(points[::-1])

@@ -27,12 +27,12 @@ def measure_rank(world: Any, num_cores: int, quick: bool) -> dict[str, Any]:
     scratch = float(resident_bytes())
     device, threads_before = torch.device("cpu"), torch.get_num_threads()
     settings: list[Setting] = []
-    made: dict[int, tuple[Case, ...]] = {}
+    cases: dict[int, tuple[Case, ...]] = {}
     # The last one first: all ranks then make their tensors, and load what multiplies them, at the same time.
     for ranks, threads in reversed(dict.fromkeys(((1, 1), (1, num_cores), (min(num_cores, size), max(1, num_cores // size))))):
         setting = Setting(ranks, threads)
         if rank < ranks:
-            setting.cases = made[threads] = made.get(threads) or warmed(device, threads)
+            setting.cases = cases[threads] = cases.get(threads) or warmed(device, threads)
             if ranks > 1:
                 group = world.group(tuple(range(ranks)))
                 setting.meet = partial(_meet, group)

@@ -116,17 +116,17 @@ def sample(
     began = time.perf_counter()
     left = [tuple(names) for _ in settings]
     for number in range(1, patience.most + 1):
-        for setting, unknown in zip(settings, left, strict=True):
+        for setting, missing in zip(settings, left, strict=True):
             agree([0.0])
-            if setting.cases and unknown:
+            if setting.cases and missing:
                 torch.set_num_threads(max(1, setting.threads))
-                setting.round(unknown, device)
+                setting.round(missing, device)
         if number < patience.least:
             continue
         spreads = [spread(setting.times[name]) if setting.cases else 0.0 for setting in settings for name in names]
         *spreads, elapsed = agree([*spreads, time.perf_counter() - began])
-        found = iter(spreads)
-        left = [tuple(name for name in names if next(found) > patience.spread) for _ in settings]
+        by_case = iter(spreads)
+        left = [tuple(name for name in names if next(by_case) > patience.spread) for _ in settings]
         if elapsed > patience.seconds or not any(left):
             return
 

@@ -42,10 +42,10 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     room = [torch.zeros(2 * sizes[-1] // 4) for _ in range(2)]  # of 2 pieces of the largest, for all: its pages are there from then on
     ends = {"": world.everyone, ".gloo": over_gloo.everyone}
     programs = {end: Programs(group.runner) for end, group in ends.items()}
-    whole = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
+    by_name = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
     passing = {count: _passing(n, count) for count in (FEW, MANY)}
     for runner in programs.values():  # the programs' own connections: pages of all of them are there from then on
-        for program in whole.values():
+        for program in by_name.values():
             runner.all_reduce(program, room[0][: sizes[-1] // 4])
     times: dict[tuple[str, int], list[float]] = {}
     for warm_s in (WARM_S, *[AGAIN_S] * (PASSES - 1)):
@@ -54,14 +54,14 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
                 # Programs and buckets of gradients go through memory: a piece sent again and again would stay in a core's own cache.
                 count = PIECES if size < sizes[-1] else 2
                 x, y = (half[: count * size // 4].view(count, -1).unbind() for half in room)
-                run = {f"program.{name}": program for name, program in whole.items() if size in sizes[::2]}
+                run = {f"program.{name}": program for name, program in by_name.items() if size in sizes[::2]}
                 run |= {f"passing.{again}": program for again, program in passing.items() if size == sizes[0]}
                 cases = _calls(world, group, x, y)
                 cases |= {name: partial(programs[end].all_reduce, program, x[0]) for name, program in run.items()}
                 parts = {"send": 0.5 / count, "exchange": 1 / count, "add": 1 / count}
-                for name, found in _timed(world, cases, samples, warm_s).items():
-                    times.setdefault((name + end, size), []).extend(parts.get(name, 1.0) * seconds for seconds in found)
-    typical = {key: median(found) for key, found in times.items()}
+                for name, samples_s in _timed(world, cases, samples, warm_s).items():
+                    times.setdefault((name + end, size), []).extend(parts.get(name, 1.0) * seconds for seconds in samples_s)
+    typical = {key: median(samples_s) for key, samples_s in times.items()}
     tables: dict[str, Points] = {}
     for end in ends:
         few_s, many_s = (typical.pop((f"passing.{count}{end}", sizes[0])) for count in passing)
@@ -108,11 +108,11 @@ def _passing(num_ranks: int, times: int) -> Program:
         before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
         row: list[Action] = []
         for i in range(times):
-            own, other = pieces[2 * i + rank % 2], pieces[2 * i + 1 - rank % 2]
-            row += [Send(own, after), Recv(other, before)]
+            mine, other = pieces[2 * i + rank % 2], pieces[2 * i + 1 - rank % 2]
+            row += [Send(mine, after), Recv(other, before)]
         rows.append(tuple(row))
-    given = tuple({piece: {rank: 1} for piece in pieces} for rank in range(num_ranks))
-    return Program("passing", 0, given, tuple(rows), ({},) * num_ranks)
+    initial = tuple({piece: {rank: 1} for piece in pieces} for rank in range(num_ranks))
+    return Program("passing", 0, initial, tuple(rows), ({},) * num_ranks)
 
 
 def _timed(world: Any, calls: Mapping[str, Callable[[], object]], samples: int, warm_s: float) -> dict[str, list[float]]:

@@ -38,9 +38,9 @@ def measure_waits(world: Any) -> float:
         world.everyone.all_reduce(spent, op="max")
         return float(spent)
 
-    found = []
+    waits = []
     for number in range(-1, ROUNDS):  # the first makes pages and connections
         apart, together, sums = taken(True, False), taken(True, True), taken(False, True)
         if number >= 0:
-            found.append((together - sums) / apart - 1)
-    return min(MOST, max(0.0, median(found)))
+            waits.append((together - sums) / apart - 1)
+    return min(MOST, max(0.0, median(waits)))

@@ -58,8 +58,8 @@ class Protocols:
 
     def curve(self, collective: str, ranks: int) -> Table | None:
         """What was measured of a collective, among so many ranks or the number nearest to it."""
-        known = [one for one in self.curves if one.collective == collective]
-        return min(known, key=lambda one: max(one.ranks, ranks) / min(one.ranks, ranks), default=None)
+        curves = [one for one in self.curves if one.collective == collective]
+        return min(curves, key=lambda one: max(one.ranks, ranks) / min(one.ranks, ranks), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,9 @@ class Stack:
         if self.name != TORCH:
             return f"{self.name}: of another framework, not of what weft runs; they were asked for by name"
         reached = format_percent(self.matmul * self.sustained)
-        known = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
+        origin = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
         text = f"{self.name}: what weft runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
-        text += f"large products at {reached} of the peak, {known}"
+        text += f"large products at {reached} of the peak, {origin}"
         if PRECISIONS[precision].products:
             text += "; weights and activations in 16 bits as FSDP has them, of which autocast, as weft runs it, keeps up to a quarter more"
         return text
@@ -173,22 +173,22 @@ def stack_of(device: Device, name: str = "") -> Stack:
     Raises:
         ConfigError: a name that is not known.
     """
-    known, name = section("stack"), name or TORCH
-    if name not in known:
-        raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(known)}")
-    given = {key: value for key, value in known[name].items() if key != "on"}
+    stacks, name = section("stack"), name or TORCH
+    if name not in stacks:
+        raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(stacks)}")
+    table = {key: value for key, value in stacks[name].items() if key != "on"}
     here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
-    mine = known[name].get("on", {}).get(device.name, {})
-    sources = "; ".join(filter(None, (mine.get("source"), given.get("source"))))
-    return parse_stack(name, {**here, **given, **mine, "device": device.name if mine else "", "source": sources})
+    mine = stacks[name].get("on", {}).get(device.name, {})
+    sources = "; ".join(filter(None, (mine.get("source"), table.get("source"))))
+    return parse_stack(name, {**here, **table, **mine, "device": device.name if mine else "", "source": sources})
 
 
 def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
     """A `Stack` from a table; keys that are not there are the defaults. Raises `ConfigError` naming an unknown key."""
-    known = {f.name: f.default for f in fields(Stack) if f.default is not MISSING}
+    defaults = {f.name: f.default for f in fields(Stack) if f.default is not MISSING}
     for key in table:
-        if key not in known:
-            raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(known)}")
+        if key not in defaults:
+            raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(defaults)}")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     return Stack(name, **values)
 
@@ -209,25 +209,25 @@ def protocols(name: str) -> Protocols:
     Raises:
         ConfigError: a name or a key that is not known, or a key that is missing.
     """
-    known = section("protocol")
-    if name not in known:
-        raise ConfigError(f"protocol {name!r} is unknown; use one of {', '.join(known)}")
-    given = {**known.get(known[name].get("like", ""), {}), **known[name]}
-    return parse_protocols(name, {key: value for key, value in given.items() if key != "like"}, _curves().get(name, ()))
+    entries = section("protocol")
+    if name not in entries:
+        raise ConfigError(f"protocol {name!r} is unknown; use one of {', '.join(entries)}")
+    table = {**entries.get(entries[name].get("like", ""), {}), **entries[name]}
+    return parse_protocols(name, {key: value for key, value in table.items() if key != "like"}, _curves().get(name, ()))
 
 
 @cache
 def _curves() -> Mapping[str, tuple[Table, ...]]:
     """Measured curves of collectives inside a node, by protocol; times are stored in microseconds."""
     text = resources.files("weft.cluster").joinpath("curves.toml").read_text()
-    found: dict[str, tuple[Table, ...]] = {}
+    curves: dict[str, tuple[Table, ...]] = {}
     for name, by_collective in tomllib.loads(text)["curve"].items():
-        found[name] = tuple(
+        curves[name] = tuple(
             Table(collective, int(ranks), tuple((float(size), 1e-6 * us) for size, us in points))
             for collective, by_ranks in by_collective.items() if isinstance(by_ranks, dict)
             for ranks, points in by_ranks.items()
         )  # fmt: skip
-    return found
+    return curves
 
 
 def parse_protocols(name: str, table: Mapping[str, Any], curves: tuple[Table, ...] = ()) -> Protocols:

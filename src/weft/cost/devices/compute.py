@@ -71,15 +71,15 @@ class Rates:
         measured = apart.by_kind.get(TRANSFORMER.rate(precision))
         if measured is None:
             return apart
-        whole_s, (sized, begun) = threads / measured, apart._block(TRANSFORMER, TRANSFORMER.sequences * threads)
+        block_s, (sized, begun) = threads / measured, apart._block(TRANSFORMER, TRANSFORMER.sequences * threads)
         if (rate := apart.by_kind.get(FEW.rate(precision))) is None:
-            each = whole_s / (sized + begun)
+            each = block_s / (sized + begun)
             return replace(apart, sized=each, begins=each)
         # Two blocks and two unknowns: one block is nearly all sizes, the other nearly all beginning.
         few_s, (few_sized, few_begun) = 1 / rate, apart._block(FEW, FEW.sequences)
         spread = sized * few_begun - begun * few_sized
-        whole, begins = (whole_s * few_begun - few_s * begun) / spread, (few_s * sized - whole_s * few_sized) / spread
-        return replace(apart, sized=max(LEAST, whole), begins=max(LEAST, begins))
+        by_size, begins = (block_s * few_begun - few_s * begun) / spread, (few_s * sized - block_s * few_sized) / spread
+        return replace(apart, sized=max(LEAST, by_size), begins=max(LEAST, begins))
 
     def _block(self, block: Block, sequences: int) -> tuple[float, float]:
         """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
@@ -118,9 +118,9 @@ class Rates:
         """Times as long a convolution's FLOPs take in groups of few channels, whose own fill little of a vector, into it and out of it."""
         if not channels:
             return 1.0
-        whole = self.by_kind.get(f"convolution.{self.precision}", self.flops)
-        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.table_precision}", part * whole) for n, part in GROUPED_PARTS.items())
-        return max(1.0, whole / max(one, four * (channels / 4) ** 2))
+        full_rate = self.by_kind.get(f"convolution.{self.precision}", self.flops)
+        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.table_precision}", part * full_rate) for n, part in GROUPED_PARTS.items())
+        return max(1.0, full_rate / max(one, four * (channels / 4) ** 2))
 
     def _packed(self, kind: str, size_bytes: float) -> float:
         """To pack a product's weights once, where it was measured what that takes."""

@@ -95,9 +95,9 @@ def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | No
     if groups > 1 and max(into, out) < onednn().block:
         return FULL if into == 1 and out == 1 and max(window) <= 3 else Filling(channels=sqrt(into * out))
     both = _filled(out) * _filled(into)
-    plain = both if into > onednn().first else _filled(out)
-    forward, through = (both, plain) if transposed else (plain, both)
-    passes = [made for value, made in zip(op.inputs[:2], (through, plain), strict=True) if value in grads]
+    of_output = both if into > onednn().first else _filled(out)
+    forward, through = (both, of_output) if transposed else (of_output, both)
+    passes = [filled for value, filled in zip(op.inputs[:2], (through, of_output), strict=True) if value in grads]
     return Filling(forward, sum(passes) / len(passes) if passes else 1.0)
 
 

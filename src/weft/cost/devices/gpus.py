@@ -47,10 +47,10 @@ class Gpus(Devices):
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
     ) -> tuple[Array, Array]:
         """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
-        found = [scaled(kernel, by).seconds(self.cluster.device, self.stack, layout.precision) for kernel, by in kernels]
+        seconds = [scaled(kernel, by).seconds(self.cluster.device, self.stack, layout.precision) for kernel, by in kernels]
         both = []
         for way in ("forward", "backward"):
-            host, busy = (np.array([getattr(pair[i], way) for pair in found])[index] for i in (0, 1))
+            host, busy = (np.array([getattr(pair[i], way) for pair in seconds])[index] for i in (0, 1))
             total = np.empty(len(host))
             for stream in (repeated, ~repeated):
                 total[stream] = together(host[stream], busy[stream])

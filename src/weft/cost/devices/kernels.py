@@ -202,8 +202,8 @@ def scaled(kernel: Kernel, by: Fraction) -> Kernel:
     k, up, down = kernel, by.numerator, by.denominator
 
     def moved(name: str) -> float:
-        whole, fixed = float(getattr(k, name)), float(getattr(k.fixed, name))
-        return max(0.0, whole - fixed) * up / down + fixed
+        scaling, fixed = float(getattr(k, name)), float(getattr(k.fixed, name))
+        return max(0.0, scaling - fixed) * up / down + fixed
 
     return replace(
         k, flops=k.flops * up / down, backward_flops=k.backward_flops * up / down, m=k.m * up / down, scores=k.scores * up / down,

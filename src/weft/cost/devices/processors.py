@@ -40,18 +40,18 @@ class Processors(Devices):
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
     ) -> tuple[Array, Array]:
         rates = Rates.of(self.speed(layout), layout.precision)
-        found = []
+        seconds = []
         for kernel, by in kernels:
             k = scaled(kernel, by)
-            is_own = layout.precision in ("float32", "tf32") and k.torch_kernel.takes(by, rates.speed.threads)
-            filling, columns = (FULL, k.torch_kernel.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
+            by_torch = layout.precision in ("float32", "tf32") and k.torch_kernel.takes(by, rates.speed.threads)
+            filling, columns = (FULL, k.torch_kernel.columns_bytes * float(by)) if by_torch else (k.filling, 0.0)
             work = Work(
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
                 backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
                 channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
             )  # fmt: skip
-            found.append(rates.seconds(work))
-        return np.array([s.forward for s in found])[index], np.array([s.backward for s in found])[index]
+            seconds.append(rates.seconds(work))
+        return np.array([s.forward for s in seconds])[index], np.array([s.backward for s in seconds])[index]
 
     def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
         if layout.num_ranks * layout.microbatches > 1:

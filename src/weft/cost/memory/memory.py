@@ -89,7 +89,7 @@ class Inventory:
     @cached_property
     def kept(self) -> dict[str, Kept]:
         """By operator; parameters only where a copy of them is kept in another dtype."""
-        found = {}
+        by_operator = {}
         for op in self.graph.operators:
             read = cast(op, self.graph.tensors) if self.is_cast else {}
             tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
@@ -113,8 +113,8 @@ class Inventory:
                 )
             more = self.kernels.beside(op, tensors, read, done) if live else Beside()
             stored = tuple(sorted(one for one in mine if one))
-            found[op.name] = Kept(stored, size + more.working, size + more.by_torch, more.alone, more.spread, more.weights)
-        return found
+            by_operator[op.name] = Kept(stored, size + more.working, size + more.by_torch, more.alone, more.spread, more.weights)
+        return by_operator
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
         """What an operator keeps of a value. A copy in another dtype, or in rows, is made for each operator, but of a weight once."""
@@ -216,14 +216,14 @@ def memory_of(
     # What other pipeline ranks have too stays whole (`run/state/parameters`); the optimizer's state is shared with those.
     data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
-    kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
+    activations = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     there = state.there.of(pieces)
-    activation = kept * schedule.in_flight(stage) + there
+    activation = activations * schedule.in_flight(stage) + there
     if noted_bytes and several == 1:
         now = schedule.held(rank)
-        activation = float((now.in_flight[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
-    alike = state.num_unsummed
-    shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
+        activation = float((now.in_flight[:, 0] * activations + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
+    unsummed = state.num_unsummed
+    shared, trained = ((n - unsummed + state.num_elsewhere) / data + unsummed for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
     gradients *= layout.staleness + 1  # each step under way has its own
@@ -243,4 +243,4 @@ def memory_of(
     buffers = beside + 2 * entering + leaving
     margin = scratch_bytes / several + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     alone = Memory(parameters, gradients, optimizer, activation, buffers, margin)
-    return StageMemory(alone, kept, there, beside, entering, leaving, noted_bytes)
+    return StageMemory(alone, activations, there, beside, entering, leaving, noted_bytes)

@@ -112,7 +112,7 @@ class Places:
 
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
-        axes = [axis for axis, (made, need) in forms.items() if need is not made and (is_cut(need) or is_cut(made))]
+        axes = [axis for axis, (source, need) in forms.items() if need is not source and (is_cut(need) or is_cut(source))]
         moved = "".join(f" {axis}={forms[axis][1]}" for axis in axes)
         shared = is_cut(forms.get(DATA, (R, R))[1])
         if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
@@ -130,5 +130,5 @@ class Places:
         """By axis: the form in which an operand is made, and that in which it is read."""
         if self.sharding is None or not self._axes:
             return {}
-        made, need = self.sharding.forms[op.inputs[at]], self.sharding.needs[op.name][at]
-        return {axis: (made.get(axis, R), need.get(axis) or made.get(axis, R)) for axis in self._axes}
+        source, need = self.sharding.forms[op.inputs[at]], self.sharding.needs[op.name][at]
+        return {axis: (source.get(axis, R), need.get(axis) or source.get(axis, R)) for axis in self._axes}

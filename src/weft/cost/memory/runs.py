@@ -118,9 +118,9 @@ class Runs:
                 parameters[run] += sum(sizes)
                 filled[run] += min(sum(sizes), max(_BUCKET, *sizes))  # a bucket is full with the parameter that brings it to its size
         scattered, left, before = [], [], 0.0
-        for whole, bucket in zip(reversed(parameters), reversed(filled), strict=True):
+        for parameter, bucket in zip(reversed(parameters), reversed(filled), strict=True):
             left.append(before)
-            scattered.append(max(before, bucket if whole > bucket else 0.0))
+            scattered.append(max(before, bucket if parameter > bucket else 0.0))
             before = bucket or before
         ends = [_ends(operators[first:last], learns, trained) for first, last in zip(starts, [*starts[1:], len(operators)], strict=True)]
         staying = behind(np.array(parameters) * np.array(ends))
@@ -128,8 +128,8 @@ class Runs:
 
     def most(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
         """By run: the most bytes that there are in the backward of one of its operators."""
-        found: NDArray[np.float64] = np.maximum.reduceat(by_operator, self.starts)
-        return found
+        most: NDArray[np.float64] = np.maximum.reduceat(by_operator, self.starts)
+        return most
 
     def over(self, by_run: NDArray[np.float64], num_operators: int) -> NDArray[np.float64]:
         """By operator, of so many: what there is by run."""
@@ -138,10 +138,10 @@ class Runs:
     def scattering(self, gradient: float, data: int, num_operators: int) -> NDArray[np.float64]:
         """By operator, of so many: bytes of whole gradients of `gradient` bytes an element, and of the pieces that arrive, from stage 2 of
         ZeRO on. The first operator of a run is the last in backward, and completes its bucket."""
-        found = self.over(self.filled + (1 + 1 / data) * self.scattered, num_operators)
+        amounts = self.over(self.filled + (1 + 1 / data) * self.scattered, num_operators)
         first = list(self.starts)
-        found[first] = np.maximum(found[first], (1 + 1 / data) * (self.filled + self.before))
-        return gradient * found
+        amounts[first] = np.maximum(amounts[first], (1 + 1 / data) * (self.filled + self.before))
+        return gradient * amounts
 
     def gathered(self, weight: float) -> NDArray[np.float64]:
         """By run: bytes of weights of `weight` bytes an element that are whole during its backward, in stage 3."""
@@ -151,5 +151,5 @@ class Runs:
 
 def _ends(run: Sequence[Operator], learns: Set[str], trained: Mapping[str, float]) -> bool:
     """Whether no gradient goes through a run to what came before it."""
-    made = {value for op in run for value in op.outputs}
-    return not any(v in learns and v not in made and v not in trained for op in run for v in op.inputs)
+    outputs = {value for op in run for value in op.outputs}
+    return not any(v in learns and v not in outputs and v not in trained for op in run for v in op.inputs)

@@ -20,17 +20,17 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     """Of an operator that has a gradient. `held`: parameters, whose gradients are counted where they are kept. `extra_bytes`: what it
     keeps that is no value of the graph."""
     record, out = record_of(op), tensors[op.outputs[0]]
-    made = sum(tensors[v].size_bytes for v in op.outputs if v in grads)
+    gradient_bytes = sum(tensors[v].size_bytes for v in op.outputs if v in grads)
     learns = [v for v in dict.fromkeys(op.inputs) if v in grads]
     into = [v for v in learns if v not in held]
-    same = record.gradient in ("same", "summed")
-    if same or (record.moves == "cast" and tensors[op.inputs[0]].dtype == out.dtype):
+    in_place = record.gradient in ("same", "summed")
+    if in_place or (record.moves == "cast" and tensors[op.inputs[0]].dtype == out.dtype):
         # Operands that were repeated get a sum of their own.
-        return made + sum(tensors[v].size_bytes for v in into if record.gradient == "summed" and tensors[v].size < out.size)
+        return gradient_bytes + sum(tensors[v].size_bytes for v in into if record.gradient == "summed" and tensors[v].size < out.size)
     if record.gradient == "broadcast":
-        size = made + sum(max(tensors[v].size_bytes, out.size_bytes) for v in learns)
+        size = gradient_bytes + sum(max(tensors[v].size_bytes, out.size_bytes) for v in learns)
         return size + 2.0 * out.size_bytes * (record.linear == "numerator" and len(op.inputs) > 1 and op.inputs[1] in grads)
-    size = made + sum(tensors[v].size_bytes for v in into)
+    size = gradient_bytes + sum(tensors[v].size_bytes for v in into)
     if not op.inputs:
         return size
     x = tensors[op.inputs[0]]

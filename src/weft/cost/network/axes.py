@@ -45,7 +45,7 @@ def _apart(sizes: tuple[int, ...], stride: int, pipeline: int, num_ranks: int, h
     span, unit, below = stride * pipeline, 1, 1
     for size in sizes:
         below, unit = unit, unit * size
-        whole = span % unit == 0 or unit % span == 0 or span == num_ranks
-        if whole and all((here * stride + r) // unit == (there * stride + r) // unit for r in (0, stride - 1)):
+        aligned = span % unit == 0 or unit % span == 0 or span == num_ranks
+        if aligned and all((here * stride + r) // unit == (there * stride + r) // unit for r in (0, stride - 1)):
             break
     return max(stride, below)

@@ -239,11 +239,11 @@ def _double_s(part: float, ranks: int, hop: Hop, at_once: int) -> float:
 
 def double_counts(num_ranks: int) -> tuple[float, float, float]:
     """What stands one after another; from 128 ranks on each doubling adds what the last one did."""
-    known = sorted(DOUBLE_TREE)
-    lower = max([n for n in known if n <= num_ranks][-1:] or [known[0]])
-    at = min(known.index(lower), len(known) - 2)
-    part = log2(num_ranks / known[at])
-    a, b = DOUBLE_TREE[known[at]], DOUBLE_TREE[known[at + 1]]
+    counts = sorted(DOUBLE_TREE)
+    lower = max([n for n in counts if n <= num_ranks][-1:] or [counts[0]])
+    at = min(counts.index(lower), len(counts) - 2)
+    part = log2(num_ranks / counts[at])
+    a, b = DOUBLE_TREE[counts[at]], DOUBLE_TREE[counts[at + 1]]
     x, y, z = (low + part * (high - low) for low, high in zip(a, b, strict=True))
     return x, y, z
 
@@ -377,15 +377,15 @@ def algorithms(cluster: Cluster, group: Group, transport: str = "") -> dict[str,
     True
     """
     hops = ways(cluster, group, transport)
-    found: dict[str, Callable[[float], float]] = {NATIVE: partial(_native, cluster, group, transport)}
+    by_name: dict[str, Callable[[float], float]] = {NATIVE: partial(_native, cluster, group, transport)}
     for name in FORMS:
         if name != "hierarchical":
-            found[name] = _program(name, cluster, hops, transport)
+            by_name[name] = _program(name, cluster, hops, transport)
     if hops.inside > 1 and hops.nodes > 1:
-        found["hierarchical"] = (
+        by_name["hierarchical"] = (
             partial(_through_memory, cluster, group) if cluster.kind.times_programs else partial(all_reduce_s, "hierarchical", ways=hops)
         )
-    return found
+    return by_name
 
 
 def _program(name: str, cluster: Cluster, hops: Ways, transport: str) -> Callable[[float], float]:
@@ -430,8 +430,8 @@ def choose(cluster: Cluster, group: Group, transport: str = "") -> Choices:
     times = algorithms(cluster, group, transport)
 
     def best(size: float) -> str:
-        found = {name: call(size) * (1 - MARGIN if name == NATIVE else 1.0) for name, call in times.items()}
-        return min(found, key=found.__getitem__)
+        seconds = {name: call(size) * (1 - MARGIN if name == NATIVE else 1.0) for name, call in times.items()}
+        return min(seconds, key=seconds.__getitem__)
 
     grid = [LEAST]
     while grid[-1] < MOST:

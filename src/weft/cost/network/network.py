@@ -182,17 +182,17 @@ def _lines_between(name: str, size_bytes: float, n: int, where: Path, rules: Pro
     if name == "all_to_all":
         moved *= where.inside
     up = log2(nodes) if name == "all_reduce" else float(nodes - 1)
-    found = {}
+    lines = {}
     for key, line in (("LL", rules.net_ll), ("LL128", rules.net_ll128), *([("Simple", rules.net_tree)] if name == "all_reduce" else [])):
         # What passes a node's port: both ways along the tree's edges, or less what a root and leaves need not.
         saved = rules.tree_saved if key == "Simple" else 0.0
         carried = 2 * size_bytes * (1 - saved / nodes) if name == "all_reduce" else moved
-        found[f"tree {key}"] = latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth)
+        lines[f"tree {key}"] = latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth)
     ring = rules.net_ring
     part = steps(n) / (2 * (n - 1))
     hops = 2 * part * ((nodes - 1) * latency + (n - nodes) * where.link.latency_s)
-    found["ring"] = latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth)
-    return found
+    lines["ring"] = latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth)
+    return lines
 
 
 def library_lines(cluster: Cluster, size_bytes: float, group: Group) -> dict[str, float]:
@@ -241,12 +241,12 @@ def _measured_s(cluster: Cluster, name: str, size_bytes: float, group: Group) ->
     exact = cluster.table(name, group.size)
     if exact is not None:
         return exact.seconds(size_bytes) * crowd
-    known = [t for t in cluster.tables if t.collective == "all_reduce"]
-    if not known:
+    tables = [t for t in cluster.tables if t.collective == "all_reduce"]
+    if not tables:
         return None
-    near = min(known, key=lambda t: (abs(t.ranks - group.size), t.ranks))
+    near = min(tables, key=lambda t: (abs(t.ranks - group.size), t.ranks))
     factor, steps = FACTORS[name]
-    same, same_steps = FACTORS["all_reduce"]
+    traffic, steps_taken = FACTORS["all_reduce"]
     least = near.points[0][1]
-    moved = near.seconds(size_bytes * factor(group.size) / same(near.ranks))
-    return max(moved, least * steps(group.size) / same_steps(near.ranks)) * crowd
+    moved = near.seconds(size_bytes * factor(group.size) / traffic(near.ranks))
+    return max(moved, least * steps(group.size) / steps_taken(near.ranks)) * crowd

@@ -98,17 +98,17 @@ def layers(graph: Graph, cluster: Cluster, batch_size: int, ranks: int, precisio
     if ranks < 1:
         raise LayoutError(f"{ranks} ranks share no layer; give 1 or more")
     model = _Model(graph, cluster, batch_size, ranks, precision)
-    alike: dict[tuple[object, ...], list[Operator]] = {}
+    by_kind: dict[tuple[object, ...], list[Operator]] = {}
     for op in graph.operators:
         shapes = tuple(graph.tensors[v].shape for v in (*op.inputs, *op.outputs))
-        alike.setdefault((pattern_of(op.site), op.target, shapes, model.keeps_first(op)), []).append(op)
-    found = []
-    for (site, *_), members in alike.items():
+        by_kind.setdefault((pattern_of(op.site), op.target, shapes, model.keeps_first(op)), []).append(op)
+    rows = []
+    for (site, *_), members in by_kind.items():
         ways = tuple(model.ways(members[0]))
         if ways[0].flops or ways[0].parameter_bytes or ways[0].kept_bytes:
             one = members[0]
-            found.append(Layer(str(site), one.name, len(members), one.target.split(".")[1], graph.tensors[one.outputs[0]].shape, ways))
-    return tuple(found)
+            rows.append(Layer(str(site), one.name, len(members), one.target.split(".")[1], graph.tensors[one.outputs[0]].shape, ways))
+    return tuple(rows)
 
 
 @dataclass
@@ -143,11 +143,11 @@ class _Model:
     def keepers(self) -> Mapping[tuple[str, str], str]:
         """[storage, copy] -> the first operator that keeps it."""
         inventory = self.inventory
-        found: dict[tuple[str, str], str] = {}
+        readers: dict[tuple[str, str], str] = {}
         for op in inventory.graph.operators:
             for value, copy, _ in inventory.kept[op.name].storages:
-                found.setdefault((inventory.root.get(value, value), copy), op.name)
-        return found
+                readers.setdefault((inventory.root.get(value, value), copy), op.name)
+        return readers
 
     def keeps_first(self, op: Operator) -> tuple[bool, ...]:
         """Of each storage that an operator keeps, whether none before it does."""
@@ -183,8 +183,8 @@ class _Model:
             return SAMPLES
         rows = [(v, row) for v, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)) if row]
         places = [self.positions.get((v, row.index(label)), frozenset()) for v, row in rows if label in row]
-        if (found := next((kind for kind in POSITIONS if any(kind in place for place in places)), None)) is not None:
-            return found
+        if (positions := next((kind for kind in POSITIONS if any(kind in place for place in places)), None)) is not None:
+            return positions
         if rule.kernels.get(label) == "vocabulary":
             return "vocabulary"
         weights = {v.value for v in self.graph.parameters}
@@ -208,17 +208,19 @@ class _Alone:
 
     @classmethod
     def of(cls, model: _Model, op: Operator) -> _Alone:
-        whole, tensors = model.graph, {v: model.graph.tensors[v] for v in (*op.inputs, *op.outputs)}
-        held = {kind: tuple(v for v in getattr(whole, kind) if v.value in op.inputs) for kind in ("parameters", "buffers", "constants")}
-        known = {v.value for group in held.values() for v in group}
+        full_graph, tensors = model.graph, {v: model.graph.tensors[v] for v in (*op.inputs, *op.outputs)}
+        held = {
+            kind: tuple(v for v in getattr(full_graph, kind) if v.value in op.inputs) for kind in ("parameters", "buffers", "constants")
+        }
+        present = {v.value for group in held.values() for v in group}
         inputs: list[Variable] = []
         before: list[Operator] = []
         tensors["unit"], scalar = Tensor((), "float32"), Variable("unit", "unit", Tensor((), "float32"), trainable=True)
         for value in dict.fromkeys(op.inputs):
-            if value in known:
+            if value in present:
                 continue
             entering = value
-            if value in whole.place:
+            if value in full_graph.place:
                 entering = f"{value}_given"
                 tensors[entering] = tensors[value]
                 other = Ref("unit") if value in model.learned else 1.0
@@ -226,13 +228,13 @@ class _Alone:
             inputs.append(Variable(entering, entering, tensors[value], batched=value in model.batched))
         behind = []
         for value in op.outputs:
-            if whole.last_reader.get(value) is not None or value in (whole.loss, *whole.outputs):
+            if full_graph.last_reader.get(value) is not None or value in (full_graph.loss, *full_graph.outputs):
                 tensors[f"{value}_read"] = tensors[value]
                 behind.append(Operator(f"{value}_reader", _ADD, (Ref(value), Ref("unit")), (), (f"{value}_read",), f"{value}/reader"))
         read = tuple(f"{value}_read" for value in op.outputs if f"{value}_read" in tensors)
         graph = Graph(
             (*held["parameters"], scalar), held["buffers"], tuple(inputs), held["constants"], (*before, op, *behind), tensors,
-            read[0] if read else op.outputs[0], whole.batch_size, read[1:],
+            read[0] if read else op.outputs[0], full_graph.batch_size, read[1:],
         )  # fmt: skip
         return cls(model, op, graph)
 
@@ -258,12 +260,12 @@ class _Alone:
         forward, backward = beside.sent()
         done = pricer.inventory.works[op.name]
         samples = pricer.samples(layout) / pricer.graph.batch_size if op.outputs[0] in model.batched else 1.0
-        divided = prod(n for axis, n in beside.sizes.items() if not axis_of(axis).cuts_samples)
+        ranks = prod(n for axis, n in beside.sizes.items() if not axis_of(axis).cuts_samples)
         return Way(
             kind,
             label,
             str(layout),
-            (done.flops + done.backward_flops) * samples / divided,
+            (done.flops + done.backward_flops) * samples / ranks,
             beside.kept(at, model.keepers, model.inventory.root),
             widths.weight * size,
             forward,
@@ -346,8 +348,8 @@ class _Priced:
 
     def kept(self, at: int, keepers: Mapping[tuple[str, str], str], root: Mapping[str, str]) -> float:
         """Bytes that the layer keeps and none before it does."""
-        known = ((s, s.root.split()[0]) for s in self.parts.stored[at])
-        mine = [s for s, value in known if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
+        storages = ((s, s.root.split()[0]) for s in self.parts.stored[at])
+        mine = [s for s, value in storages if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
         alone = replace(self.parts, stored=(*self.parts.stored[:at], tuple(mine), *self.parts.stored[at + 1 :]))
         half = self.pricer.devices.is_half(self.layout.precision)
         return keeps(alone, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
@@ -385,10 +387,10 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, rep
         forms[value] = {axis: form}
     for reader in graph.operators:
         for at, value in enumerate(reader.inputs):
-            if reader is not op and value in op.outputs and (made := forms[value][axis]) is not R:
-                want = R if made is P or not replicated else made
+            if reader is not op and value in op.outputs and (produced := forms[value][axis]) is not R:
+                want = R if produced is P or not replicated else produced
                 needs[reader.name] = (*needs[reader.name][:at], {axis: want}, *needs[reader.name][at + 1 :])
-                if want is not made:
-                    moves.append(Move(value, reader.name, axis, made, want, *move_collectives(made, want)))
+                if want is not produced:
+                    moves.append(Move(value, reader.name, axis, produced, want, *move_collectives(produced, want)))
     ops = {o.name: {axis: choice.label if o is op else ""} for o in graph.operators}
     return Sharding({axis: n}, ops, forms, needs, gradients, tuple(moves), ())

@@ -93,8 +93,8 @@ class OperatorPricer:
 
     def _asked(self, layout: Layout) -> Cutting:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
-        own = -(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))
-        each = weighed(own if layout.replica_ranks > 1 else 1)
+        samples = -(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))
+        each = weighed(samples if layout.replica_ranks > 1 else 1)
         return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", layout.attention, each
 
     def place(self, layout: Layout, sharding: Sharding) -> None:
@@ -107,10 +107,10 @@ class OperatorPricer:
         asked = self._asked(layout)
         if asked not in self._canonical:
             sizes, *_, each = asked
-            found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
-            like = (key for key, known in self._shardings.items() if key[:-1] == asked[:-1] and known == found)
+            sharding = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
+            like = (key for key, other in self._shardings.items() if key[:-1] == asked[:-1] and other == sharding)
             self._canonical[asked] = key = next(like, asked)
-            self._shardings.setdefault(key, found)
+            self._shardings.setdefault(key, sharding)
         return self._canonical[asked]
 
     def sharding(self, layout: Layout) -> Sharding | None:
@@ -163,11 +163,11 @@ class OperatorPricer:
     def _collectives(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.parts(layout)
         talk = self.devices.talk(layout)
-        found = []
+        by_operator = []
         for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
             seconds = self.collective(one.name, size_bytes, self.moving(layout, one.axis)) if size_bytes else 0.0
-            found.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
-        unique = np.array([*found, 0.0])
+            by_operator.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
+        unique = np.array([*by_operator, 0.0])
         # What goes round does so while all blocks but the last are computed.
         rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
         behind = [(1 - 1 / self.moving(layout, one.axis).size) * talk.rounds_hide for one in parts.collectives]
@@ -187,15 +187,15 @@ class OperatorPricer:
 
     def moved_bytes(self, layout: Layout) -> list[float]:
         """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 of what is not moved."""
-        scale, found = self.microbatch(layout), []
+        scale, amounts = self.microbatch(layout), []
         for one in self.parts(layout).collectives:
             size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
             if axis_of(one.axis).cuts_experts:
                 size *= layout.expert  # the tokens of all of its ranks
             # Over samples only statistics are always float32.
             moves = self.moving(layout, one.axis).size > 1 and not (one.wide and one.axis in layout.local_statistics)
-            found.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
-        return found
+            amounts.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
+        return amounts
 
     def _width(self, layout: Layout, narrow: bool, wide: bool = False) -> float:
         """Width of what moves against float32."""

@@ -92,11 +92,11 @@ class Parts:
     @cached_property
     def extra(self) -> dict[int, Amount]:
         """What operators keep that is no value of the graph, of those that do."""
-        found = {}
+        amounts = {}
         for i in np.flatnonzero(self.extra_bytes).tolist():
             size = float(self.extra_bytes[i])
-            found[i] = Amount(shared=size) if self.shared[i] else Amount(batched=size) if self.batched[i] else Amount(fixed=size)
-        return found
+            amounts[i] = Amount(shared=size) if self.shared[i] else Amount(batched=size) if self.batched[i] else Amount(fixed=size)
+        return amounts
 
     @cached_property
     def extra_half(self) -> dict[int, Amount]:
@@ -194,9 +194,9 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
     stored, reads, makes, extra, working, owned, weights, shared = [], [], [], [], [], [], [], []
-    made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
+    makers = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs if op.outputs[0] in inventory.grads}
-    joins = {value for value in last if value in inventory.grads and value in made}
+    joins = {value for value in last if value in inventory.grads and value in makers}
     places = Places(inventory, sharding)
     blocks = tuple(block(op.site) for op in graph.operators)
     for i, op in enumerate(graph.operators):
@@ -215,7 +215,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         places.add(op, arriving)
         stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op)))
         makes.append(tuple(places.storages[v] for v in op.outputs))
-        reads.append(tuple((made[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in made))
+        reads.append(tuple((makers[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in makers))
         extra.append(extra_bytes(op, graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide))
         is_cut = any(cut(sharding, op.name, axis) for axis in axes)
         beside = mine.spread_bytes if is_cut else mine.alone_bytes
@@ -241,7 +241,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         np.array(working),
         np.array(owned),
         np.array(weights),
-        _waiting(graph, inventory.grads, made, [places.storage_of(v).amount for v in made]),
+        _waiting(graph, inventory.grads, makers, [places.storage_of(v).amount for v in makers]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         blocks,
@@ -334,12 +334,12 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     products = done.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
-    filling, own = inventory.kernels.convolution(op, tensors, sharding) if done.kind == "convolution" else (FULL, NEVER)
+    filling, torch_kernel = inventory.kernels.convolution(op, tensors, sharding) if done.kind == "convolution" else (FULL, NEVER)
     kind = "linear" if is_product(op, tensors, sharding) else done.kind
     more = merged(inventory, sharding, op) if done.kind == "attention" else (0.0, 0.0)
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
-        m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, own,
+        m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, torch_kernel,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors, in_units(sharding, op)), visible, head,
         _fixed(inventory, op, divide),
     )  # fmt: skip
@@ -354,14 +354,14 @@ def _of(size: float, ways: float) -> float:
 def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:
     """Of what an operator moves that of operands which are the same for every sample, of scalars, and of their gradients."""
     done, tensors = inventory.works[op.name], inventory.graph.tensors
-    same = [v for v in dict.fromkeys((*op.inputs, *op.outputs)) if v not in inventory.batched or not tensors[v].shape]
-    if op.outputs[0] not in inventory.batched or op.function is not None or not same:
+    fixed = [v for v in dict.fromkeys((*op.inputs, *op.outputs)) if v not in inventory.batched or not tensors[v].shape]
+    if op.outputs[0] not in inventory.batched or op.function is not None or not fixed:
         return NOTHING
-    read = 0.0 if done.kind == "gather" else float(sum(tensors[v].size_bytes for v in same))
-    back = float(sum(tensors[v].size_bytes * ((v in inventory.grads) + (v in done.keeps)) for v in same))
+    read = 0.0 if done.kind == "gather" else float(sum(tensors[v].size_bytes for v in fixed))
+    back = float(sum(tensors[v].size_bytes * ((v in inventory.grads) + (v in done.keeps)) for v in fixed))
     casts = inventory.cast_of(op)
-    cast, learned = (float(sum(size for v, size in casts.items() if v in some)) for some in (set(same), set(same) & inventory.grads))
-    return Moved(*(min(whole, part) / divide for whole, part in (
+    cast, learned = (float(sum(size for v, size in casts.items() if v in some)) for some in (set(fixed), set(fixed) & inventory.grads))
+    return Moved(*(min(full, part) / divide for full, part in (
         (done.bytes, read), (done.backward_bytes, back), (done.cast_bytes, cast), (done.backward_cast_bytes, learned),
     )))  # fmt: skip
 
@@ -374,7 +374,7 @@ def _inside(
     assert sharding is not None
     record, out = record_of(op), op.outputs[0]
     lies = sharding.forms[out].get(axis, R)
-    whole = is_full(lies)
+    is_replicated = is_full(lies)
     tensors = inventory.graph.tensors
     for value in rounds(inventory, sharding, op).get(axis, ()):  # both ways, and its gradient, which is float32
         size = tensors[value].size_bytes / pieces(sharding, value, axis)
@@ -384,7 +384,7 @@ def _inside(
         steps, state = gathered_steps(op, tensors)
         forward += [(i, moved("all_gather", out, axis, state, by_row=True))] * steps
         backward += [(i, moved("reduce_scatter", out, axis, state, by_row=True))] * (steps if out in inventory.grads else 0)
-    elif record.fuses_softmax and whole:
+    elif record.fuses_softmax and is_replicated:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
     elif record.over_samples and not (is_shard(lies) and lies.dim == 1) and len(op.args) > 5 and op.args[5] is True:
@@ -392,11 +392,11 @@ def _inside(
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))
         backward.append((i, statistics))
-    elif record.extreme and whole:
+    elif record.extreme and is_replicated:
         largest = moved("all_reduce", out, axis)
         forward.append((i, largest))
         backward.append((i, largest))
-    elif inventory.works[op.name].kind in ("linear", "convolution") and whole:
+    elif inventory.works[op.name].kind in ("linear", "convolution") and is_replicated:
         forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
 
 
@@ -423,11 +423,11 @@ def keeps(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen
 
     `half`: where every float tensor is 16-bit, as on GPUs; under autocast the inventory itself says what is.
     """
-    seen, found, extras = Seen() if seen is None else seen, [], parts.extra_half if half else parts.extra
+    seen, amounts, extras = Seen() if seen is None else seen, [], parts.extra_half if half else parts.extra
     for i in operators:
-        kept = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else NO_BYTES
-        found.append(kept + extras[i] if i in extras else kept)
-    return found
+        saved = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else NO_BYTES
+        amounts.append(saved + extras[i] if i in extras else saved)
+    return amounts
 
 
 def kept_bytes(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> Amount:
@@ -490,11 +490,11 @@ def held_parameters(
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
     """Where stages of equally many numbered blocks begin; () for one stage, and where blocks do not divide so or hand on unequally."""
-    found: dict[str, Cut] = {}
+    sites: dict[str, Cut] = {}
     for one in cuts:
         if name := block(one.site):
-            found.setdefault(name, one)
-    if num_stages == 1 or len(found) % num_stages or len({one.size_bytes for one in found.values()}) > 1:
+            sites.setdefault(name, one)
+    if num_stages == 1 or len(sites) % num_stages or len({one.size_bytes for one in sites.values()}) > 1:
         return ()
-    starts = [one.site for one in found.values()]
+    starts = [one.site for one in sites.values()]
     return tuple(starts[len(starts) * i // num_stages] for i in range(1, num_stages))

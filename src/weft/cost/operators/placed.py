@@ -47,19 +47,19 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
     default prices.
     """
     speed = cluster.speed(layout.num_ranks, layout.threads)
-    found = {DATA: Prices(samples=samples)}
+    prices = {DATA: Prices(samples=samples)}
     for axis, size in layout.axes:
         if size == 1 or not axis_of(axis).cuts or axis_of(axis).cuts_samples:
             continue
         if axis_of(axis).cuts_sequences:
-            found[axis] = found[DATA]
+            prices[axis] = prices[DATA]
             continue
         group = group_of(layout, axis)
         little, much = (collective_s(cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
         rate = 2 * (size - 1) / size * 2.0**24 / max(much - little, 1e-9)
         flops = dict(speed.flops).get(layout.precision, min(rate for _, rate in speed.flops))
-        found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, samples)
-    return found
+        prices[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, samples)
+    return prices
 
 
 def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Mapping[str, Shards] | None = None) -> Sharding:
@@ -68,15 +68,15 @@ def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Ma
     running = Prices(samples=each * sizes[DATA])  # as a run has them, which places operators at default prices
     if not cuts_samples and not layout.grid:
         # A run is given the weights' cuts alone. Those that other prices find are run in another way than they were found for.
-        found = propagate(graph, sizes, shards, prices=running, sequence=sequence, attention=layout.attention)
+        sharding = propagate(graph, sizes, shards, prices=running, sequence=sequence, attention=layout.attention)
         said = layout.tensor == 1 or TENSOR in (shards or {})
-        return found if said else propagate(graph, sizes, found.shards, prices=running, sequence=sequence, attention=layout.attention)
+        return sharding if said else propagate(graph, sizes, sharding.shards, prices=running, sequence=sequence, attention=layout.attention)
     prices = prices_of(cluster, layout, each * sizes[DATA])
-    found = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples, attention=layout.attention)
+    sharding = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples, attention=layout.attention)
     matrices = sum(len(v.tensor.shape) > 1 for v in graph.parameters)
-    few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
+    few = any(2 * len(sharding.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
     if few and not cuts_samples:
         # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
-        found = propagate(graph, sizes, shards, prices=running, sequence=sequence, attention=layout.attention)
+        sharding = propagate(graph, sizes, shards, prices=running, sequence=sequence, attention=layout.attention)
     # What runs is propagated from the weights' cuts, which are all that a plan says.
-    return propagate(graph, sizes, found.shards, prices=running, sequence=sequence, samples=cuts_samples, attention=layout.attention)
+    return propagate(graph, sizes, sharding.shards, prices=running, sequence=sequence, samples=cuts_samples, attention=layout.attention)

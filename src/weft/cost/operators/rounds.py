@@ -23,8 +23,8 @@ def rounds(inventory: Inventory, sharding: Sharding | None, op: Operator) -> dic
     """By axis whose ranks pass them round, an operator's keys and values."""
     if sharding is None or inventory.works[op.name].kind != "attention":
         return {}
-    found = {axis: passed_round(sharding, op, inventory.graph.rules[op.name], axis) for axis in tensor_axes(sharding)}
-    return {axis: values for axis, values in found.items() if values}
+    by_axis = {axis: passed_round(sharding, op, inventory.graph.rules[op.name], axis) for axis in tensor_axes(sharding)}
+    return {axis: values for axis, values in by_axis.items() if values}
 
 
 def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tuple[float, float]:
@@ -42,9 +42,9 @@ def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tup
 def on_the_way(inventory: Inventory, sharding: Sharding | None, op: Operator) -> float:
     """Bytes of a block of keys and values that is here and of one on its way, and in float32 of gradients: of this rank's own block and of
     the one that is here; of more than two ranks also of what comes from those before and of what goes on."""
-    tensors, found = inventory.graph.tensors, 0.0
+    tensors, amount = inventory.graph.tensors, 0.0
     for axis, values in rounds(inventory, sharding, op).items():
         assert sharding is not None
         wide = (WIDE if inventory.kernels.is_half else 1.0) * (2 if sharding.sizes[axis] == 2 else 4)
-        found += sum((2 + wide) * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
-    return found
+        amount += sum((2 + wide) * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
+    return amount

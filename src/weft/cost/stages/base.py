@@ -105,18 +105,18 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].products else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
-    works, runs, whole = _moments(pricer, layout, section)
+    works, runs, costs = _moments(pricer, layout, section)
     each_keeps = wide * section.activations.at(scale, layout.data)
-    kept, gone = float(each_keeps.sum()), behind(each_keeps)
+    activations, gone = float(each_keeps.sum()), behind(each_keeps)
     state = StageState(
         held.number - elsewhere,
         held.trainable - elsewhere,
         incoming,
         elsewhere,
-        kept + scores,
+        activations + scores,
         scores,
-        Moments(*(float((works - gone + one).max()) for one in whole)),
-        moved_bytes=kept + scores,
+        Moments(*(float((works - gone + one).max()) for one in costs)),
+        moved_bytes=activations + scores,
         num_unsummed=held.unsummed if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
     )
@@ -131,8 +131,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
             back = runs.over(at_once + (at_once > 0) * (layers_moved - 1) * at_once.max(), len(back))
         # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
         moments = np.maximum(works + there + back, forward) + runs.over(each * mine.present, len(back)) - behind(stays)
-        at = [int((moments + one).argmax()) for one in whole]
-        beside = [float(min(works[i], moments[i]) + one[i]) for one, i in zip(whole, at, strict=True)]
+        at = [int((moments + one).argmax()) for one in costs]
+        beside = [float(min(works[i], moments[i]) + one[i]) for one, i in zip(costs, at, strict=True)]
         return replace(
             state, kept_bytes=float(stays.sum()) + each * (mine.num_layers - float(mine.away.sum())), scores_bytes=0.0,
             beside=Moments(*beside), there=Moments(*(float(max(0.0, moments[i] - works[i])) for i in at)),
@@ -148,16 +148,16 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         each = scores / len(groups.names)
         moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, layers_moved == 1)
         back, forward = (wide * one.at(scale, layout.data) for one in (moved.back, moved.forward))
-        found = []
+        rows = []
         for name in groups.names:
             at = groups.where[name]
             saved, working = groups.adds[name].at(scale, layout.data) * wide + each, float(works[at].max())
             come = saved if layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
-            found.append(Load(
+            rows.append(Load(
                 name, float(times[0][at].sum()), saved, groups.enters[name].at(scale, layout.data) * wide, float(times[2][at].sum()),
                 working, come,
             ))  # fmt: skip
-        return tuple(found)
+        return tuple(rows)
 
     @cache
     def ends() -> Ends:
@@ -204,10 +204,10 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads)
     samples, alone, thin = (which[ops] for which in parts.torch_kernels)
-    each, whole = pricer.samples(layout), pricer.graph.batch_size
-    exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole
-    is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)
-    tensors = follows * np.where(is_own, parts.torch_bytes[ops], parts.working_bytes[ops])
+    each, batch_size = pricer.samples(layout), pricer.graph.batch_size
+    exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, batch_size)) / batch_size
+    by_torch = (layout.precision == "float64") | takes(exact, alone, thin, threads)
+    tensors = follows * np.where(by_torch, parts.torch_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.weight_ranks, len(works))
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

@@ -26,11 +26,11 @@ Numbers = NDArray[np.intp]
 
 def parameter_kinds(parameters: Mapping[str, Variable], sharding: Sharding | None, experts: frozenset[str]) -> dict[str, int]:
     """A number for every parameter, the same for those that take as much and whose gradients are summed alike."""
-    found: dict[Hashable, int] = {}
+    kinds: dict[Hashable, int] = {}
     gradients = {} if sharding is None else sharding.gradients
     return {
-        value: found.setdefault(
-            (v.tensor.size, pieces(sharding, value), v.trainable, tuple(gradients.get(value, ())), value in experts), len(found)
+        value: kinds.setdefault(
+            (v.tensor.size, pieces(sharding, value), v.trainable, tuple(gradients.get(value, ())), value in experts), len(kinds)
         )
         for value, v in parameters.items()
     }
@@ -43,7 +43,7 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
     """
     forward, backward = _at(*parts.forward), _at(*parts.backward)
     waiting = list(zip(parts.waiting.shared.tolist(), parts.waiting.batched.tolist(), parts.waiting.fixed.tolist(), strict=True))
-    found: dict[Hashable, int] = {}
+    kinds: dict[Hashable, int] = {}
     met_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
     made_at: list[int] = []
@@ -56,33 +56,33 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
     for i, op in enumerate(inventory.graph.operators):
         made_at.append(place)
         entered = tuple([(place - made_at[maker], met(item)) for maker, item in parts.reads[i]])
-        kept, makes = tuple([met(item) for item in parts.stored[i]]), tuple([met(item) for item in parts.makes[i]])
+        saved, makes = tuple([met(item) for item in parts.stored[i]]), tuple([met(item) for item in parts.makes[i]])
         read = []
         for value in op.inputs:
             if value in of_parameters:
                 read.append((_back(read_at, value, place), of_parameters[value]))
         place += op.name not in free
         key = (
-            parts.index[i], forward.get(i), backward.get(i), entered, kept, makes, tuple(read), parts.extra_bytes[i],
+            parts.index[i], forward.get(i), backward.get(i), entered, saved, makes, tuple(read), parts.extra_bytes[i],
             parts.working_bytes[i], parts.torch_bytes[i], *waiting[i], parts.weight_bytes[i], parts.shared[i], parts.attention[i],
             bool(parts.blocks[i]), weighted[i], op.name in free,
         )  # fmt: skip
-        numbers.append(found.setdefault(key, len(found)))
+        numbers.append(kinds.setdefault(key, len(kinds)))
     return np.array(numbers, dtype=np.intp)
 
 
 def _back(last: dict[str, int], thing: str, place: int) -> int:
     """How far back a thing was met, -1 where it never was; now it is met here."""
-    found = place - last[thing] if thing in last else -1
+    distance = place - last[thing] if thing in last else -1
     last[thing] = place
-    return found
+    return distance
 
 
 def _at(where: Numbers, what: Numbers) -> dict[int, tuple[int, ...]]:
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for i, which in zip(where.tolist(), what.tolist(), strict=True):
-        found.setdefault(i, []).append(which)
-    return {i: tuple(some) for i, some in found.items()}
+        places.setdefault(i, []).append(which)
+    return {i: tuple(some) for i, some in places.items()}
 
 
 def firsts(
@@ -103,11 +103,11 @@ def firsts(
     def crossing(ends: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[tuple[int, bool], ...], ...]:
         return tuple(tuple((tensors[v].size_bytes, v in batched) for v in values) for _, values in ends)
 
-    found: dict[Hashable, int] = {}
+    seen: dict[Hashable, int] = {}
     first = []
     for i, (stage, mine) in enumerate(zip(stages, numbers, strict=True)):
         blocks = np.unique(parts.block_numbers[mine], return_inverse=True)[1]
         held = tuple([(of_parameters[v], readers[v] > 1) for v in stage.variables if v in of_parameters])
         key = (kinds[mine].tobytes(), blocks.tobytes(), held, crossing(stage.receives), crossing(stage.sends))
-        first.append(found.setdefault(key, i))
+        first.append(seen.setdefault(key, i))
     return tuple(first)

@@ -70,8 +70,8 @@ class _Queue:
         ready = self.bucket_bytes / total_bytes
         full = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
         last = self.tail_s or self.each_s
-        late = window_s * (full - 1) + self.each_s + self.tail_s
-        return max(min(last, total_s), min(late, total_s), total_s - window_s * (1 - ready))
+        overdue_s = window_s * (full - 1) + self.each_s + self.tail_s
+        return max(min(last, total_s), min(overdue_s, total_s), total_s - window_s * (1 - ready))
 
 
 def summing_s(
@@ -122,9 +122,9 @@ def summing_s(
     if layout.staleness:
         after, pulled = max(0.0, after + pulled - overlap * step_s), 0.0
     elif overlap and after:
-        window, whole = overlap * window_s, sum(queue.size_bytes for queue in queues)
+        window, total_bytes = overlap * window_s, sum(queue.size_bytes for queue in queues)
         # Without buckets there is the sum of tied weights alone.
-        shown = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
+        shown = max((queue.left_s(after, window, total_bytes) for queue in queues), default=max(0.0, after - window))
         after = shown + contention * (after - shown)
     # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
     after += packing + pulled + (0.0 if devices.ties_hide else tied)

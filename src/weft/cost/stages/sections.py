@@ -73,10 +73,10 @@ class Groups:
     @cached_property
     def where(self) -> dict[str, NDArray[np.intp]]:
         """By block: its operators' places among those of the stage."""
-        found: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for place, name in enumerate(self._blocks):
-            found.setdefault(name, []).append(place)
-        return {name: np.array(found[name], dtype=np.intp) for name in self.names}
+            places.setdefault(name, []).append(place)
+        return {name: np.array(places[name], dtype=np.intp) for name in self.names}
 
     @cached_property
     def adds(self) -> dict[str, Amount]:
@@ -85,21 +85,21 @@ class Groups:
         What one hands to the next is counted there: it is on the device unless that one moves.
         """
         seen = Seen()
-        found = dict.fromkeys(self.names, Amount())
+        amounts = dict.fromkeys(self.names, Amount())
         for name, mine in reversed(self.runs):
-            if name in found:
-                found[name] += kept_bytes(self.parts, mine, self.half, seen)
-        return found
+            if name in amounts:
+                amounts[name] += kept_bytes(self.parts, mine, self.half, seen)
+        return amounts
 
     @cached_property
     def enters(self) -> dict[str, Amount]:
         """By block: what comes into it that comes into none before it."""
         seen = Seen()
-        found = dict.fromkeys(self.names, Amount())
+        amounts = dict.fromkeys(self.names, Amount())
         for name, mine in self.runs:
-            if name in found:
-                found[name] += self.entering(mine, seen)
-        return found
+            if name in amounts:
+                amounts[name] += self.entering(mine, seen)
+        return amounts
 
     def entering(self, run: Sequence[int], seen: Seen) -> Amount:
         """What the operators of a run read that others made, and nobody has counted."""
@@ -125,7 +125,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     repeated = frozenset(which.repeated(stage, groups.names))
     selective = which.recompute.kind == "selective"
     cut = _cut(groups, which, stage, last_stays, repeated)
-    kept, seen = _kept_amounts(groups, cut, repeated, selective)
+    activations, seen = _kept_amounts(groups, cut, repeated, selective)
     there: list[Amount] = []
     back: list[Amount] = []
     forward: list[Amount] = []
@@ -139,15 +139,15 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         come, none = Amount(), [Amount()] * len(mine)
         again = asked = passing = none
         if part.name in repeated:
-            own = set(seen)
+            items = set(seen)
             if goes:
                 total += groups.entering(mine, host)
-                come = groups.entering(mine, own)
+                come = groups.entering(mine, items)
                 if piecewise:
                     asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
             elif piecewise:
                 passing = _running(parts, mine, half, seen)
-            again = list(accumulate(keeps(parts, mine, half, own)))  # those behind an operator have given back what they made
+            again = list(accumulate(keeps(parts, mine, half, items)))  # those behind an operator have given back what they made
         elif goes:
             total += kept_bytes(parts, mine, half, host)
             come = kept_bytes(parts, mine, half, set(seen))
@@ -165,8 +165,8 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         present += accumulate(gone)
     num_moved = len({part.name for part in cut if part.goes and part.name in groups.names})
     return Staying(
-        Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), np.array(present),
-        total, num_moved, len(groups.names),
+        Amounts.of(activations), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away),
+        np.array(present), total, num_moved, len(groups.names),
     )  # fmt: skip
 
 
@@ -178,99 +178,99 @@ def _cut(groups: Groups, which: Residency, stage: int, last_stays: bool, repeate
         moved = [name in gone for name, _ in runs]
     else:
         moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
-    found = []
+    parts = []
     for first, behind in joined([name in repeated for name, _ in runs], which.segment):
         blocks = tuple(name for name, _ in runs[first:behind])
-        found.append(_Part(blocks[0], blocks, [i for _, mine in runs[first:behind] for i in mine], moved[first]))
-    return found
+        parts.append(_Part(blocks[0], blocks, [i for _, mine in runs[first:behind] for i in mine], moved[first]))
+    return parts
 
 
 def _kept_amounts(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
     """By operator: what it keeps and none before it, of what neither moves nor is made again; and those storages."""
-    kept: list[Amount] = []
+    activations: list[Amount] = []
     seen = Seen()
     for part in cut:
         mine = part.operators
         if part.goes:
-            kept += [Amount()] * len(mine)
+            activations += [Amount()] * len(mine)
         elif part.name in repeated:
-            kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+            activations += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
         elif selective:
-            kept += _around_core(groups, mine, seen)
+            activations += _around_core(groups, mine, seen)
         else:
-            kept += keeps(groups.parts, mine, groups.half, seen)
-    return kept, seen
+            activations += keeps(groups.parts, mine, groups.half, seen)
+    return activations, seen
 
 
 def _core_operators(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
     """By number: the operators of each core of attention in a run."""
-    found: dict[int, list[int]] = {}
+    by_core: dict[int, list[int]] = {}
     for i in run:
         if parts.attention_core[i] >= 0:
-            found.setdefault(parts.attention_core[i], []).append(i)
-    return found
+            by_core.setdefault(parts.attention_core[i], []).append(i)
+    return by_core
 
 
 def _around_core(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what it keeps and none before it, where cores of attention keep what enters them alone."""
-    parts, half, found = groups.parts, groups.half, []
+    parts, half, amounts = groups.parts, groups.half, []
     firsts = {mine[0]: mine for mine in _core_operators(parts, run).values()}
     for i in run:
         inside = parts.attention_core[i] >= 0
         entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
-        found.append(entering if inside else kept_bytes(parts, [i], half, seen))
-    return found
+        amounts.append(entering if inside else kept_bytes(parts, [i], half, seen))
+    return amounts
 
 
 def _core_recomputed(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what its core has made again while its backward is at it."""
-    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    parts, amounts = groups.parts, dict.fromkeys(run, Amount())
     for mine in _core_operators(parts, run).values():
-        found.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
-    return [found[i] for i in run]
+        amounts.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
+    return [amounts[i] for i in run]
 
 
 def _core_rerun(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what is there when its core has run again up to it."""
-    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    parts, amounts = groups.parts, dict.fromkeys(run, Amount())
     for mine in _core_operators(parts, run).values():
-        found.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
-    return [found[i] for i in run]
+        amounts.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
+    return [amounts[i] for i in run]
 
 
 def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> list[Amount]:
     """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
     nothing, what enters it), and what it reads and makes."""
     parts, half, counted = groups.parts, groups.half, set(seen)
-    kept, found = Amount() if saves else groups.entering(run, counted), []
+    entering, amounts = Amount() if saves else groups.entering(run, counted), []
     for i in run:
         if saves:
-            kept += kept_bytes(parts, [i], half, counted)
+            entering += kept_bytes(parts, [i], half, counted)
         values = (*(item for _, item in parts.reads[i]), *parts.makes[i])
-        found.append(kept + storages_bytes(values, half, set(counted)))
-    return found
+        amounts.append(entering + storages_bytes(values, half, set(counted)))
+    return amounts
 
 
 def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
     """By operator of a run: what is there when it has run again, beside what `seen` has: what those up to it keep, and what they made that
     operators behind them will read."""
-    found = list(accumulate(keeps(parts, run, half, set(seen))))
+    amounts = list(accumulate(keeps(parts, run, half, set(seen))))
     first: dict[tuple[str, str], int] = {}
     last: dict[tuple[str, str], int] = {}
-    kept: dict[tuple[str, str], int] = {}
+    sizes: dict[tuple[str, str], int] = {}
     items: dict[tuple[str, str], Stored] = {}
     for at, i in enumerate(run):
         for item in parts.stored[i]:
-            kept.setdefault((item.root, item.copy), at)
+            sizes.setdefault((item.root, item.copy), at)
         for item in (*(item for _, item in parts.reads[i]), *parts.makes[i]):
             key = item.root, item.copy
             first.setdefault(key, at)
             last[key], items[key] = at, item
     for key, item in items.items():
         size = storages_bytes([item], half, set(seen & {key}))
-        for at in range(first[key], min(last[key] + 1, kept.get(key, len(run)))) if size != Amount() else ():
-            found[at] += size
-    return found
+        for at in range(first[key], min(last[key] + 1, sizes.get(key, len(run)))) if size != Amount() else ():
+            amounts[at] += size
+    return amounts
 
 
 def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
@@ -284,13 +284,13 @@ def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list
             key = item.root, item.copy
             first.setdefault(key, at)
             last[key], items[key] = at, item
-    found = [kept_bytes(parts, [i], half, set(items)) for i in run]  # what is no value of the graph
+    amounts = [kept_bytes(parts, [i], half, set(items)) for i in run]  # what is no value of the graph
     counted = set(seen)
     for key, item in items.items():
         size = storages_bytes([item], half, counted)
         for at in range(first[key], last[key] + 1) if size != Amount() else ():
-            found[at] += size
-    return found
+            amounts[at] += size
+    return amounts
 
 
 def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
@@ -325,8 +325,8 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, r
         mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
     numbers = operators.tolist()
-    kept = Amounts.of(keeps(parts, numbers, half))
-    return Section(operators, held, kept, Amount(*scores), runs, *grouped(parts, numbers, half))
+    activations = Amounts.of(keeps(parts, numbers, half))
+    return Section(operators, held, activations, Amount(*scores), runs, *grouped(parts, numbers, half))
 
 
 def grouped(parts: Parts, operators: Sequence[int], half: bool) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:

@@ -49,9 +49,9 @@ def together(held: Sequence[StageMemory], schedule: Schedule, rank: int) -> Memo
     if len(held) == 1:
         return held[0].alone
     total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
-    kept, beside = by_moment(held, schedule.held(rank))
-    most = int((kept + beside).argmax())
-    activations, buffers = float(kept[most]), float(beside[most])
+    held_bytes, beside = by_moment(held, schedule.held(rank))
+    most = int((held_bytes + beside).argmax())
+    activations, buffers = float(held_bytes[most]), float(beside[most])
     less = total.activations + total.buffers - activations - buffers
     return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)
 
@@ -62,6 +62,6 @@ def by_moment(held: Sequence[StageMemory], now: Held) -> tuple[NDArray[np.float6
     def of(part: str) -> NDArray[np.float64]:
         return np.array([getattr(one, part) for one in held])
 
-    kept = now.in_flight @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
+    held_bytes = now.in_flight @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
     beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
-    return kept, beside
+    return held_bytes, beside

@@ -42,8 +42,8 @@ class Block:
     def fuses(self) -> bool:
         """Whether torch has one kernel for it."""
         hides = self.mask is None or (self.mask.dtype is torch.bool and self.mask.dim() in (2, 4))
-        plain = self.dropping is None and hides and self.q.dim() == 4 and self.q.shape[-1] == self.v.shape[-1]
-        return plain and self.q.shape[0] == self.k.shape[0] and private.fuses_attention(self.q, self.mask is not None)
+        ordinary = self.dropping is None and hides and self.q.dim() == 4 and self.q.shape[-1] == self.v.shape[-1]
+        return ordinary and self.q.shape[0] == self.k.shape[0] and private.fuses_attention(self.q, self.mask is not None)
 
     @property
     def factor(self) -> float:
@@ -120,10 +120,10 @@ def differentiate(block: Block, seen: Seen, of_q: Tensor, of_k: Tensor, of_v: Te
     if block.fuses:
         total = seen.total.masked_fill(seen.total == 0, 1.0).log_().add_(seen.top)
         with products(block.q, block.k):
-            found = private.attention_backward(
+            gradients = private.attention_backward(
                 seen.grad, (block.q, block.k, block.v), seen.out, total, _added(block), block.causal, block.factor
             )
-        for into, more in zip((of_q, of_k, of_v), found, strict=True):
+        for into, more in zip((of_q, of_k, of_v), gradients, strict=True):
             into.add_(more)
         return
     wide, factor = _wide(block.q), block.factor

@@ -35,9 +35,9 @@ def named(operator: str) -> str:
     ('rand_like', 'over bernoulli', 'over bernoulli', 'bernoulli', 'over normal')
     """
     name, _, overload = operator.partition(".")
-    plain = name.removesuffix("_").removesuffix("_functional")
-    over = plain in ("bernoulli", "normal") and (plain != name or overload == "p" or (plain == "bernoulli" and overload == "Tensor"))
-    return f"over {plain}" if over else plain
+    base = name.removesuffix("_").removesuffix("_functional")
+    over = base in ("bernoulli", "normal") and (base != name or overload == "p" or (base == "bernoulli" and overload == "Tensor"))
+    return f"over {base}" if over else base
 
 
 def drawn(
@@ -56,33 +56,33 @@ def drawn(
 
     match name:
         case "rand" | "rand_like":
-            found = uniform(dtype)
+            values = uniform(dtype)
         case "randn" | "randn_like":
-            found = normal(key, box, device)
+            values = normal(key, box, device)
         case "uniform":
             low, high = given(1, "from", 0.0), given(2, "to", 1.0)
-            found = low + (high - low) * uniform(dtype)
+            values = low + (high - low) * uniform(dtype)
         case "over normal":  # of a tensor that is overwritten
-            found = normal(key, box, device) * given(2, "std", 1.0) + given(1, "mean", 0.0)
+            values = normal(key, box, device) * given(2, "std", 1.0) + given(1, "mean", 0.0)
         case "normal":  # of two tensors, of which one may be a number
-            found = normal(key, box, device) * given(1, "std", 1.0) + given(0, "mean", 0.0)
+            values = normal(key, box, device) * given(1, "std", 1.0) + given(0, "mean", 0.0)
         case "over bernoulli":
-            found = uniform() < given(1, "p", 0.5)
+            values = uniform() < given(1, "p", 0.5)
         case "bernoulli":
-            found = uniform() < args[0]
+            values = uniform() < args[0]
         case "exponential":
-            found = -torch.log1p(-uniform()) / given(1, "lambd", 1.0)
+            values = -torch.log1p(-uniform()) / given(1, "lambd", 1.0)
         case "randint" | "randint_like":
             numbers = [x for x in args if isinstance(x, int) and not isinstance(x, bool)]
             low, high = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
-            found = low + torch.floor((high - low) * uniform())
+            values = low + torch.floor((high - low) * uniform())
         case "randperm":
-            found = uniform().argsort()
+            values = uniform().argsort()
         case "multinomial":
-            found = _chosen(args[0], args[1], bool(given(2, "replacement", False)), uniform())
+            values = _chosen(args[0], args[1], bool(given(2, "replacement", False)), uniform())
         case _:
             raise AssertionError(name)
-    return found.to(dtype)
+    return values.to(dtype)
 
 
 def _chosen(weights: Tensor, count: int, repeats: bool, uniform: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
     if name == "feature_dropout":
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
         return x * dropped(torch.ones(shape, dtype=x.dtype, device=x.device), key, box, p)
-    kept = even(key, box, x.device) < 1.0 - p
+    mask = even(key, box, x.device) < 1.0 - p
     if name == "native_dropout":
-        return dropped(x, key, box, p), kept
+        return dropped(x, key, box, p), mask
     if p == 1.0:  # as torch: nothing is left, and there is no scale that would keep its variance
         return x * 0.0
     scale = ((_SELU**2 * p + 1) * (1 - p)) ** -0.5
-    return scale * torch.where(kept, x, -_SELU) + scale * _SELU * p
+    return scale * torch.where(mask, x, -_SELU) + scale * _SELU * p
 
 
 class Dropping(NamedTuple):
@@ -141,8 +141,8 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
     scores = scores.softmax(-1)  # let go of what it is made of
-    made: Tensor = _Weighed.apply(scores, v, dropping)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Weighed.apply(scores, v, dropping)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Weighed(torch.autograd.Function):

@@ -34,8 +34,8 @@ class _Exchanged(torch.autograd.Function):
 def _exchange(rows: Tensor, sort: Tensor, sent: list[int], arrived: list[int], group: Group, there: bool) -> Tensor:
     behind = rows.shape[1:]
     if there:
-        found = group.exchange(torch.split(rows.contiguous(), sent), [(n, *behind) for n in arrived])
-        return torch.cat(found)[sort]
+        parts = group.exchange(torch.split(rows.contiguous(), sent), [(n, *behind) for n in arrived])
+        return torch.cat(parts)[sort]
     came = torch.empty_like(rows, memory_format=torch.contiguous_format)
     came[sort] = rows
     return torch.cat(group.exchange(torch.split(came, arrived), [(n, *behind) for n in sent]))
@@ -60,8 +60,8 @@ def from_ranks(group: Group, rows_MD: Tensor, way: Tensor, weight_NT: Tensor, ex
     order, sort, counts = torch.split(way, [weight_NT.numel(), len(rows_MD), 2 * group.size])
     sent, arrived = counts.view(2, -1).tolist()
     rows = _Exchanged.apply(rows_MD, sort, sent, arrived, group, False)  # type: ignore[no-untyped-call]
-    made: Tensor = torch.ops.weft.from_experts(rows, order, weight_NT, experts)
-    return made
+    rows_out: Tensor = torch.ops.weft.from_experts(rows, order, weight_NT, experts)
+    return rows_out
 
 
 def product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int, shares: int) -> Tensor:
@@ -72,5 +72,5 @@ def product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, tran
         rows, weight = rows.to(dtype), weight.to(dtype)
     if bias is not None:
         bias = (bias / shares if shares > 1 else bias).to(rows.dtype)
-    made: Tensor = torch.ops.weft.of_experts(rows, ids, weight, bias, transposed, first)
-    return made
+    out: Tensor = torch.ops.weft.of_experts(rows, ids, weight, bias, transposed, first)
+    return out

@@ -20,25 +20,25 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], keeps: bool, largest: bool, groups: tuple[Group, ...]) -> Tensor:
         of = torch.amax if largest else torch.amin
-        found = of(x, dims, keepdim=True)
+        values = of(x, dims, keepdim=True)
         for group in groups:
-            found = of(group.all_gather(found.unsqueeze(0), 0), 0)
-        ctx.save_for_backward(x, found)
+            values = of(group.all_gather(values.unsqueeze(0), 0), 0)
+        ctx.save_for_backward(x, values)
         ctx.dims, ctx.groups = dims, groups
-        return found if keeps else found.squeeze(dims)
+        return values if keeps else values.squeeze(dims)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, found = ctx.saved_tensors
-        equal = x == found
+        x, values = ctx.saved_tensors
+        equal = x == values
         count = equal.sum(ctx.dims, keepdim=True).to(grad.dtype)
         for group in ctx.groups:
             group.all_reduce(count)
-        return equal * (grad.reshape(found.shape) / count), None, None, None, None
+        return equal * (grad.reshape(values.shape) / count), None, None, None, None
 
 
 def extreme(groups: tuple[Group, ...], largest: bool, x: Tensor, dims: list[int] | None = None, keeps: bool = False) -> Tensor:
     """`amax` (or `amin`) of `x` over `dims` (default: all of them), some of which are cut over `groups`."""
     over = [d % x.dim() for d in dims] if dims else list(range(x.dim()))
-    made: Tensor = _Extreme.apply(x, over, keeps, largest, groups)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Extreme.apply(x, over, keeps, largest, groups)  # type: ignore[no-untyped-call]
+    return out

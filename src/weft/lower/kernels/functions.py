@@ -31,8 +31,8 @@ def function(captured: Function, device: torch.device, scale: float = 1.0) -> Ca
     def called(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = call.given(tensors)
         out = cls.apply(*args, **kwargs)
-        made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
-        return tuple(y * scale for y in made) if scale != 1.0 else tuple(made)
+        outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+        return tuple(y * scale for y in outputs) if scale != 1.0 else tuple(outputs)
 
     called.__name__ = called.__qualname__ = "function"
     called.__module__ = __name__
@@ -51,5 +51,5 @@ def _wide(cls: Any) -> Any:
 
         return staticmethod(wide)
 
-    own = {name: getattr(cls, name) for name in ("forward", "backward", "vjp", "setup_context")}
-    return type(cls.__name__, (cls,), {name: under(name, code) for name, code in own.items() if code is not getattr(BASE, name)})
+    methods = {name: getattr(cls, name) for name in ("forward", "backward", "vjp", "setup_context")}
+    return type(cls.__name__, (cls,), {name: under(name, code) for name, code in methods.items() if code is not getattr(BASE, name)})

@@ -59,8 +59,8 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
     assert at is not None
     fill, dims, pads = windows.fill, {part.dim for part in parts}, _pads(parts, x)
     if at == 1:  # padding by itself: that of the other dimensions, beside what is missing here
-        given, rank = list(args[0]), x.dim()
-        mine = [0 if rank - 1 - i // 2 in dims else p for i, p in enumerate(given)]
+        options, rank = list(args[0]), x.dim()
+        mine = [0 if rank - 1 - i // 2 in dims else p for i, p in enumerate(options)]
         number = args[windows.fill_at - 1] if windows.fill_at is not None and len(args) >= windows.fill_at else None
         return F.pad(x, [a + b for a, b in zip((*mine, *[0] * (2 * rank - len(mine))), pads, strict=True)], value=number or 0.0)
     spatial = x.dim() - 2

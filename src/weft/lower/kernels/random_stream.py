@@ -60,9 +60,9 @@ def words(key: Key, box: Box, device: torch.device) -> Tensor:
     library = native() if device.type == "cpu" else None
     if library is None:
         return _words(key, box, device).view(shape)
-    made = torch.empty(shape, dtype=torch.int64)
-    _draw(library, key, _numbers(box, tuple(range(len(shape)))), 0, None, made, 0, 0.0)
-    return made
+    out = torch.empty(shape, dtype=torch.int64)
+    _draw(library, key, _numbers(box, tuple(range(len(shape)))), 0, None, out, 0, 0.0)
+    return out
 
 
 def even(key: Key, box: Box, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -84,8 +84,8 @@ def bound_of(chance: float) -> int:
 
 def dropped(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
     """x / (1 - p) where `even` is less than 1 - p, 0 elsewhere. Its gradient draws again, so that no mask is kept."""
-    made: Tensor = _Dropped.apply(x, key, box, p)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Dropped.apply(x, key, box, p)  # type: ignore[no-untyped-call]
+    return out
 
 
 def dropped_(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
@@ -112,14 +112,14 @@ def _drop(x: Tensor, key: Key, box: Box, p: float, inside: bool = False) -> Tens
         mask = (_shifted(words(key, box, x.device), 11) < bound).to(x.dtype).mul_(scale)
         return x.mul_(mask) if inside else x * mask
     order: Sequence[int] = range(x.dim())
-    made = x if inside else torch.empty_like(x)
+    out = x if inside else torch.empty_like(x)
     if not x.is_contiguous():
         order = sorted(order, key=x.stride, reverse=True)  # as it lies in memory
-        if not x.permute(order).is_contiguous() or made.stride() != x.stride():
+        if not x.permute(order).is_contiguous() or out.stride() != x.stride():
             x, order = x.contiguous(), range(x.dim())
-            made = torch.empty_like(x)
-    _draw(library, key, _numbers(box, tuple(order)), kind, x, made, bound, scale)
-    return made
+            out = torch.empty_like(x)
+    _draw(library, key, _numbers(box, tuple(order)), kind, x, out, bound, scale)
+    return out
 
 
 class _Numbers(ctypes.Structure):
@@ -146,10 +146,10 @@ def scale_of(p: float, dtype: torch.dtype) -> float:
 @cache
 def _numbers(box: Box, order: tuple[int, ...]) -> Any:
     """Counts and distances of all dimensions in the order of memory, those that follow one another put together."""
-    found = joined(step for dim in order for step in box.dims[dim])
+    jumps = joined(step for dim in order for step in box.dims[dim])
     array = c_int64 * MOST
-    made = _Numbers(box.base % (1 << 64), len(found), array(*(n for n, _ in found)), array(*(step for _, step in found)))
-    return ctypes.pointer(made)
+    numbers = _Numbers(box.base % (1 << 64), len(jumps), array(*(n for n, _ in jumps)), array(*(step for _, step in jumps)))
+    return ctypes.pointer(numbers)
 
 
 @cache
@@ -187,7 +187,7 @@ def _signed(word: int) -> int:
 
 
 def _mixed(z: int) -> int:
-    whole = (1 << 64) - 1
-    z = ((z & whole) ^ ((z & whole) >> 30)) * _FIRST & whole
-    z = (z ^ z >> 27) * _SECOND & whole
+    mask = (1 << 64) - 1
+    z = ((z & mask) ^ ((z & mask) >> 30)) * _FIRST & mask
+    z = (z ^ z >> 27) * _SECOND & mask
     return z ^ z >> 31

@@ -40,29 +40,29 @@ class Draw:
         """The key of a draw in this step."""
         if self._keyed != (self.seed, self.step):
             self._keyed, self._keys = (self.seed, self.step), {}
-        found = self._keys.get(number)
-        if found is None:
-            found = self._keys[number] = key_of(self.seed, self.step, number)
-        return found
+        key = self._keys.get(number)
+        if key is None:
+            key = self._keys[number] = key_of(self.seed, self.step, number)
+        return key
 
     def box(self, place: Place) -> Box:
         """The numbers of a piece's elements in this microbatch."""
         samples = self.samples[self.microbatch] if self.microbatch < len(self.samples) else None
-        found = self._boxes.get((place, samples))
-        if found is None:
-            found = self._boxes[place, samples] = place.box(samples)
-        return found
+        box = self._boxes.get((place, samples))
+        if box is None:
+            box = self._boxes[place, samples] = place.box(samples)
+        return box
 
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
         """A generator in the state that belongs to this operator, microbatch, step and piece."""
-        made = self._generators.get(device)
-        if made is None:
-            made = self._generators[device] = torch.Generator(device)
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device)
         key = 0
         for number in (self.seed, self.step, self.microbatch, operator, part):
             key = (key * 6364136223846793005 + number + 1442695040888963407) % (1 << 63)
             key ^= key >> 29
-        return made.manual_seed(key)
+        return generator.manual_seed(key)
 
 
 @dataclass(frozen=True, slots=True)

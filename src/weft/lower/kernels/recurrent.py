@@ -68,12 +68,12 @@ def layers(group: Group, form: Shard, kind: str, gathers: bool, *args: Any) -> t
     for number in range(num_layers * directions):
         if number % directions == 0:
             read, outs, mine = x, [], []
-        own = [*weights[number * each : (number + 1) * each], None, None][:4]
+        weights_here = [*weights[number * each : (number + 1) * each], None, None][:4]
         reverse = number % directions == 1
         goes_on = gathers or number < (num_layers - 1) * directions
         begin = tuple(s[number] for s in states)
-        whole_steps, steps, end = _over_steps((group, form), STEPS[kind], read, begin, own, time, reverse, goes_on)
-        outs.append(whole_steps)
+        all_steps, steps, end = _over_steps((group, form), STEPS[kind], read, begin, weights_here, time, reverse, goes_on)
+        outs.append(all_steps)
         mine.append(steps)
         last.append(end)
         if len(outs) == directions and goes_on:
@@ -89,7 +89,7 @@ def _over_steps(
     group, form = ranks
     w_input, w_hidden, b_input, b_hidden = weights
     gates, lies = F.linear(x, w_input, b_input), Shard(1, form.lengths)
-    everything, own = [], []
+    everything, local = [], []
     hidden = redistribute(states[0], lies, D, group)
     for t in range(x.shape[time]):
         at = x.shape[time] - 1 - t if reverse else t
@@ -97,9 +97,9 @@ def _over_steps(
         if goes_on or t + 1 < x.shape[time]:
             hidden = redistribute(states[0], lies, D, group)
         everything.append(hidden)
-        own.append(states[0])
+        local.append(states[0])
     turn = -1 if reverse else 1
-    mine = torch.stack(own[::turn], dim=time)
+    mine = torch.stack(local[::turn], dim=time)
     return torch.stack(everything[::turn], dim=time) if goes_on else mine, mine, states
 
 
@@ -109,6 +109,6 @@ def cell(kind: str, first: int, length: int, *args: Any) -> Tensor | tuple[Tenso
     b_input, b_hidden = (*biases, None, None)[:2]
     several = isinstance(states, list | tuple)
     hidden, *others = states if several else [states]
-    own = (hidden.narrow(1, first, length), *others)
-    found = STEPS[kind](F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden), own)
-    return found if several else found[0]
+    state = (hidden.narrow(1, first, length), *others)
+    stepped = STEPS[kind](F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden), state)
+    return stepped if several else stepped[0]

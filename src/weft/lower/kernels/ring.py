@@ -68,9 +68,9 @@ class Ring:
     @cached_property
     def blocks(self) -> tuple[tuple[tuple[Part, ...], ...], ...]:
         """The same in as few parts as can be, where nothing is asked of them by position: no mask, nothing that is dropped."""
-        whole = tuple((Part(0, self.length(owner), 0, self.length(owner), 0, causal=True),) for owner in range(len(self.keys)))
+        unmasked = tuple((Part(0, self.length(owner), 0, self.length(owner), 0, causal=True),) for owner in range(len(self.keys)))
         return tuple(
-            tuple(whole[owner] if self.causal and mine == self.keys[owner] else _joined(parts) for owner, parts in enumerate(row))
+            tuple(unmasked[owner] if self.causal and mine == self.keys[owner] else _joined(parts) for owner, parts in enumerate(row))
             for mine, row in zip(self.queries, self.parts, strict=True)
         )
 
@@ -105,18 +105,18 @@ def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     >>> _joined((Part(0, 2, 0, 3, 8), Part(2, 2, 0, 3, 8)))
     (Part(row=0, rows=4, column=0, columns=3, key=8, causal=False, first=None),)
     """
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is None or any(one.causal or one.first is not None for one in (last, part)):
-            found.append(part)
+            merged.append(part)
         elif (last.column, last.columns, last.row + last.rows) == (part.column, part.columns, part.row):
-            found[-1] = last._replace(rows=last.rows + part.rows)
+            merged[-1] = last._replace(rows=last.rows + part.rows)
         elif (last.row, last.rows, last.column + last.columns) == (part.row, part.rows, part.column):
-            found[-1] = last._replace(columns=last.columns + part.columns)
+            merged[-1] = last._replace(columns=last.columns + part.columns)
         else:
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)
 
 
 def reaches(needed: Sequence[Sequence[bool]]) -> tuple[int, ...]:
@@ -146,8 +146,8 @@ def planned(ring: Ring, mask: Tensor | None) -> Trip:
         return Trip(mine, (0,))
     lets = [[bool(_lets(_of_mask(part, mask)).any()) for part in parts] for parts in mine]
     needed = torch.tensor([[any(row) for row in lets]], dtype=torch.uint8, device=ring.group.device)
-    kept = tuple(tuple(part for part, let in zip(parts, row, strict=True) if let) for parts, row in zip(mine, lets, strict=True))
-    return Trip(kept, reaches(ring.group.all_gather(needed).tolist()))
+    blocks = tuple(tuple(part for part, let in zip(parts, row, strict=True) if let) for parts, row in zip(mine, lets, strict=True))
+    return Trip(blocks, reaches(ring.group.all_gather(needed).tolist()))
 
 
 def _lets(mask: Tensor) -> Tensor:
@@ -279,8 +279,8 @@ def ring_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
         narrow = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
             return ring_attention(ring, q.to(narrow), k.to(narrow), v.to(narrow), mask)
-    made: Tensor = _Ring.apply(q, k, v, mask, ring)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Ring.apply(q, k, v, mask, ring)  # type: ignore[no-untyped-call]
+    return out
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class _Ring(torch.autograd.Function):
         ring, trip, dropping = ctx.rest
         reads, seen = _Reads(ring, q, mask, dropping), Seen(out, grad, top, total)
         coming, homing = _Round(ring, trip, k, v), _Gradients(ring, trip, k, v)
-        of_q, own = torch.zeros_like(q, dtype=homing.wide), homing.empty(ring.index)
+        of_q, of_kv = torch.zeros_like(q, dtype=homing.wide), homing.empty(ring.index)
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for step in range(ring.size):
             owner, last = coming.owner, step == ring.size - 1
@@ -343,16 +343,16 @@ class _Ring(torch.autograd.Function):
             if not last:
                 coming.send()
             if coming.there:
-                mine = homing.empty(owner) if step else own
+                mine = homing.empty(owner) if step else of_kv
                 of_k, of_v = _unpacked(mine, (k, v), ring.length(owner))
                 for part in trip.parts[owner]:
-                    found = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
-                    into = of_q.narrow(-2, part.row, part.rows), found[0], found[1]
+                    piece = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
+                    into = of_q.narrow(-2, part.row, part.rows), piece[0], piece[1]
                     of_part = None if of_mask is None else _of_mask(part, of_mask)
                     differentiate(reads.block(part, coming.here), seen.narrow(part.row, part.rows), *into, of_part)
                 if step:
                     homing.pass_on(step, owner, mine)
             if not last:
                 coming.receive()
-        of_k, of_v = homing.home(own)
+        of_k, of_v = homing.home(of_kv)
         return of_q.to(q.dtype), of_k, of_v, of_mask, None

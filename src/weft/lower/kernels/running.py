@@ -28,6 +28,6 @@ class _Before(torch.autograd.Function):
 
 def running_sum(group: Group, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """`cumsum` of `x` along `dim`, which is cut over `group`."""
-    own = torch.cumsum(x, dim, dtype=dtype)
-    before: Tensor = _Before.apply(x.sum(dim, keepdim=True, dtype=own.dtype), group)  # type: ignore[no-untyped-call]
-    return own + before
+    sums = torch.cumsum(x, dim, dtype=dtype)
+    before: Tensor = _Before.apply(x.sum(dim, keepdim=True, dtype=sums.dtype), group)  # type: ignore[no-untyped-call]
+    return sums + before

@@ -104,12 +104,12 @@ class Place:
             LayoutError: pieces that begin in the midst of what lies together.
         """
         fold = self.fold if samples is not None else None
-        whole = list(self.shape)
+        shape = list(self.shape)
         if fold is not None and samples is not None:
-            whole[fold.dim] = fold.outer * samples.total * fold.inner
+            shape[fold.dim] = fold.outer * samples.total * fold.inner
         base, dims = 0, []
         for dim, count in enumerate(self.shape):
-            apart = prod(whole[dim + 1 :])
+            apart = prod(shape[dim + 1 :])
             if fold is not None and samples is not None and dim == fold.dim:
                 each = fold.inner * apart
                 base += samples.start * each
@@ -130,15 +130,15 @@ class Place:
 
 def joined(steps: Iterable[tuple[int, int]]) -> Steps:
     """The same elements in as few steps as can be."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for count, apart in steps:
         if count == 1:
             continue
-        if found and found[-1][1] == count * apart:
-            found[-1] = (found[-1][0] * count, apart)
+        if merged and merged[-1][1] == count * apart:
+            merged[-1] = (merged[-1][0] * count, apart)
         else:
-            found.append((count, apart))
-    return tuple(found) or ((1, 1),)
+            merged.append((count, apart))
+    return tuple(merged) or ((1, 1),)
 
 
 def _runs(steps: Steps, run: int, place: Place) -> tuple[Steps, Steps]:

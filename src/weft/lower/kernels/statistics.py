@@ -75,8 +75,8 @@ class _Normalised(torch.autograd.Function):
         parts: Parts,
     ) -> Tensor:
         shape, count = _like(x), round(x.numel() // x.shape[1] / prod(shares[group.index] for group, shares in parts))
-        out, own, own_inverse = torch.native_batch_norm(_wide(x), None, None, None, None, True, 0.0, _LEAST)
-        mean, var = together(own, own_inverse.square().reciprocal_().sub_(_LEAST), parts)
+        out, rank_mean, rank_inverse = torch.native_batch_norm(_wide(x), None, None, None, None, True, 0.0, _LEAST)
+        mean, var = together(rank_mean, rank_inverse.square().reciprocal_().sub_(_LEAST), parts)
         if running is not None:
             running[0].lerp_(mean.to(running[0].dtype), momentum)
             running[1].lerp_((var * (count / max(count - 1, 1))).to(running[1].dtype), momentum)
@@ -84,26 +84,26 @@ class _Normalised(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, inverse)
         ctx.count, ctx.parts, ctx.has_bias = count, parts, bias is not None
         scale = inverse if weight is None else inverse * weight
-        moved = (own - mean) * scale
-        return out.mul_((scale / own_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape)).to(x.dtype)
+        moved = (rank_mean - mean) * scale
+        return out.mul_((scale / rank_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
-        kept, weight, mean, inverse = ctx.saved_tensors
-        shape, x, grad = _like(kept), _wide(kept), _wide(grad.contiguous())
+        normal, weight, mean, inverse = ctx.saved_tensors
+        shape, x, grad = _like(normal), _wide(normal), _wide(grad.contiguous())
         # torch's kernel for what has been normalised by these: the sums of the gradient times that, and of the gradient.
-        _, times, plain = torch.ops.aten.native_batch_norm_backward.default(
+        _, times, by_bias = torch.ops.aten.native_batch_norm_backward.default(
             grad, x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
         )
-        mine = torch.stack((plain, times))
+        mine = torch.stack((by_bias, times))
         # Weight and bias get this rank's summands: their gradients are summed with all the others.
         for_weight = times if weight is not None else None
-        for_bias = plain if ctx.has_bias else None
+        for_bias = by_bias if ctx.has_bias else None
         both = summed(mine, ctx.parts) / ctx.count
         scale = inverse if weight is None else inverse * weight
-        rest = x - mean.view(shape) if x is kept else x.sub_(mean.view(shape))
+        rest = x - mean.view(shape) if x is normal else x.sub_(mean.view(shape))
         rest.mul_(-(both[1] * inverse).view(shape)).add_(grad).sub_(both[0].view(shape)).mul_(scale.view(shape))
-        return rest.to(kept.dtype), for_weight, for_bias, None, None, None, None
+        return rest.to(normal.dtype), for_weight, for_bias, None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

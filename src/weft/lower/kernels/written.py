@@ -32,8 +32,8 @@ def write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: 
 
 def _apart(parameter: Tensor) -> Tensor:
     """The memory of a parameter as a tensor of its own: parameters lie in one buffer, and autograd takes a write to one as one to all."""
-    made = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return made.set_(parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride())
+    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return empty.set_(parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride())
 
 
 def batch_norm(draw: Draw, parts: Parts, x: Tensor, *as_torch: Any) -> Tensor:
@@ -43,10 +43,10 @@ def batch_norm(draw: Draw, parts: Parts, x: Tensor, *as_torch: Any) -> Tensor:
         if draw.recomputing:
             mean, var = mean.clone(), var.clone()  # written the first time; left out, torch would keep other tensors for backward
         elif id(mean) in draw.later:
-            found = torch.zeros_like(mean), torch.zeros_like(var)
-            for buffer, value in zip((mean, var), found, strict=True):
+            running = torch.zeros_like(mean), torch.zeros_like(var)
+            for buffer, value in zip((mean, var), running, strict=True):
                 draw.later[id(buffer)].statistics.setdefault(draw.microbatch, []).append((momentum, value))
-            (mean, var), momentum = found, 1.0  # what this microbatch finds, alone
+            (mean, var), momentum = running, 1.0  # what this microbatch finds, alone
     if not parts:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
     return statistics.batch_norm(x, weight, bias, mean, var, momentum, eps, parts)

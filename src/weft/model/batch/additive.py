@@ -84,15 +84,15 @@ def additive(graph: Graph, part: Graph | None = None) -> Additive:
 
     `part`: the same operators for a part of the batch; what follows the samples in size alone (`torch.ones(len(x))`) is seen by it.
     """
-    found = _Followed(graph, part)
+    followed = _Followed(graph, part)
     for op in graph.operators:
-        found.through(op)
+        followed.through(op)
     reached = _behind(graph)
-    coupled = tuple(Coupling(op.site, why) for op, why in found.coupled if reached.intersection(op.outputs))
+    coupled = tuple(Coupling(op.site, why) for op, why in followed.coupled if reached.intersection(op.outputs))
     written = [v.name for v in graph.buffers if v.value in written_buffers(graph)]
     if written and not coupled:
         coupled = (Coupling(written[0], "is written in every microbatch"),)
-    return Additive(found.forms, frozenset(found.averages), frozenset(found.totals), coupled)
+    return Additive(followed.forms, frozenset(followed.averages), frozenset(followed.totals), coupled)
 
 
 def _behind(graph: Graph) -> set[str]:
@@ -124,19 +124,19 @@ class _Followed:
         forms = [self.forms[v] for v in op.inputs]
         rule = self.graph.rules[op.name]
         if writes_buffer(op, self.placed):
-            made: list[Form] = [R if all(form is R for form in forms) else MIXED] * len(op.outputs)
+            forms_out: list[Form] = [R if all(form is R for form in forms) else MIXED] * len(op.outputs)
         elif all(form is R for form in forms):
-            made = [R] * len(op.outputs)
+            forms_out = [R] * len(op.outputs)
             self._shared_dims(op, rule)
         elif not any(is_shard(form) for form in forms):
-            made = self._combined(op, forms)
+            forms_out = self._combined(op, forms)
         elif MIXED in forms:
-            made = [MIXED] * len(op.outputs)
+            forms_out = [MIXED] * len(op.outputs)
         elif P in forms:
-            made = self._mixed(op, "puts single samples beside what is made of all")
+            forms_out = self._mixed(op, "puts single samples beside what is made of all")
         else:
-            made = self._rows(op, rule, forms)
-        for value, form in zip(op.outputs, made, strict=True):
+            forms_out = self._rows(op, rule, forms)
+        for value, form in zip(op.outputs, forms_out, strict=True):
             free = op.name in self.graph.free and not draws(op)
             if form is P and free:
                 self.totals.add(value)
@@ -144,9 +144,9 @@ class _Followed:
 
     def _sized(self, op: Operator, value: str) -> Form:
         """The form of what reads no sample's values: it may have a row for each sample all the same."""
-        whole = self.graph.tensors[value].shape
-        shape = whole if self.part is None else self.part.tensors[value].shape
-        grown = [d for d, (n, m) in enumerate(zip(whole, shape, strict=True)) if n != m]
+        extents = self.graph.tensors[value].shape
+        shape = extents if self.part is None else self.part.tensors[value].shape
+        grown = [d for d, (n, m) in enumerate(zip(extents, shape, strict=True)) if n != m]
         if not grown:
             return R
         if len(grown) == 1 and grown[0] in self.even.get(value, ()):
@@ -212,14 +212,14 @@ class _Followed:
             self.coupled.append((op, "takes statistics over samples" if kernel == "statistics" else "counts over samples in order"))
         if any(form is R and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
             self.coupled.append((op, "reads something else for each number of a sample"))
-        made: list[Form] = []
+        forms_out: list[Form] = []
         for row in rule.outputs:
             if label in row:
-                made.append(Shard(row.index(label)))
+                forms_out.append(Shard(row.index(label)))
             elif kernel in ("average", "summands") or (kernel is None and record_of(op).contracts):
-                made.append(P)
+                forms_out.append(P)
             else:
                 return self._mixed(op, "works on several samples at once")
         if kernel == "average":
             self.averages.add(op.name)
-        return made
+        return forms_out

@@ -39,18 +39,18 @@ def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...
     """
     drawing = [op for op in graph.operators if draws(op)]
     places = places_of_samples(graph)
-    found: list[Fold | None] = []
-    unknown: list[int] = []
+    folds: list[Fold | None] = []
+    unplaced: list[int] = []
     for i, op in enumerate(drawing):
         shape, place = drawn_shape(op, graph.tensors), places.get(op.outputs[0])
-        known = place is not None and place.dim < len(shape) and place.size == graph.batch_size
-        if place is None or not known or shape[place.dim] % (place.inner * place.size):
-            unknown.append(i)
-            found.append(None)
+        is_placed = place is not None and place.dim < len(shape) and place.size == graph.batch_size
+        if place is None or not is_placed or shape[place.dim] % (place.inner * place.size):
+            unplaced.append(i)
+            folds.append(None)
         else:
-            found.append(Fold(place.dim, shape[place.dim] // (place.inner * place.size), place.inner))
-    if not unknown:
-        return tuple(found)
+            folds.append(Fold(place.dim, shape[place.dim] // (place.inner * place.size), place.inner))
+    if not unplaced:
+        return tuple(folds)
     shapes: list[Shape] | None = None
     samples = graph.batch_size
     try:
@@ -58,13 +58,13 @@ def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...
         shapes, samples = [drawn_shape(op, larger.tensors) for op in larger.operators if draws(op)], larger.batch_size
     except ModelError:  # the model knows its number of samples
         pass
-    for i in unknown:
+    for i in unplaced:
         shape = drawn_shape(drawing[i], graph.tensors)
         if shapes is None or len(shapes) != len(drawing):
-            found[i] = Fold(0) if shape[:1] == (graph.batch_size,) else None
+            folds[i] = Fold(0) if shape[:1] == (graph.batch_size,) else None
             continue
         grown = [dim for dim, (n, m) in enumerate(zip(shape, shapes[i], strict=True)) if n != m]
         if len(grown) == 1 and shape[grown[0]] * samples == shapes[i][grown[0]] * graph.batch_size:
             inner, rest = divmod(shape[grown[0]], graph.batch_size)
-            found[i] = None if rest else Fold(grown[0], 1, inner)
-    return tuple(found)
+            folds[i] = None if rest else Fold(grown[0], 1, inner)
+    return tuple(folds)

@@ -67,12 +67,12 @@ class Normalised:
     def stages(self, sites: Sequence[str], trains: bool = True) -> tuple[Stage, ...]:
         """The graph cut into stages, as `split` does. One that reads totals has what they are counted from, too."""
         variables = {v.value: i for i, v in enumerate(self.graph.variables)}
-        found = []
+        stages = []
         for stage in split(self.graph, sites, trains):
             mine = self.counted_by(stage)
             extra = {v for op in self.counting(mine) for v in op.inputs if v in variables}
-            found.append(replace(stage, variables=tuple(sorted({*stage.variables, *extra}, key=variables.__getitem__))))
-        return tuple(found)
+            stages.append(replace(stage, variables=tuple(sorted({*stage.variables, *extra}, key=variables.__getitem__))))
+        return tuple(stages)
 
     def counted_by(self, stage: Stage) -> tuple[Total, ...]:
         """The totals that a stage reads, and those that these are counted with."""
@@ -87,12 +87,12 @@ class Normalised:
     def counting(self, totals: Sequence[Total]) -> tuple[Operator, ...]:
         """The operators that count these totals in a part, in order."""
         wanted = {total.value for total in totals}
-        found = []
+        operators = []
         for op in reversed(self.graph.operators):
             if wanted.intersection(op.outputs):
                 wanted.update(op.inputs)
-                found.append(op)
-        return tuple(reversed(found))
+                operators.append(op)
+        return tuple(reversed(operators))
 
 
 def counted(graph: Graph) -> Graph:
@@ -108,32 +108,33 @@ def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
     """A mean over targets that count, taken apart; empty for any other operator."""
     if not record_of(op).over_classes or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
         return []
-    given = dict(zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), op.args, strict=False)) | dict(op.kwargs)
-    if given.get("reduction", 1) != 1:
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    arguments = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    if arguments.get("reduction", 1) != 1:
         return []
-    target, weight, (out,) = given["target"], given.get("weight"), op.outputs
+    target, weight, (out,) = arguments["target"], arguments.get("weight"), op.outputs
     assert isinstance(target, Ref)
-    made: list[Operator] = []
+    operators: list[Operator] = []
 
     def call(word: str, target_of: str, args: tuple[Arg, ...], like: Tensor) -> Ref:
         tensors[f"{out}_{word}"] = like
-        made.append(Operator(f"{op.name}_{word}", target_of, args, (), (f"{out}_{word}",), f"{op.site}_{word}", autocast=op.autocast))
+        operators.append(Operator(f"{op.name}_{word}", target_of, args, (), (f"{out}_{word}",), f"{op.site}_{word}", autocast=op.autocast))
         return Ref(f"{out}_{word}")
 
     of_target = tensors[target.value]
-    counts = call("counts", "aten.ne.Scalar", (target, given.get("ignore_index", -100)), replace(of_target, dtype="bool"))
+    counts = call("counts", "aten.ne.Scalar", (target, arguments.get("ignore_index", -100)), replace(of_target, dtype="bool"))
     if isinstance(weight, Ref):
         weighed = replace(of_target, dtype=tensors[weight.value].dtype)
         rows = call("rows", "aten.mul.Tensor", (target, counts), of_target)
-        picked = call("picked", "aten.index.Tensor", (weight, (rows,)), weighed)
-        counts = call("weighed", "aten.mul.Tensor", (picked, counts), weighed)
+        row_weights = call("picked", "aten.index.Tensor", (weight, (rows,)), weighed)
+        counts = call("weighed", "aten.mul.Tensor", (row_weights, counts), weighed)
     count = call("count", "aten.sum.default", (counts,), Tensor((), tensors[weight.value].dtype if isinstance(weight, Ref) else "int64"))
-    tail = (given["label_smoothing"],) if "label_smoothing" in given else ()
+    tail = (arguments["label_smoothing"],) if "label_smoothing" in arguments else ()
     tensors[f"{out}_sum"] = tensors[out]
-    summed = (given["self"], target, weight, 2, given.get("ignore_index", -100), *tail)
-    made.append(replace(op, args=summed, kwargs=(), outputs=(f"{out}_sum",)))
+    summed = (arguments["self"], target, weight, 2, arguments.get("ignore_index", -100), *tail)
+    operators.append(replace(op, args=summed, kwargs=(), outputs=(f"{out}_sum",)))
     quotient = (Ref(f"{out}_sum"), count)
-    return [*made, Operator(f"{op.name}_mean", "aten.div.Tensor", quotient, (), (out,), f"{op.site}_mean", autocast=op.autocast)]
+    return [*operators, Operator(f"{op.name}_mean", "aten.div.Tensor", quotient, (), (out,), f"{op.site}_mean", autocast=op.autocast)]
 
 
 def normalised(part: Graph, full: Graph, additive: Additive) -> Normalised:

@@ -80,9 +80,9 @@ def places_of_samples(graph: Graph) -> dict[str, Place]:
 
 def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
     shapes = {value: tensor.shape for value, tensor in graph.tensors.items()}
-    found = _Followed(places={value: Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
+    followed = _Followed(places={value: Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
     for op in graph.operators:
-        here = [(i, found.places[value]) for i, value in enumerate(op.inputs) if value in found.places]
+        here = [(i, followed.places[value]) for i, value in enumerate(op.inputs) if value in followed.places]
         if not here:
             continue
         rule, record = graph.rules[op.name], record_of(op)
@@ -90,14 +90,14 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
             for value in op.outputs:
                 place = _reshaped(here[0][1], shapes[op.inputs[0]], shapes[value])
                 if place is None:
-                    found.mixed = found.mixed or op
+                    followed.mixed = followed.mixed or op
                 else:
-                    found.places[value] = place
+                    followed.places[value] = place
         elif rule is None:
-            found.certain = False
+            followed.certain = False
         else:
-            _through(found, op, record, rule, here, shapes)
-    return found
+            _through(followed, op, record, rule, here, shapes)
+    return followed
 
 
 def _through(
@@ -126,12 +126,12 @@ def _through(
                 if len(shapes[value]) == len(shapes[op.inputs[here[0][0]]]):
                     followed.places[value] = place
         return
-    kept = False
+    is_kept = False
     for value, row in zip(op.outputs, rule.outputs, strict=True):
         if label in row:
-            kept = True
+            is_kept = True
             followed.places[value] = place._replace(dim=row.index(label))
-    if not kept:
+    if not is_kept:
         followed.mixed = followed.mixed or op
 
 

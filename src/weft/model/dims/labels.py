@@ -52,14 +52,14 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
     transpose, its direction) and read so; a table of positions that is only added makes no feature of the position.
     """
     samples: dict[str, set[int]] = {v.value: {0} for v in graph.inputs if v.batched and v.tensor.shape}
-    made = _made_of_parameters(graph)
-    features = {value: set(range(len(graph.tensors[value].shape))) for value in made}
-    weights = {value for value in (*made, *(v.value for v in graph.parameters)) if len(graph.tensors[value].shape) > 1}
-    found: dict[str, Meaning] = {}
+    from_parameters = _made_of_parameters(graph)
+    features = {value: set(range(len(graph.tensors[value].shape))) for value in from_parameters}
+    weights = {value for value in (*from_parameters, *(v.value for v in graph.parameters)) if len(graph.tensors[value].shape) > 1}
+    meaning_of: dict[str, Meaning] = {}
     for op in graph.operators:
         rule = rules[op.name]
         if rule is None:
-            found[op.name] = Meaning()
+            meaning_of[op.name] = Meaning()
             continue
         rows = [(value, row) for value, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
         product = _reads_weights(graph, op)
@@ -68,9 +68,11 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
         of_features = shared | {row[dim] for value, row in rows for dim in features.get(value, ()) if row[dim]}
         for value, row in zip(op.outputs, rule.outputs, strict=True):
             samples[value] = {dim for dim, label in enumerate(row) if label in of_samples}
-            features[value] = {dim for dim, label in enumerate(row) if label in of_features} | (features[value] if value in made else set())
-        found[op.name] = Meaning(frozenset(of_samples), frozenset(of_features), frozenset(shared) if shared else None)
-    return found
+            features[value] = {dim for dim, label in enumerate(row) if label in of_features} | (
+                features[value] if value in from_parameters else set()
+            )
+        meaning_of[op.name] = Meaning(frozenset(of_samples), frozenset(of_features), frozenset(shared) if shared else None)
+    return meaning_of
 
 
 def _reads_weights(graph: Graph, op: Operator) -> bool:
@@ -79,14 +81,14 @@ def _reads_weights(graph: Graph, op: Operator) -> bool:
 
 def _made_of_parameters(graph: Graph) -> set[str]:
     """Weights that products read and that are made of parameters alone, and what they are made of, the parameters themselves too."""
-    known = {v.value for v in (*graph.parameters, *graph.buffers)}
+    state = {v.value for v in (*graph.parameters, *graph.buffers)}
     chain: list[Operator] = []
     for op in graph.operators:
-        if op.inputs and known.issuperset(op.inputs):
-            known.update(op.outputs)
+        if op.inputs and state.issuperset(op.inputs):
+            state.update(op.outputs)
             chain.append(op)
-    made = {value for op in chain for value in op.outputs}
-    read = {value for op in graph.operators if _reads_weights(graph, op) for value in op.inputs if value in made}
+    outputs = {value for op in chain for value in op.outputs}
+    read = {value for op in graph.operators if _reads_weights(graph, op) for value in op.inputs if value in outputs}
     for op in reversed(chain):
         if read.intersection(op.outputs):
             read.update(op.inputs)
@@ -171,27 +173,27 @@ def places_of(op: Operator, rule: Rule, label: str) -> list[Dim]:
 
 def by_label(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
     """The dimensions that have each label of an operator."""
-    found: dict[str, list[Dim]] = {}
+    dims: dict[str, list[Dim]] = {}
     for value, row in labelled(op, rule):
         for dim, label in enumerate(row):
             if label:
-                found.setdefault(label, []).append((value, dim))
-    return found
+                dims.setdefault(label, []).append((value, dim))
+    return dims
 
 
 def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[tuple[str, int]]:
     """(value, dimension) that holds rows of experts, as many as follow from data, see `weft.ops.experts`."""
-    found: set[tuple[str, int]] = set()
+    dims: set[tuple[str, int]] = set()
     for op in graph.operators:
         rule, how = rules[op.name], record_of(op).ragged
         if how == "begins":
-            found.update((value, 0) for value in op.outputs)
-        elif rule is not None and how != "ends" and found:
+            dims.update((value, 0) for value in op.outputs)
+        elif rule is not None and how != "ends" and dims:
             rows = zip(op.inputs, rule.inputs, strict=True)
-            labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in found}
-            made = zip(op.outputs, rule.outputs, strict=True)
-            found.update((value, dim) for value, row in made for dim, label in enumerate(row) if label and label in labels)
-    return frozenset(found)
+            labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in dims}
+            outputs = zip(op.outputs, rule.outputs, strict=True)
+            dims.update((value, dim) for value, row in outputs for dim, label in enumerate(row) if label and label in labels)
+    return frozenset(dims)
 
 
 def expert_weights(graph: Graph) -> dict[str, str]:
@@ -202,18 +204,18 @@ def expert_weights(graph: Graph) -> dict[str, str]:
     """
     trained = {v.value for v in graph.parameters if v.trainable}
     stacked = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
-    found: dict[str, str] = {}
+    axes: dict[str, str] = {}
     for op in graph.operators:
         weights = [value for value in op.inputs if value in stacked]
         rule = graph.rules[op.name] if weights and record_of(op).product == "stacked" else None
         if rule is not None:
             rows = dict(zip(op.inputs, rule.inputs, strict=True))
-            made = set(rule.outputs[0])
+            output = set(rule.outputs[0])
             for value in weights:
                 experts, *matrix = rows[value] or ("",)
                 read = {label for other, row in rows.items() if other != value for label in row or ()}
-                if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
-                    found[value] = op.name
+                if experts in output and sum(x not in output for x in matrix) == 1 and any(x in output and x not in read for x in matrix):
+                    axes[value] = op.name
         elif record_of(op).product == "grouped":
-            found.update(dict.fromkeys(trained.intersection(op.inputs[2:]), op.name))
-    return found
+            axes.update(dict.fromkeys(trained.intersection(op.inputs[2:]), op.name))
+    return axes

@@ -49,8 +49,8 @@ class _Label:
     def of_dims(cls, graph: Graph, op: Operator, name: str, dims: Sequence[Dim], rigid: bool) -> _Label:
         lengths = [graph.tensors[value].shape[dim] for value, dim in dims]
         extent = min(lengths)
-        whole = ((0, extent),)
-        return cls(op, name, extent, tuple((dim, length, whole) for dim, length in zip(dims, lengths, strict=True)), (), rigid)
+        one_run = ((0, extent),)
+        return cls(op, name, extent, tuple((dim, length, one_run) for dim, length in zip(dims, lengths, strict=True)), (), rigid)
 
     @classmethod
     def along(cls, graph: Graph, op: Operator, along: Along) -> _Label:
@@ -66,33 +66,33 @@ class _Label:
     @cached_property
     def borders(self) -> set[int]:
         """Where it is taken apart by itself."""
-        found = {end for *_, runs in self.places for run in runs for end in run} | set(self.ends)
-        return found - {0, self.extent}
+        borders = {end for *_, runs in self.places for run in runs for end in run} | set(self.ends)
+        return borders - {0, self.extent}
 
     def read(self, runs: Runs, length: int, ends: set[int]) -> set[int] | None:
         """What borders of a dimension are of the label; None where one lies in the midst of an entry."""
         inner, rest = divmod(length, sum(stop - start for start, stop in runs))
         if rest:
             return None
-        found: set[int] = set()
+        borders: set[int] = set()
         begin = 0
         for start, stop in runs:
             inside = [end - begin for end in ends if begin < end < begin + (stop - start) * inner]
             if any(end % inner for end in inside):
                 return None
-            found.update(start + end // inner for end in inside)
+            borders.update(start + end // inner for end in inside)
             begin += (stop - start) * inner
-        return found
+        return borders
 
     def write(self, runs: Runs, length: int, borders: set[int]) -> set[int]:
         """What the label's borders are of a dimension."""
         inner, begin = length // sum(stop - start for start, stop in runs), 0
-        found: set[int] = set()
+        ends: set[int] = set()
         for start, stop in runs:
-            found.update(begin + (border - start) * inner for border in borders if start < border < stop)
+            ends.update(begin + (border - start) * inner for border in borders if start < border < stop)
             begin += (stop - start) * inner
-            found.add(begin)
-        return found - {length}
+            ends.add(begin)
+        return ends - {length}
 
     def entries(self, runs: Runs, length: int, ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(number of a run of a dimension, where it begins in the label, its length)."""
@@ -113,23 +113,23 @@ def fused(graph: Graph) -> Fused:
     refused: set[tuple[str, str]] = set()
     chosen: dict[tuple[str, str], Along] = {}
     for _ in range(ROUNDS):
-        found = _Followed(graph, offered, chosen, refused)
-        refused |= found.rigid
-        again = {key: along for key, along in {**chosen, **found.chosen(offered)}.items() if key not in refused}
-        if again == chosen and not found.rigid:
-            return found.result()
+        followed = _Followed(graph, offered, chosen, refused)
+        refused |= followed.rigid
+        again = {key: along for key, along in {**chosen, **followed.chosen(offered)}.items() if key not in refused}
+        if again == chosen and not followed.rigid:
+            return followed.result()
         chosen = again
     return Fused(rules)
 
 
 def _offered(graph: Graph) -> dict[str, tuple[Along, ...]]:
-    found = {}
+    offers = {}
     for op in graph.operators:
         along, rule = record_of(op).along, graph.rules[op.name]
         if along is not None and rule is not None and op.function is None:
             shapes = ([graph.tensors[v].shape for v in values] for values in (op.inputs, op.outputs))
-            found[op.name] = along(op, *shapes)
-    return found
+            offers[op.name] = along(op, *shapes)
+    return offers
 
 
 class _Followed:
@@ -218,15 +218,15 @@ class _Followed:
 
     def chosen(self, offered: Mapping[str, tuple[Along, ...]]) -> dict[tuple[str, str], Along]:
         """Of reshapes whose outer dimensions are taken apart, entry by entry, the inner label."""
-        found = {}
+        choices = {}
         for name, alongs in offered.items():
             op = self.operators[name]
             values = (*op.inputs, *op.outputs)
             for along in alongs:
                 dims = [(values[i], dim) for i, dim in along.apart]
                 if dims and all(len(self.ends.get(place, ())) == self.graph.tensors[place[0]].shape[place[1]] - 1 for place in dims):
-                    found[name, along.label] = along
-        return found
+                    choices[name, along.label] = along
+        return choices
 
     def result(self) -> Fused:
         """What was found."""
@@ -250,8 +250,8 @@ class _Followed:
 
     def _with_runs(self, labels: Sequence[_Label]) -> frozenset[tuple[str, str]]:
         """(operator, label) that are cut in runs: those that carry on to what is made."""
-        made = {(one.op.name, one.name) for one in labels if one.carries}
-        return frozenset(made & self.alongs.keys())
+        carried = {(one.op.name, one.name) for one in labels if one.carries}
+        return frozenset(carried & self.alongs.keys())
 
     def _rules(self, labels: Sequence[_Label]) -> dict[str, Rule | None]:
         """Rules with the labels that have runs, and without those that meet borders in the midst of an entry."""

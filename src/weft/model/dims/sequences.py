@@ -57,16 +57,16 @@ def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run
     for op in graph.operators:
         for value in dict.fromkeys((*op.inputs, *op.outputs)):
             users.setdefault(value, []).append(op)
-    found: dict[Place, Run] = {}
+    runs: dict[Place, Run] = {}
     waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in _seeds(graph, rules)]
     while waiting:
         place, run = waiting.pop()
-        if place in found or run.size < 2:
+        if place in runs or run.size < 2:
             continue
-        found[place] = run
+        runs[place] = run
         for op in users.get(place[0], ()):
             waiting += _beside(graph, op, rules[op.name], place, run)
-    return found
+    return runs
 
 
 def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Run) -> Iterator[tuple[Place, Run]]:
@@ -97,20 +97,20 @@ def passes_round(rules: Mapping[str, Rule | None]) -> bool:
 
 def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
     """Dimensions that are heads of attention, where it reads and makes them."""
-    found = set[Place]()
+    places = set[Place]()
     for op in graph.operators:
         rule = rules[op.name]
         if rule is not None and (label := heads_of(rule)):
-            found.update(places_of(op, rule, label))
-    return found
+            places.update(places_of(op, rule, label))
+    return places
 
 
 def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[tuple[int, int]]:
     """Dimensions of a reshape's operand that are positions, each with that of its result."""
-    source, made = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
+    source, target = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
     for dim in range(len(source)):
         run = runs.get((op.inputs[0], dim))
-        if run is not None and (there := reshaped(source, dim, run, made)) is not None:
+        if run is not None and (there := reshaped(source, dim, run, target)) is not None:
             yield dim, there[0]
 
 
@@ -158,15 +158,16 @@ def _scores(
         value, at = op.inputs[0], dim
         while (maker := makers.get(value)) is not None:
             rule = rules[maker.name]
-            made = None if rule is None else rule.outputs[maker.outputs.index(value)]
-            if rule is None or made is None or not made[at]:
+            labels = None if rule is None else rule.outputs[maker.outputs.index(value)]
+            if rule is None or labels is None or not labels[at]:
                 break
             if operator_flops(maker, graph.tensors) > 0:
                 rows = [set(r or ()) for r in rule.inputs[:2]]
-                if len(rows) == 2 and not weights.intersection(maker.inputs) and made[at] in rows[1] - rows[0]:
+                if len(rows) == 2 and not weights.intersection(maker.inputs) and labels[at] in rows[1] - rows[0]:
                     yield value, at
-                    yield from ((value, d) for d, label in enumerate(made) if label and label in rows[0] - rows[1])
+                    yield from ((value, d) for d, label in enumerate(labels) if label and label in rows[0] - rows[1])
                 break
             value, at = next(
-                ((v, r.index(made[at])) for v, r in zip(maker.inputs, rule.inputs, strict=True) if r is not None and made[at] in r), ("", 0)
+                ((v, r.index(labels[at])) for v, r in zip(maker.inputs, rule.inputs, strict=True) if r is not None and labels[at] in r),
+                ("", 0),
             )

@@ -133,30 +133,32 @@ class AxisProblem(AxisValues):
         spread = [] if rule is None else self._spread(op, rule, seconds)
         if spread and self.row.cuts_experts:  # tokens come to the experts of a rank, weights never go to the tokens
             return self._said(op, self.labels.get(op.site), spread)
-        whole: list[Placement | None] = [R] * len(op.inputs)
+        replicated: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
-            whole = [None if labels is None else R for labels in rule.inputs]
-        found = [Choice("", tuple(whole), (R,) * len(op.outputs), seconds), *spread]
+            replicated = [None if labels is None else R for labels in rule.inputs]
+        options = [Choice("", tuple(replicated), (R,) * len(op.outputs), seconds), *spread]
         said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
-            return self._said(op, said, found)
+            return self._said(op, said, options)
         for label in rule.labels:
             if (said is None and not self.admits(op, rule, label)) or (record_of(op).ragged and label == EXPERT):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, rule, label, seconds, summed)
-                if choice is not None and choice not in found:
-                    found += [choice, *self._handing_on(op, choice)]
+                if choice is not None and choice not in options:
+                    options += [choice, *self._handing_on(op, choice)]
         if self.row.cuts_sequences and record_of(op).moves == "reshape":
-            found += self._reshaped(op, seconds)
+            options += self._reshaped(op, seconds)
         if self.row.cuts_sequences and QUERIES in rule.kernels.values():
-            found = self._attending(op, rule, found)
+            options = self._attending(op, rule, options)
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
-            found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
+            options = [
+                c for c in options if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))
+            ] or options
         if (self.row.cuts_samples or record_of(op).ragged) and all(self.graph.tensors[v].can_learn for v in op.outputs):
-            found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
-        return self._said(op, said, found)
+            options += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
+        return self._said(op, said, options)
 
     def _handing_on(self, op: Operator, choice: Choice) -> list[Choice]:
         """Layers of a recurrence cut by hidden units gather these in every step, so that the whole output costs nothing more."""
@@ -169,8 +171,8 @@ class AxisProblem(AxisValues):
         how = record_of(op).ragged
         if not how:
             labels = dict.fromkeys(row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row)
-            found = [self._cut(op, rule, label, seconds, True) for label in labels]
-            return [choice for choice in found if choice is not None]
+            options = [self._cut(op, rule, label, seconds, True) for label in labels]
+            return [choice for choice in options if choice is not None]
         number = num_experts(op, self.graph.tensors)
         sends = self.row.cuts_experts  # its ranks have other tokens; along a tensor axis all have the same
         if number < self.n or not (sends or self.cuts_weights):
@@ -178,19 +180,19 @@ class AxisProblem(AxisValues):
         behind = () if how == "goes on" else op.inputs[0 if how == "begins" else 2 :]
         if not all(self.cuttable(v, 0) for v in op.inputs if v not in behind or sends):
             return []
-        whole = {v: D if v in self.grads else R for v in behind} if not sends else {}
-        needs = tuple(whole.get(v) or self.shard(v, 0) for v in op.inputs)
+        sent = {v: D if v in self.grads else R for v in behind} if not sends else {}
+        needs = tuple(sent.get(v) or self.shard(v, 0) for v in op.inputs)
         makes = tuple(P if how == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
         return [Choice(EXPERT, needs, makes, seconds / self.n)]
 
     def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
         """A reshape of which positions are cut, which samples may lie with."""
-        found = []
+        options = []
         for dim, there in reshapes(op, self.graph, self.sequences):
             if self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there):
-                read, made = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
-                found.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (made,), seconds / made.ways(self.n)))
-        return found
+                read, target = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
+                options.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (target,), seconds / target.ways(self.n)))
+        return options
 
     def _attending(self, op: Operator, rule: Rule, choices: list[Choice]) -> list[Choice]:
         """The ways in which attention may be cut as the layout says; all of them where none is so."""
@@ -218,11 +220,11 @@ class AxisProblem(AxisValues):
     def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
         if said is None:
             return choices
-        given = [choice for choice in choices if choice.word == said]
-        if not given:
+        planned = [choice for choice in choices if choice.word == said]
+        if not planned:
             possible = ", ".join(choice.word or "none" for choice in choices)
             raise LayoutError(f"the plan cuts {said!r} of {op.site} over {self.axis}={self.n}, but what can be cut is {possible}")
-        return given
+        return planned
 
     def worth(self, op: Operator, choice: Choice, held: Mapping[str, tuple[Placement, ...]]) -> bool:
         """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
@@ -351,11 +353,11 @@ class AxisProblem(AxisValues):
         """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
         if (rule := self.rules[op.name]) is None:
             return None
-        made = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
+        written = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
         length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
-        ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)
+        ranges = pieces(self.graph.tensors[written[0]].shape[written[1]], self.n)
         read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
-        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*made), Strided):  # pieces have no neighbours there
+        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*written), Strided):  # pieces have no neighbours there
             return None
         empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
         return None if empty else read

@@ -45,7 +45,7 @@ def solve(problem: AxisProblem, beam: int = BEAM) -> tuple[dict[str, Choice], di
         ]
         best: dict[frozenset[tuple[str, tuple[Placement, ...]]], State] = {}
         for cost, held, path in states:
-            for choice, made in choices:
+            for choice, placements in choices:
                 if not problem.worth(op, choice, held):
                     continue
                 tried = apply(problem, op, choice, cost, held)
@@ -54,7 +54,7 @@ def solve(problem: AxisProblem, beam: int = BEAM) -> tuple[dict[str, Choice], di
                 total, after, stored = tried
                 for value in gone:
                     after.pop(value, None)
-                after.update(made)
+                after.update(placements)
                 key = frozenset(after.items())
                 if key not in best or total < best[key][0]:
                     best[key] = (total, after, _Decided(path, op.name, choice, stored))
@@ -81,12 +81,12 @@ def apply(
         if have is None:
             have = problem.start(value)
             if have is None:
-                found = problem.place(value, need or R)
-                if found is None:
+                present = problem.place(value, need or R)
+                if present is None:
                     return None
-                stored[value], extra = found
+                stored[value], extra = present
                 cost += extra
-                have = (found[0],) if need in (None, found[0]) else (found[0], need)
+                have = (present[0],) if need in (None, present[0]) else (present[0], need)
             elif value in problem.placed and need is D and have == (R,):
                 have = (R, D)  # its gradient is summed with all the others, whatever this use needs
             after[value] = have

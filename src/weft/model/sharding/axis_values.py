@@ -102,7 +102,7 @@ class AxisValues:
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
             run = self.sequences.get(key) if self.row.cuts_sequences else None
             if runs := [] if again else self._runs(value, dim):
-                self._shards[key] = in_runs(dim, [shard(0, size, self.n, own).sizes(size, self.n) for size, own in runs])
+                self._shards[key] = in_runs(dim, [shard(0, size, self.n, offset).sizes(size, self.n) for size, offset in runs])
             elif run is not None and (run.length < length or self.zigzag):
                 self._shards[key] = Strided(dim, run.size, run.inner, self.zigzag)
             else:
@@ -171,8 +171,8 @@ class AxisValues:
         """
         if value not in self.follows:
             return amount / self.divide_fixed
-        whole = int(amount) if amount == int(amount) else amount
-        return whole * (self.prices.samples or self.graph.batch_size) / (self.graph.batch_size * self.divide)
+        amount_of = int(amount) if amount == int(amount) else amount
+        return amount_of * (self.prices.samples or self.graph.batch_size) / (self.graph.batch_size * self.divide)
 
     def _bytes(self, value: str) -> float:
         size = self.graph.tensors[value].size_bytes

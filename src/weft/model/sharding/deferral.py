@@ -30,11 +30,11 @@ def defer(
     uses: dict[str, set[Placement | None]] = {}
     final = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
-        made = [value for value in op.outputs if value in grads]
+        outputs = [value for value in op.outputs if value in grads]
         linear = op.function is None or op.function.linear
-        silent = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] is R for v in made)
-        if ops[op.name][axis] == "" and silent and any(v in uses for v in made):
-            for value in made:
+        silent = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] is R for v in outputs)
+        if ops[op.name][axis] == "" and silent and any(v in uses for v in outputs):
+            for value in outputs:
                 forms[value][axis] = D
             for value, row in zip(op.inputs, needs[op.name], strict=True):
                 if row[axis] is R and value in grads:

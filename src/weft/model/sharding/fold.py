@@ -84,12 +84,12 @@ class Fold:
         if not all(self._joins(run, sharding, moves) for run in self.runs):
             return None
         stands = {v: k for k, v in self.value.items() if k in self.small.tensors}
-        found: list[Move] = []
+        expanded: list[Move] = []
         for op in self.full.operators:
             at = self.operator[op.name]
             reads = dict(zip(self._small_operator[at].inputs, op.inputs, strict=True))
             for move in moves.get(at, ()):
-                found.append(replace(move, op=op.name, value=reads.get(move.value, stands.get(move.value, move.value))))
+                expanded.append(replace(move, op=op.name, value=reads.get(move.value, stands.get(move.value, move.value))))
         forms = {value: sharding.forms[self.value[value]] for value in self.full.tensors}
         placed = (*self.full.parameters, *self.full.buffers)
         gradients = {value: sharding.gradients[small] for value, small in self.value.items() if small in sharding.gradients}
@@ -100,7 +100,7 @@ class Fold:
             forms,
             {op.name: sharding.needs[self.operator[op.name]] for op in self.full.operators},
             gradients,
-            tuple(sorted(found, key=lambda move: list(sharding.sizes).index(move.axis))),
+            tuple(sorted(expanded, key=lambda move: list(sharding.sizes).index(move.axis))),
             tuple(op.site for op in self.full.operators if self._small_operator[self.operator[op.name]].site in replicated),
             {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
         )
@@ -114,13 +114,13 @@ class Fold:
         at = run.start + (run.lead - 2) * run.period
         first = self.full.operators[at : at + run.period]
         second = self.full.operators[at + run.period : at + 2 * run.period]
-        own = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
+        inside = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
         for a, b in zip(first, second, strict=True):
             if sharding.ops[a.name] != sharding.ops[b.name] or sharding.needs[a.name] != sharding.needs[b.name]:
                 return False
             if any(sharding.forms[u] != sharding.forms[v] for u, v in zip(a.outputs, b.outputs, strict=True)):
                 return False
-            if any(move.value not in own for move in moves.get(b.name, ())):
+            if any(move.value not in inside for move in moves.get(b.name, ())):
                 return False  # a value of all layers would be moved once, not in each
         held = self.full.held
         return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
@@ -140,7 +140,7 @@ def fold(graph: Graph) -> Fold | None:
 def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     operators = graph.operators
     index: list[int] = []
-    kept: list[Operator] = []
+    remaining: list[Operator] = []
     value: dict[str, str] = {v: v for v in graph.tensors}
     rename: dict[str, str] = {}  # what the last layer reads of the one before it -> the same of the second
     ended = {i: run for run in runs for i in run.left_out}
@@ -148,9 +148,9 @@ def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     for i, op in enumerate(operators):
         run = ended.get(i)
         if run is None:
-            place[i] = len(kept)
-            index.append(len(kept))
-            kept.append(_renamed(op, rename) if rename else op)
+            place[i] = len(remaining)
+            index.append(len(remaining))
+            remaining.append(_renamed(op, rename) if rename else op)
             continue
         second = run.start + (run.lead - 1) * run.period + (i - run.start) % run.period
         index.append(place[second])
@@ -162,7 +162,7 @@ def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     for run in runs:
         for pairs in run.follows[run.lead - 1 : -1]:  # variables of the layers left out
             value.update({v: value[u] for u, v in pairs.items()})
-    used = {u for op in kept for u in op.inputs} | {graph.loss, *graph.outputs}
+    used = {u for op in remaining for u in op.inputs} | {graph.loss, *graph.outputs}
     read = {u for op in operators for u in op.inputs}
 
     def variables_of(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
@@ -174,10 +174,10 @@ def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
         buffers=variables_of(graph.buffers),
         inputs=variables_of(graph.inputs),
         constants=variables_of(graph.constants),
-        operators=tuple(kept),
+        operators=tuple(remaining),
         tensors={},
     )
-    names = {v.value for v in small.variables} | {u for op in kept for u in op.outputs}
+    names = {v.value for v in small.variables} | {u for op in remaining for u in op.outputs}
     small = replace(small, tensors={u: t for u, t in graph.tensors.items() if u in names})
     if any(value[u] not in small.tensors for u in graph.tensors):
         return None
@@ -195,19 +195,19 @@ def propagate(
     attention: str = AUTO,
 ) -> Sharding:
     """As `weft.model.sharding.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
-    whole_of = partial(propagate_whole, prices=prices, sequence=sequence, samples=samples, attention=attention)
+    unfolded = partial(propagate_whole, prices=prices, sequence=sequence, samples=samples, attention=attention)
     owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # layers of branches are balanced, so all count
     folded = None if owns else graph.fold
     while folded is not None:
         try:
-            given = _given(graph, folded, shards)
+            shards_of_small = _given(graph, folded, shards)
         except KeyError:
             break
-        found = folded.expand(whole_of(folded.small, sizes, given))
-        if found is not None:
-            return found
+        expanded = folded.expand(unfolded(folded.small, sizes, shards_of_small))
+        if expanded is not None:
+            return expanded
         folded = folded.later if folded is graph.fold else None
-    return whole_of(graph, sizes, shards)
+    return unfolded(graph, sizes, shards)
 
 
 def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:
@@ -215,28 +215,28 @@ def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> d
     if shards is None:
         return None
     placed = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
-    kept = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
-    found: dict[str, Shards] = {}
+    names = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
+    by_axis: dict[str, Shards] = {}
     for axis, cut in shards.items():
         dims = {placed[name]: dim for name, dim in cut}
         if any(dims.get(value) != dims.get(folded.value[value]) for value in placed.values()):
             raise KeyError(axis)
-        found[axis] = tuple((name, dim) for name, dim in cut if name in kept)
-    return found
+        by_axis[axis] = tuple((name, dim) for name, dim in cut if name in names)
+    return by_axis
 
 
 def _runs(graph: Graph) -> list[Run]:
     """Runs of alike layers, the ones that save most first, without overlap, in order."""
     kinds = np.asarray(operator_classes(graph))
-    found: list[Run] = []
+    runs: list[Run] = []
     segments = [(0, len(kinds))]
     while segments:
         low, high = segments.pop()
         run = _longest(graph, kinds, low, high)
         if run is not None:
-            found.append(run)
+            runs.append(run)
             segments += [(low, run.start), (run.end, high)]
-    return sorted(found, key=lambda run: run.start)
+    return sorted(runs, key=lambda run: run.start)
 
 
 def _saves(count: int, period: int) -> int:
@@ -370,9 +370,9 @@ def operator_classes(graph: Graph) -> list[int]:
             return tuple(word(item) for item in arg)
         return (type(arg).__name__, arg)
 
-    found = []
+    classes = []
     for op in graph.operators:
-        made = tuple(graph.tensors[value] for value in op.outputs)
-        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.autocast)
-        found.append(numbers.setdefault(key, len(numbers)))
-    return found
+        outputs = tuple(graph.tensors[value] for value in op.outputs)
+        key = (op.target, word(op.args), word(op.kwargs), outputs, op.multiple, op.autocast)
+        classes.append(numbers.setdefault(key, len(numbers)))
+    return classes

@@ -51,8 +51,8 @@ def nested(
             for axis, form in needs.items():
                 if axis in under and form is not None:
                     lies[value][axis].add(form)
-    whole = set() if row.cuts_samples else {graph.loss, *graph.outputs}
-    found: dict[str, dict[int, int]] = {}
+    replicated = set() if row.cuts_samples else {graph.loss, *graph.outputs}
+    dims: dict[str, dict[int, int]] = {}
     sliced = set()
     for value, by in lies.items():
         for axis, those in by.items():
@@ -60,10 +60,10 @@ def nested(
                 those = those - {decided.forms[value][axis]}
                 sliced.add(value)
             (form, *others) = those
-            if is_shard(form) and not (form.lengths or form.runs or others) and value not in whole:
-                ways = found.setdefault(value, {})
+            if is_shard(form) and not (form.lengths or form.runs or others) and value not in replicated:
+                ways = dims.setdefault(value, {})
                 ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
-    return found, frozenset(kernels), frozenset(sliced)
+    return dims, frozenset(kernels), frozenset(sliced)
 
 
 def heads_in_pieces(decided: Decided, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:

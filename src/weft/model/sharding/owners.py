@@ -49,10 +49,10 @@ def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], planned: M
             + "; leave it out, or use data for these ranks"
         )
     ranks = [c.given(planned) if planned is not None else balanced(c.work, n) for c in sound]
-    picked = _choose_regions(sound, ranks, n, planned is not None)
+    regions_chosen = _choose_regions(sound, ranks, n, planned is not None)
     choices, placed = dict(chosen), dict[str, Placement]()
     regions: list[tuple[Owners, int]] = []
-    for c, of in picked:
+    for c, of in regions_chosen:
         owners = {graph.operators[i].name: rank for branch, rank in zip(c.region.branches, of, strict=True) for i in branch}
         loads = [sum(s for s, rank in zip(c.work, of, strict=True) if rank == k) for k in range(n)]
         regions.append((Owners(problem.axis, owners, c.leaves), loads.index(max(loads))))
@@ -63,26 +63,26 @@ def assign_owners(problem: AxisProblem, chosen: Mapping[str, Choice], planned: M
         (reader, *others) = readers
         if reader is not None and not others and graph.tensors[value].shape:
             placed[value] = Owned(reader)
-    whole = (replace(region, elsewhere=_elsewhere(graph, region, busiest, placed)) for region, busiest in regions)
-    return Taken(choices, placed, tuple(whole))
+    complete = (replace(region, elsewhere=_elsewhere(graph, region, busiest, placed)) for region, busiest in regions)
+    return Taken(choices, placed, tuple(complete))
 
 
 def _elsewhere(graph: Graph, region: Owners, busiest: int, placed: Mapping[str, Placement]) -> frozenset[str]:
     """Operators of other ranks than the busiest one of a region, and what these alone have."""
     others = [op for op in graph.operators if region.ranks.get(op.name, busiest) != busiest]
-    made = {value for op in others for value in op.outputs}
-    return frozenset({op.name for op in others} | made | {value for op in others for value in op.inputs if value in placed})
+    values = {value for op in others for value in op.outputs}
+    return frozenset({op.name for op in others} | values | {value for op in others for value in op.inputs if value in placed})
 
 
 def _readers(graph: Graph, regions: list[Owners]) -> dict[str, set[int | None]]:
     """By parameter and buffer the ranks that read it; None where all do."""
     owners = {name: rank for region in regions for name, rank in region.ranks.items()}
-    found: dict[str, set[int | None]] = {}
+    readers: dict[str, set[int | None]] = {}
     for op in graph.operators:
         for value in op.inputs:
             if graph.held.get(value):
-                found.setdefault(value, set()).add(owners.get(op.name))
-    return found
+                readers.setdefault(value, set()).add(owners.get(op.name))
+    return readers
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class _Candidate:
         named = [{ranks[v] for i in branch for v in operators[i].inputs if v in ranks} for branch in self.region.branches]
         if not any(named) or any(len(those) > 1 for those in named):  # an outer region of those that the plan means
             return ()
-        found = [0] * len(named)
+        chosen = [0] * len(named)
         for i in sorted(range(len(named)), key=lambda i: (not named[i], -self.work[i], i)):
-            found[i] = named[i].pop() if named[i] else min(range(len(loads)), key=lambda rank: loads[rank])
-            loads[found[i]] += self.work[i]
-        return tuple(found)
+            chosen[i] = named[i].pop() if named[i] else min(range(len(loads)), key=lambda rank: loads[rank])
+            loads[chosen[i]] += self.work[i]
+        return tuple(chosen)
 
 
 def _choose_regions(
@@ -131,10 +131,10 @@ def _choose_regions(
         loads = [0.0] * n
         for seconds, rank in zip(candidates[k].work, ranks[k], strict=False):
             loads[rank] += seconds
-        own, theirs = sum(loads) - max(loads), sum(value[j] for j in within)
-        takes = bool(ranks[k]) and own > 0 and (own >= theirs or is_planned)
-        inner[k], value[k] = ([] if takes else within), own if takes else theirs
-    found: list[int] = []
+        gain, theirs = sum(loads) - max(loads), sum(value[j] for j in within)
+        takes = bool(ranks[k]) and gain > 0 and (gain >= theirs or is_planned)
+        inner[k], value[k] = ([] if takes else within), gain if takes else theirs
+    chosen: list[int] = []
     seen: frozenset[int] = frozenset()
 
     def take(k: int) -> None:
@@ -146,22 +146,22 @@ def _choose_regions(
                 take(j)
             return
         seen |= candidates[k].region.operators
-        found.append(k)
+        chosen.append(k)
 
     for k in range(len(candidates)):
         take(k)
-    return [(candidates[k], ranks[k]) for k in sorted(found, key=lambda k: min(candidates[k].region.operators))]
+    return [(candidates[k], ranks[k]) for k in sorted(chosen, key=lambda k: min(candidates[k].region.operators))]
 
 
 def _borders(problem: AxisProblem, chosen: Mapping[str, Choice], region: Region) -> tuple[dict[str, Shard], str, int]:
     """In which pieces what leaves a region lies; and why it cannot be taken, and at which operator: empty where it can."""
     graph, inside = problem.graph, region.operators
-    made = {v: form for op in graph.operators for v, form in zip(op.outputs, chosen[op.name].makes, strict=True)}
+    forms = {v: form for op in graph.operators for v, form in zip(op.outputs, chosen[op.name].makes, strict=True)}
     mine = {v for i in inside for v in graph.operators[i].outputs}
     read = {v for i, op in enumerate(graph.operators) if i not in inside for v in op.inputs} | {graph.loss, *graph.outputs}
     leaves: dict[str, Shard] = {}
     for value in sorted(mine & read, key=graph.place.__getitem__):
-        form = made[value]
+        form = forms[value]
         if not is_shard(form) or graph.tensors[value].dtype.startswith("complex"):
             return {}, f"{value} leaves them, and does not lie in pieces of the samples", graph.place[value]
         leaves[value] = form
@@ -178,7 +178,7 @@ def _borders(problem: AxisProblem, chosen: Mapping[str, Choice], region: Region)
                 return {}, f"{op.site} reads a buffer that is written while the model runs", i
             if graph.held.get(value):
                 continue
-            form = made.get(value) or (problem.start(value) or (R,))[0]
+            form = forms.get(value) or (problem.start(value) or (R,))[0]
             if graph.tensors[value].dtype.startswith("complex") or not (is_shard(form) or (form is R and value not in problem.asked)):
                 return {}, f"{op.site} reads {value}, which does not lie in pieces of the samples", i
     return leaves, "", 0

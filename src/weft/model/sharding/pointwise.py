@@ -26,8 +26,8 @@ def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding |
     if record.kind != "convolution" or record.bias is None or not op.target.endswith(".default") or op.kwargs:
         return False
     x, weight = read_shapes(op, tensors, sharding)
-    given: tuple[object, ...] = op.args[3:]
-    stride, padding, _, groups = given + (1, 0, 1, 1)[len(given) :]
+    options: tuple[object, ...] = op.args[3:]
+    stride, padding, _, groups = options + (1, 0, 1, 1)[len(options) :]
     once = all(n == 1 for n in _each(stride)) and not any(_each(padding)) and groups == 1
     return once and len(x) == len(weight) <= 4 and prod(weight[2:]) == 1 and pays(x[0], prod(x[2:]), prod(weight))
 

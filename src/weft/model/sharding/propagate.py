@@ -47,16 +47,16 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
     Raises:
         LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks.
     """
-    given = (shards or {}).get(axis)
+    dims = (shards or {}).get(axis)
     row = axis_of(axis)
-    if given is None:
+    if dims is None:
         experts = expert_weights(graph) if row.cuts_experts else ()
         searched = row.cuts_weights or row.owns
         return None if searched else {value: 0 for value in experts if graph.tensors[value].shape[0] >= n}
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
-    whole = copied_into(graph)
+    copied = copied_into(graph)
     fixed = {}
-    for name, dim in given:
+    for name, dim in dims:
         if name not in names:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
         if row.owns:
@@ -64,7 +64,7 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
             if dim >= n:
                 raise LayoutError(f"the plan gives {name} to rank {dim} of {axis}={n}; ranks count from 0 to {n - 1}")
             continue
-        if names[name].value in whole:
+        if names[name].value in copied:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
         shape = names[name].tensor.shape
         if dim >= len(shape) or shape[dim] < n:
@@ -96,20 +96,20 @@ def propagate(
         LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks; a label that an
             operator cannot be cut on.
     """
-    found = _Found.of(graph)
+    decided = _Found.of(graph)
     order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: _turn(axis_of(a)))
-    given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
+    planned = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
     for axis in order:
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        row, cuts = axis_of(axis), given[axis]
+        row, cuts = axis_of(axis), planned[axis]
         said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention)
-        others = _others(found, sizes, order, axis, given, samples)
+        others = _others(decided, sizes, order, axis, planned, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
         chosen, placed = _solved_first(problem) if axis == order[0] and not labels and not row.cuts_weights else solve(problem)
         taken = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
-        found.add(problem, taken, placed)
-    return found.sharding(sizes)
+        decided.add(problem, taken, placed)
+    return decided.sharding(sizes)
 
 
 def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:

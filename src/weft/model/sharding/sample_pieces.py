@@ -56,9 +56,9 @@ def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Shardin
         replace(region, leaves={v: cut for v, form in region.leaves.items() if is_shard(cut := piece(v, region.axis, form))})
         for region in sharding.regions
     )
-    made = replace(sharding, forms=forms, needs=needs, moves=moves, regions=regions)
-    _check(made, graph)
-    return made
+    changed = replace(sharding, forms=forms, needs=needs, moves=moves, regions=regions)
+    _check(changed, graph)
+    return changed
 
 
 def _check(sharding: Sharding, graph: Graph) -> None:

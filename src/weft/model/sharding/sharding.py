@@ -148,12 +148,12 @@ class Sharding:
 
         What a graph is given does not lie in several parts (`weft.model.sharding.propagate`).
         """
-        found, left = [], list(shape)
+        pieces, left = [], list(shape)
         for axis, form in self.forms[value].items():
             if axis not in but and (is_shard(form) or is_halo(form)):  # pieces of a dimension may be cut once more
                 start, left[form.dim] = part_of(form, left[form.dim], self.sizes[axis], at[axis])
-                found.append((form.dim, start, left[form.dim]))
-        return found
+                pieces.append((form.dim, start, left[form.dim]))
+        return pieces
 
 
 def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:

@@ -34,9 +34,9 @@ class Region:
     def without(self, number: int, graph: Graph) -> Region | None:
         """The same without an operator at a border of it; None where it is at none."""
         op, inside = graph.operators[number], self.operators
-        made = {v for i in inside for v in graph.operators[i].outputs}
+        outputs = {v for i in inside for v in graph.operators[i].outputs}
         read = {v for i in inside for v in graph.operators[i].inputs}
-        if read.intersection(op.outputs) and made.intersection(op.inputs):
+        if read.intersection(op.outputs) and outputs.intersection(op.inputs):
             return None
         return Region(tuple(tuple(i for i in branch if i != number) for branch in self.branches))
 
@@ -81,13 +81,13 @@ class _Flow:
                         first = nearest[first]
             nearest[i], depth[i] = first, depth[first] + 1
             if others:
-                found, todo = set[int](), list(beside[i])
+                between, todo = set[int](), list(beside[i])
                 while todo:
                     at = todo.pop()
-                    if at != first and at not in found:
-                        found.add(at)
+                    if at != first and at not in between:
+                        between.add(at)
                         todo += beside[at]
-                yield sorted(found - {self.source, self.sink})
+                yield sorted(between - {self.source, self.sink})
 
     def branches(self, between: Sequence[int]) -> list[set[int]]:
         """The sets into which operators fall apart without those that join or split them."""
@@ -106,10 +106,10 @@ class _Flow:
                 near = {of.get(j) for j in beside[i] if j in inside}
                 if len(near) == 1 and None not in near:
                     of[i] = next(iter(near))  # type: ignore[assignment]
-        found: dict[int, set[int]] = {}
+        branches: dict[int, set[int]] = {}
         for i, branch in of.items():
-            found.setdefault(branch, set()).add(i)
-        return sorted((b for b in found.values() if b & self.heavy), key=min)
+            branches.setdefault(branch, set()).add(i)
+        return sorted((b for b in branches.values() if b & self.heavy), key=min)
 
     def _connected(self, left: set[int]) -> dict[int, int]:
         """[operator] -> one of those that it is connected with, the same for all of them."""
@@ -124,12 +124,12 @@ def regions(graph: Graph) -> tuple[Region, ...]:
     flow = _Flow(graph)
     if not flow.nodes:
         return ()
-    found: dict[Region, None] = {}
+    unique: dict[Region, None] = {}
     for between in flow.between():
         branches = flow.branches(between)
         if len(branches) > 1:
-            found[Region(tuple(tuple(sorted(b)) for b in branches))] = None
-    sound = [region for region in found if not _writes(graph, region)]
+            unique[Region(tuple(tuple(sorted(b)) for b in branches))] = None
+    sound = [region for region in unique if not _writes(graph, region)]
     return tuple(sorted(sound, key=lambda region: -len(region.operators)))
 
 

@@ -35,7 +35,7 @@ class CoreAttention(Generic[T]):
 
     def find(self) -> list[list[T]]:
         """The operators of each core, in order; nothing outside lies on a path between two of one core."""
-        found: list[list[T]] = []
+        regions: list[list[T]] = []
         taken: set[T] = set()
         for one in self.operators:
             core = set[T]()
@@ -45,8 +45,8 @@ class CoreAttention(Generic[T]):
                 core = self._around(one)
             if core and core.isdisjoint(taken) and not any(map(self.outside, core)):
                 taken |= core
-                found.append(sorted(core, key=self._order.__getitem__))
-        return found
+                regions.append(sorted(core, key=self._order.__getitem__))
+        return regions
 
     def _record(self, one: T) -> Op:
         return record_of_target(f"aten.{self.name(one)}")
@@ -65,7 +65,7 @@ class CoreAttention(Generic[T]):
 
     def _nearest(self, start: T, step: Callable[[T], Iterable[T]]) -> set[T]:
         """The nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
-        found: set[T] = set()
+        nearest: set[T] = set()
         seen: set[T] = set()
         todo = [start]
         while todo:
@@ -75,10 +75,10 @@ class CoreAttention(Generic[T]):
                 seen.add(one)
                 product = self._record(one).product
                 if product == "stacked":
-                    found.add(one)
+                    nearest.add(one)
                 elif product not in ("linear", "weight"):
                     todo.append(one)
-        return found
+        return nearest
 
     def _closure(self, start: set[T], step: Callable[[T], Iterable[T]], part: object) -> set[T]:
         seen, todo = set(start), list(start)
@@ -92,10 +92,10 @@ class CoreAttention(Generic[T]):
 
 def core_numbers(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
     """By operator of a graph: the number of the core that it is of, -1 for none. `blocks`: the block that each stands in."""
-    runs, made = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
+    runs, writers = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     for i in range(1, len(blocks)):
         runs[i] = runs[i - 1] + (blocks[i] != blocks[i - 1])
-    makers = [tuple(dict.fromkeys(made[v] for v in op.inputs if v in made)) for op in graph.operators]
+    makers = [tuple(dict.fromkeys(writers[v] for v in op.inputs if v in writers)) for op in graph.operators]
     readers: list[list[int]] = [[] for _ in makers]
     for i, those in enumerate(makers):
         for maker in those:
@@ -103,8 +103,8 @@ def core_numbers(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
     operators = range(len(makers))
     names = [KEEPS_SCORES if drops_scores(op) else op.target.split(".")[1] for op in graph.operators]
     there = CoreAttention(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
-    found = [-1] * len(operators)
+    numbers = [-1] * len(operators)
     for number, core in enumerate(there.find()):
         for i in core:
-            found[i] = number
-    return tuple(found)
+            numbers[i] = number
+    return tuple(numbers)

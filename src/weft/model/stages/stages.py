@@ -47,13 +47,13 @@ def free_operators(graph: Graph) -> set[str]:
     written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, placed)}
     written |= {value for op in graph.operators if record_of(op).statistics for value in op.inputs if value in placed}
     held |= written
-    found = set()
+    names = set()
     for op in graph.operators:
         if any(value in held for value in op.inputs) or draws(op) or writes_buffer(op, placed):
             held.update(op.outputs)
         else:
-            found.add(op.name)
-    return found
+            names.add(op.name)
+    return names
 
 
 def cuts(graph: Graph) -> tuple[Cut, ...]:
@@ -67,7 +67,7 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
     for value in (graph.loss, *graph.outputs):
         last[value] = len(graph.operators)
     fixed = graph.held_together
-    found = []
+    cuts_here = []
     live: dict[str, None] = {}
     for i, op in enumerate(graph.operators):
         if op.name in free:
@@ -76,14 +76,14 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
             del live[value]
         # Complex numbers cannot be sent.
         if live and i not in fixed and not any(graph.tensors[v].dtype.startswith("complex") for v in live):
-            found.append(Cut(i, op.site, tuple(live), float(sum(graph.tensors[v].size_bytes for v in live))))
+            cuts_here.append(Cut(i, op.site, tuple(live), float(sum(graph.tensors[v].size_bytes for v in live))))
         live.update(dict.fromkeys(v for v in op.outputs if last.get(v, -1) > i))
-    return tuple(found)
+    return tuple(cuts_here)
 
 
 def held_together(graph: Graph) -> set[int]:
     """Operators before which no stage can begin: those between two uses of one buffer that is written while the model runs."""
-    found: set[int] = set()
+    held: set[int] = set()
     written = written_buffers(graph)
     uses: dict[str, list[int]] = {}
     for i, op in enumerate(graph.operators):
@@ -91,8 +91,8 @@ def held_together(graph: Graph) -> set[int]:
             if value in written:
                 uses.setdefault(value, []).append(i)
     for places in uses.values():
-        found.update(range(places[0] + 1, places[-1] + 1))
-    return found
+        held.update(range(places[0] + 1, places[-1] + 1))
+    return held
 
 
 def check_trains(graph: Graph) -> None:
@@ -182,8 +182,8 @@ def _reads(graph: Graph, mine: Sequence[Sequence[int]], made_last: Sequence[str]
     place = graph.place
     needed: list[set[int]] = [set() for _ in mine]
     reads: list[dict[str, None]] = [{} for _ in mine]
-    for s, own in enumerate(mine):
-        todo = [v for i in own for v in graph.operators[i].inputs]
+    for s, reads_of in enumerate(mine):
+        todo = [v for i in reads_of for v in graph.operators[i].inputs]
         if s == len(mine) - 1:
             todo += made_last
         while todo:
@@ -200,5 +200,5 @@ def _reads(graph: Graph, mine: Sequence[Sequence[int]], made_last: Sequence[str]
 
 def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     """(producer stage, consumer stage) of every pair between which something crosses, in order."""
-    found = {(p, stage.index) for stage in stages for p, _ in stage.receives}
-    return tuple(sorted(found))
+    pairs = {(p, stage.index) for stage in stages for p, _ in stage.receives}
+    return tuple(sorted(pairs))

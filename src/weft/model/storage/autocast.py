@@ -21,8 +21,8 @@ def cast(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     to = wanted(op)
     if not to:
         return {}
-    found = {v: tensors[v] for v in op.inputs if tensors[v].dtype in ("float32", "bfloat16") and tensors[v].dtype != to}
-    return {v: replace(t, dtype=to) for v, t in found.items()}
+    casted = {v: tensors[v] for v in op.inputs if tensors[v].dtype in ("float32", "bfloat16") and tensors[v].dtype != to}
+    return {v: replace(t, dtype=to) for v, t in casted.items()}
 
 
 def wanted(op: Operator) -> str:
@@ -37,9 +37,9 @@ def autocast(graph: Graph) -> Graph:
     tensors = dict(graph.tensors)
     for op in graph.operators:
         how = record_of(op).autocast
-        all_alike = how != "apart" and _narrow(op, tensors)
+        all_narrow = how != "apart" and _narrow(op, tensors)
         for i, v in enumerate(op.outputs[:1] if how == "first" else op.outputs):  # statistics are float32
-            if tensors[v].dtype == "float32" and (all_alike or (how == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
+            if tensors[v].dtype == "float32" and (all_narrow or (how == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
                 tensors[v] = replace(tensors[v], dtype="bfloat16")
     return replace(graph, tensors=tensors)
 

@@ -36,7 +36,7 @@ def _read(base: Dims, wanted: Dims) -> Steps | None:
     """The same of a tensor whose dimensions stay apart: each is read by ones, and some by longer steps besides."""
     if any(size < 2 or not stride for size, stride in (*base, *wanted)) or len({stride for _, stride in base}) < len(base):
         return None
-    inner = {d: p for p, (_, stride) in enumerate(wanted) for d, (_, own) in enumerate(base) if own == stride}
+    inner = {d: p for p, (_, stride) in enumerate(wanted) for d, (_, stride_of) in enumerate(base) if stride_of == stride}
     if len({stride for _, stride in wanted}) < len(wanted):
         return None
     outer: dict[int, int] = {}
@@ -45,8 +45,11 @@ def _read(base: Dims, wanted: Dims) -> Steps | None:
             continue
         fits = [
             d
-            for d, (whole, own) in enumerate(base)
-            if d in inner and d not in outer and stride % own == 0 and (size - 1) * (stride // own) + wanted[inner[d]][0] <= whole
+            for d, (extent, stride_of) in enumerate(base)
+            if d in inner
+            and d not in outer
+            and stride % stride_of == 0
+            and (size - 1) * (stride // stride_of) + wanted[inner[d]][0] <= extent
         ]
         if len(fits) != 1:
             return None
@@ -59,14 +62,14 @@ def _steps(base: Dims, wanted: Dims, inner: dict[int, int], outer: dict[int, int
         return None
     steps: list[tuple[str, tuple[object, ...]]] = []
     order = [outer.get(d, inner[d]) for d in range(len(base))]
-    for d, (whole, own) in enumerate(base):
+    for d, (extent, stride_of) in enumerate(base):
         size = wanted[inner[d]][0]
         if d not in outer:
-            if size != whole:
+            if size != extent:
                 return None
             continue
-        step = wanted[outer[d]][1] // own
-        if (whole - size) // step + 1 != wanted[outer[d]][0]:
+        step = wanted[outer[d]][1] // stride_of
+        if (extent - size) // step + 1 != wanted[outer[d]][0]:
             return None
         steps.append(("unfold.default", (d, size, step)))
         order.append(inner[d])

@@ -57,8 +57,8 @@ def dense(tensor: Tensor) -> Tensor:
     ((12, 1, 3), ())
     """
     shape, order = tensor.shape, order_of(tensor.shape, tensor.strides) if tensor.strides else ()
-    made = in_order(shape, (*(d for d in range(len(shape)) if d not in order), *order)) if order else ()
-    return replace(tensor, strides=() if made == natural(shape) else made)
+    ordered = in_order(shape, (*(d for d in range(len(shape)) if d not in order), *order)) if order else ()
+    return replace(tensor, strides=() if ordered == natural(shape) else ordered)
 
 
 def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strides | None:
@@ -67,7 +67,7 @@ def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strid
     >>> viewed((2, 3, 4), (12, 4, 1), (6, 4)), viewed((2, 3, 4), (4, 8, 1), (6, 4)), viewed((6, 4), (1, 6), (2, 3, 4))
     ((4, 1), None, (3, 1, 6))
     """
-    found: list[int] = []
+    steps: list[int] = []
     at = len(into) - 1
     dims = [d for d in range(len(shape)) if shape[d] != 1]
     while dims:
@@ -77,14 +77,14 @@ def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strid
             last = dims.pop()
             size *= shape[last]
         while at >= 0 and (size > 1 or into[at] == 1):
-            found.append(base)
+            steps.append(base)
             if size % into[at]:
                 return None
             size, base, at = size // into[at], base * into[at], at - 1
         if size > 1:
             return None
-    found += [1] * (at + 1)
-    return tuple(reversed(found))
+    steps += [1] * (at + 1)
+    return tuple(reversed(steps))
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class Layouts:
     @cached_property
     def copied(self) -> frozenset[str]:
         """What is made in memory of its own by operators that otherwise give a view."""
-        found = set()
+        values = set()
         for op in self.graph.operators:
             moves, source = record_of(op).moves, self.graph.tensors[op.inputs[0]] if op.inputs else None
             if source is not None and source.strides and moves in ("rows", "reshape"):
                 for value in op.outputs:
                     if moves == "rows" or viewed(source.shape, source.strides, self.graph.tensors[value].shape) is None:
-                        found.add(value)
-        return frozenset(found)
+                        values.add(value)
+        return frozenset(values)
 
     def of(self, value: str) -> Strides:
         return self.graph.tensors[value].strides or natural(self.graph.tensors[value].shape)
@@ -120,14 +120,14 @@ class Layouts:
         rows, tensors = record_of(op).rows, self.graph.tensors
         if not rows or not any(tensors[v].strides for v in op.inputs[:2]):
             return frozenset()
-        found = []
+        values = []
         for value, other in zip(op.inputs[:rows], (op.inputs[1], op.inputs[0]), strict=False):
             shape = list(tensors[value].shape)
             if len(shape) > 2:
                 keep = 1 if rows == 1 or len(tensors[other].shape) < 3 else 2  # dimensions that stay by themselves
                 if viewed(shape, self.of(value), [prod(shape[:-keep]), *shape[-keep:]]) is None:
-                    found.append(value)
-        return frozenset(found)
+                    values.append(value)
+        return frozenset(values)
 
     def has_channels_last(self, value: str) -> bool:
         """Whether what may be images lies with its channels innermost."""
@@ -139,17 +139,17 @@ class Layouts:
     @cached_property
     def gradients(self) -> Mapping[str, Strides]:
         """Of the gradients that do not lie in the order of their dimensions, by value."""
-        found: dict[str, Strides] = {}
+        by_value: dict[str, Strides] = {}
         seen: set[str] = set()
         for op in reversed(self.graph.operators):
             for at, value in enumerate(op.inputs):
                 if value not in seen:  # by the last reader
                     seen.add(value)
-                    made = self._gradient(op, at, found)
+                    strides = self._gradient(op, at, by_value)
                     shape = self.graph.tensors[value].shape
-                    if made is not None and order_of(shape, made) != order_of(shape, natural(shape)):
-                        found[value] = made
-        return found
+                    if strides is not None and order_of(shape, strides) != order_of(shape, natural(shape)):
+                        by_value[value] = strides
+        return by_value
 
     def _gradient(self, op: Operator, at: int, gradients: Mapping[str, Strides]) -> Strides | None:
         record, value, out, tensors = record_of(op), op.inputs[at], op.outputs[0], self.graph.tensors

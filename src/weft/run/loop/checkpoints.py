@@ -127,8 +127,8 @@ class _State:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: list[Optimizer]) -> _State:
-        prefix, divided = _sharded_module(model)
-        world = current_world() if divided is None else divided.world
+        prefix, sharded = _sharded_module(model)
+        world = current_world() if sharded is None else sharded.world
         names = {id(p): name for name, p in model.named_parameters()}
         seen: set[int] = set()
         for p in (p for one in optimizers for group in one.param_groups for p in group["params"]):
@@ -140,13 +140,13 @@ class _State:
                 raise UsageError(f"{names[id(p)]} is in two optimizers, of which one checkpoint cannot tell the state apart")
             seen.add(id(p))
         with private.as_base_tensor():
-            weights = replicated_pieces(model, world) if divided is None else [_under(prefix, piece) for piece in divided.way.pieces()]
+            weights = replicated_pieces(model, world) if sharded is None else [_under(prefix, piece) for piece in sharded.way.pieces()]
             if prefix:
                 trained = {name for name, _ in model.named_parameters()}
                 for name, x in tensors_outside(model).items():
                     weights.append(full_piece(name, "parameter" if name in trained else "buffer", x.detach(), owner=world.rank == 0))
-        mesh = Mesh(((DATA, world.num_ranks),)) if divided is None else divided.plan.layout.mesh
-        return cls(world, mesh, divided, names, weights, optimizers)
+        mesh = Mesh(((DATA, world.num_ranks),)) if sharded is None else sharded.plan.layout.mesh
+        return cls(world, mesh, sharded, names, weights, optimizers)
 
     def _parameters(self) -> Iterator[tuple[Optimizer, nn.Parameter]]:
         for one in self.optimizers:
@@ -156,12 +156,12 @@ class _State:
 
     def slots(self) -> list[Piece]:
         """The optimizers' tensors."""
-        found = []
+        pieces = []
         for one, p in self._parameters():
             for slot, value in one.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    found += self._pieces(self.names[id(p)], slot, value)
-        return found
+                    pieces += self._pieces(self.names[id(p)], slot, value)
+        return pieces
 
     def _pieces(self, name: str, slot: str, value: Tensor) -> list[Piece]:
         if not isinstance(value, Cut):
@@ -183,9 +183,9 @@ class _State:
             for p in group["params"]:
                 name = self.names[id(p)]
                 numbers = {k: v for k, v in one.state.get(p, {}).items() if not isinstance(v, Tensor)}
-                own = {k: _json(f"the optimizer's state {name}:{k}", v) for k, v in numbers.items()}
-                if own:
-                    values[name] = own
+                of_parameter = {k: _json(f"the optimizer's state {name}:{k}", v) for k, v in numbers.items()}
+                if of_parameter:
+                    values[name] = of_parameter
         return {"kind": type(one).__name__, "groups": groups, "values": values}
 
     def check(self, path: Path, stored: list[dict[str, Any]]) -> None:
@@ -210,22 +210,22 @@ class _State:
     def room(self, manifest: Manifest) -> list[tuple[nn.Parameter, list[Piece], Tensor]]:
         """Tensors for the state that was saved, with the pieces that fill them."""
         parameters = {self.names[id(p)]: (p, group) for one in self.optimizers for group in one.param_groups for p in group["params"]}
-        found = []
+        rooms = []
         for stored in manifest.tensors:
             if stored.kind != "optimizer" or stored.name not in parameters:
                 continue
             p, group = parameters[stored.name]
             of = state_like(p, tuple(stored.shape))
-            own = tuple(stored.shape) if of is None else of.part
+            shape = tuple(stored.shape) if of is None else of.part
             with private.as_base_tensor():
                 narrow = DTYPES[stored.dtype].is_floating_point and bool(stored.shape)
                 there = p.device if stored.shape or group.get("capturable") or group.get("fused") else torch.device("cpu")
-                plain = torch.empty(own, dtype=p.dtype if narrow else DTYPES[stored.dtype], device=there)
-                tensor = plain if of is None else Cut.of(plain, of)
-                spans = full_spans(own) if of is None else of.spans
-                pieces = pieces_at(stored.name, "optimizer", tuple(stored.shape), spans, plain, stored.slot)
-            found.append((p, pieces, tensor))
-        return found
+                full = torch.empty(shape, dtype=p.dtype if narrow else DTYPES[stored.dtype], device=there)
+                tensor = full if of is None else Cut.of(full, of)
+                spans = full_spans(shape) if of is None else of.spans
+                pieces = pieces_at(stored.name, "optimizer", tuple(stored.shape), spans, full, stored.slot)
+            rooms.append((p, pieces, tensor))
+        return rooms
 
     def draw(self) -> dict[str, int]:
         """Where the model's own random numbers are."""
@@ -234,25 +234,25 @@ class _State:
     def streams(self) -> list[Piece]:
         """States of the loop's random numbers, which are alike on all ranks."""
         first, device = self.world.rank == 0, self.world.device
-        found = [full_piece("loop cpu", "random", torch.random.get_rng_state(), owner=first)]
+        pieces = [full_piece("loop cpu", "random", torch.random.get_rng_state(), owner=first)]
         if device.type == "cuda":
-            found.append(full_piece("loop cuda", "random", torch.cuda.get_rng_state(device), owner=first))
-        return found
+            pieces.append(full_piece("loop cuda", "random", torch.cuda.get_rng_state(device), owner=first))
+        return pieces
 
     def room_of_streams(self, manifest: Manifest) -> tuple[list[Piece], Callable[[Mapping[str, int]], None]]:
         """Pieces for the states that were saved, and what puts them in their place."""
         loops = [t for t in manifest.tensors if t.kind == "random" and t.name.startswith("loop ")]
-        found = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in loops}
+        tensors = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in loops}
 
         def restore(draw: Mapping[str, int]) -> None:
-            if "loop cpu" in found:
-                torch.random.set_rng_state(found["loop cpu"])
-            if "loop cuda" in found and self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(found["loop cuda"], self.world.device)
+            if "loop cpu" in tensors:
+                torch.random.set_rng_state(tensors["loop cpu"])
+            if "loop cuda" in tensors and self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(tensors["loop cuda"], self.world.device)
             if self.sharded is not None and draw:
                 self.sharded.way.draw.seed, self.sharded.way.draw.step = draw["seed"], draw["step"]
 
-        return [full_piece(name, "random", x) for name, x in found.items()], restore
+        return [full_piece(name, "random", x) for name, x in tensors.items()], restore
 
 
 def state_like(p: Tensor, shape: tuple[int, ...]) -> FullTensor | None:
@@ -265,10 +265,10 @@ def state_like(p: Tensor, shape: tuple[int, ...]) -> FullTensor | None:
 
 def _sharded_module(model: nn.Module) -> tuple[str, ShardedModule | None]:
     """The divided module that a model is or has, with its prefix."""
-    found = sharded_modules_of(model)
-    if len(found) > 1:
-        raise UsageError(f"{type(model).__name__} has {len(found)} divided modules: save and load each of them in a folder of its own")
-    return found[0] if found else ("", None)
+    modules = sharded_modules_of(model)
+    if len(modules) > 1:
+        raise UsageError(f"{type(model).__name__} has {len(modules)} divided modules: save and load each of them in a folder of its own")
+    return modules[0] if modules else ("", None)
 
 
 def _under(prefix: str, piece: Piece) -> Piece:

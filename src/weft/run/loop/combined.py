@@ -82,8 +82,8 @@ def _norm(func: Any, x: Any = None, p: Any = None, dim: Any = None, keepdim: boo
     with private.as_base_tensor():
         if p in (inf, -inf):
             return extreme(x.full.groups, p == inf, x.as_subclass(Tensor).to(dtype or x.dtype).abs())
-        own = torch.linalg.vector_norm(x.as_subclass(Tensor), p, dtype=dtype)
-        return _Norm.apply(own, x.full.groups, p)  # type: ignore[no-untyped-call]
+        local = torch.linalg.vector_norm(x.as_subclass(Tensor), p, dtype=dtype)
+        return _Norm.apply(local, x.full.groups, p)  # type: ignore[no-untyped-call]
 
 
 def _norms(func: Any, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -132,11 +132,11 @@ def _truth(any_of: bool) -> Callable[..., Any]:
         if not isinstance(x, Part) or args or kwargs:
             return NotImplemented
         with private.as_base_tensor():
-            own = (torch.any if any_of else torch.all)(x.as_subclass(Tensor))
-            told = own.to(torch.int64)
+            local = (torch.any if any_of else torch.all)(x.as_subclass(Tensor))
+            told = local.to(torch.int64)
             for group in x.full.groups:
                 group.all_reduce(told, op="max" if any_of else "min")
-            return told.to(own.dtype)
+            return told.to(local.dtype)
 
     return found
 
@@ -160,10 +160,10 @@ def _grad(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is not torch.autograd.grad:
         return NotImplemented
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    inputs_list = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     with private.as_base_tensor():
-        found = func(*args, **kwargs)
-    return tuple(x.full.of(g) if isinstance(x, Part) and g is not None else g for g, x in zip(found, given, strict=True))
+        gradients = func(*args, **kwargs)
+    return tuple(x.full.of(g) if isinstance(x, Part) and g is not None else g for g, x in zip(gradients, inputs_list, strict=True))
 
 
 def _hook(func: Any, x: Any, hook: Callable[[Tensor], Any]) -> Any:

@@ -50,10 +50,10 @@ class FullTensor:
     @cached_property
     def spans(self) -> Spans:
         """Where this rank's part lies."""
-        found = full_spans(self.shape)
+        spans = full_spans(self.shape)
         for form, group in self.cuts:
-            found = cut_again(found, form, group.size, group.index)
-        return found
+            spans = cut_again(spans, form, group.size, group.index)
+        return spans
 
     def of(self, x: Tensor) -> Cut:
         """`x` as this rank's part of it: a gradient."""
@@ -78,9 +78,9 @@ class Cut(combined.Part):
     @classmethod
     def of(cls, part: Tensor, full: FullTensor) -> Self:
         """`part`, sharing its memory and its place in autograd's graph."""
-        made = part.as_subclass(cls)
-        made.full = full
-        return made
+        cut = part.as_subclass(cls)
+        cut.full = full
+        return cut
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -100,8 +100,8 @@ class Cut(combined.Part):
         if id(self) not in memo:
             with private.as_base_tensor():
                 memo[id(self)] = type(self).of(self.detach().clone().requires_grad_(self.requires_grad), self.full)
-        found: Cut = memo[id(self)]
-        return found
+        copied: Cut = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refusal("saving", self, "weft.save(folder, net, optimizer) saves the whole, and weft.load takes it back in any layout")
@@ -113,16 +113,16 @@ class CutParameter(Cut, nn.Parameter):
     @classmethod
     def of(cls, part: Tensor, full: FullTensor) -> Self:
         """A parameter of its own that shares the memory of `part`, which gives the gradient's need."""
-        made = cls(part.detach(), part.requires_grad)
-        made.full = full
-        return made
+        parameter = cls(part.detach(), part.requires_grad)
+        parameter.full = full
+        return parameter
 
 
 def refusal(name: str, part: Cut, why: str = "") -> UsageError:
     """What is said to an operation that would take the part for the whole."""
-    whole = part.full
+    full = part.full
     return UsageError(
-        f"{name} of {whole.name}, of which this rank holds a part, {list(part.shape)} of {list(whole.shape)}, would take that part for the "
+        f"{name} of {full.name}, of which this rank holds a part, {list(part.shape)} of {list(full.shape)}, would take that part for the "
         'whole; use weft.full_state_dict(net), or a layout that cuts no weights: auto_parallelize(..., plan="data=N")'
         f"{f' ({why})' if why else ''}"
     )
@@ -158,13 +158,13 @@ def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             fed = iter(tensors)
             args, kwargs = followed.replaced(args, fed), followed.replaced(kwargs, fed)
         result = func(*args, **kwargs)
-        found = [result] if isinstance(result, Tensor) else list(followed.tensors_in(result))
-        if len(found) != len(told.results):
-            raise AssertionError(f"{name} gives {len(found)} tensors, and was to give {len(told.results)}")
-        known = {id(x) for x in tensors}  # what was changed in place comes back
-        whole = _first(tensors).full
-        made = [x if id(x) in known else _made(x, one, whole.name, groups) for x, one in zip(found, told.results, strict=True)]
-        return made[0] if isinstance(result, Tensor) else followed.replaced(result, iter(made))
+        outputs = [result] if isinstance(result, Tensor) else list(followed.tensors_in(result))
+        if len(outputs) != len(told.results):
+            raise AssertionError(f"{name} gives {len(outputs)} tensors, and was to give {len(told.results)}")
+        inputs = {id(x) for x in tensors}  # what was changed in place comes back
+        full = _first(tensors).full
+        results = [x if id(x) in inputs else _made(x, one, full.name, groups) for x, one in zip(outputs, told.results, strict=True)]
+        return results[0] if isinstance(result, Tensor) else followed.replaced(result, iter(results))
 
 
 def _first(tensors: Iterable[Tensor]) -> Cut:
@@ -209,26 +209,26 @@ def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _verdict(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
     func: Any = key[0]  # type: ignore[index]
     try:
-        known = _verdicts.get(key)
+        cached = _verdicts.get(key)
     except TypeError:  # something that cannot be compared is among the arguments
         return _asked(func, args, kwargs, tensors)
-    if known is None:
-        known = _asked(func, args, kwargs, tensors)
+    if cached is None:
+        cached = _asked(func, args, kwargs, tensors)
         while len(_verdicts) >= _MOST_VERDICTS:
             del _verdicts[next(iter(_verdicts))]
-        _verdicts[key] = known
-    return known
+        _verdicts[key] = cached
+    return cached
 
 
 def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
-    given = [_given(x) for x in tensors]
-    known = followed.verdict(func, args, kwargs, given)
-    if not known.can_be:
+    inputs = [_given(x) for x in tensors]
+    told = followed.verdict(func, args, kwargs, inputs)
+    if not told.can_be:
         # Beside a whole it would not fit: somebody made it as large as the part that he saw.
-        parts = {one.part: one for one in given if one.knows}
-        alike = [replace(parts[one.part], knows=False) if not one.knows and one.part in parts else one for one in given]
-        known = followed.verdict(func, args, kwargs, alike) if alike != given else known
-    return known
+        parts = {one.part: one for one in inputs if one.knows}
+        as_parts = [replace(parts[one.part], knows=False) if not one.knows and one.part in parts else one for one in inputs]
+        told = followed.verdict(func, args, kwargs, as_parts) if as_parts != inputs else told
+    return told
 
 
 def _given(x: Tensor) -> Given:

@@ -59,8 +59,8 @@ def full_optimizer_state(optimizer: Optimizer, main: bool) -> dict[str, Any] | N
 
 
 def _state_dict_as_it_is(optimizer: Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
-    return found
+    state: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
+    return state
 
 
 def _gathered(x: Cut) -> Tensor:

@@ -117,11 +117,11 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
         if spec.shape != spec.global_shape:
             forms = parts.stored(variables[name])
             cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
-            whole = FullTensor(name, spec.global_shape, cuts)
-            if whole.spans != spec.spans:
-                raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.spans}")
+            full = FullTensor(name, spec.global_shape, cuts)
+            if full.spans != spec.spans:
+                raise AssertionError(f"{name} is cut {full.places}, and lies at {spec.spans}")
             guard_optimizers()
-            marked = CutParameter.of(parts.parameters[name], whole)
+            marked = CutParameter.of(parts.parameters[name], full)
             parts.parameters[name] = marked
             if variables[name].value in parts.variables:
                 parts.variables[variables[name].value] = marked
@@ -144,10 +144,10 @@ def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
 
 
 def _take_parts(cuts: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for local, (whole, spans) in cuts.items():
-        given = state.get(prefix + local)
-        if given is not None and tuple(given.shape) == whole:
-            state[prefix + local] = block_of(given, spans)
+    for local, (full, spans) in cuts.items():
+        value = state.get(prefix + local)
+        if value is not None and tuple(value.shape) == full:
+            state[prefix + local] = block_of(value, spans)
 
 
 def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:

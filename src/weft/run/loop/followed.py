@@ -168,18 +168,18 @@ def replaced(value: Any, tensors: Iterator[Any]) -> Any:
 
 def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Given]) -> Verdict:
     """What `func` gives when it is called so; `inputs` tells of the tensors in order."""
-    whole = _record(func, args, kwargs, [one.shape for one in inputs], inputs)
-    if not whole.calls:
+    full = _record(func, args, kwargs, [one.shape for one in inputs], inputs)
+    if not full.calls:
         part = _record(func, args, kwargs, [one.part for one in inputs], inputs)
-        if part.calls or (part.error is None) != (whole.error is None):
-            return Verdict(f"the whole cannot be called so: {said(whole.error or part.error or ValueError('no elements'))}", can_be=False)
+        if part.calls or (part.error is None) != (full.error is None):
+            return Verdict(f"the whole cannot be called so: {said(full.error or part.error or ValueError('no elements'))}", can_be=False)
         return Verdict(computes=False)  # it asks or changes what is not an element
-    if whole.error is not None:
-        return Verdict(f"the whole cannot be called so, or not without its values: {said(whole.error)}", can_be=False)
+    if full.error is not None:
+        return Verdict(f"the whole cannot be called so, or not without its values: {said(full.error)}", can_be=False)
     cuts = [list(one.cuts) for one in inputs]
     while True:
         try:
-            forms = _Forms(whole, inputs, cuts)
+            forms = _Forms(full, inputs, cuts)
             break
         except _NeedsCut as found:
             cuts[found.number].append(found.cut)
@@ -190,8 +190,8 @@ def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         part = _record(func, args, kwargs, parts, inputs)
         if part.error is not None:
             raise _Unclear(f"it does not run on parts: {said(part.error)}")
-        _compare(whole, part, forms)
-        return _verdict(whole, inputs, cuts, forms)
+        _compare(full, part, forms)
+        return _verdict(full, inputs, cuts, forms)
     except _Unclear as error:
         return Verdict(str(error))
 
@@ -296,8 +296,8 @@ class _Forms:
         self._of: dict[tuple[Any, ...], Form] = {}
         self._number: dict[tuple[Any, ...], int] = {}
         self._keep = [x.untyped_storage() for x in tensors_in([(c.args, c.kwargs, c.out) for c in run.calls])]
-        for number, (twin, own) in enumerate(zip(run.twins, cuts, strict=True)):
-            self._of[_place(twin)] = {ranks: dim for dim, ranks in own}
+        for number, (twin, cuts_of) in enumerate(zip(run.twins, cuts, strict=True)):
+            self._of[_place(twin)] = {ranks: dim for dim, ranks in cuts_of}
             self._number[_place(twin)] = number
         for call in run.calls:
             for row in _rows(call):
@@ -311,16 +311,16 @@ class _Forms:
         inputs, written = row.inputs, row.written()
         placed = [self.of(x) for x in inputs]
         outs = row.makes or written
-        made: list[Form] = [{} for _ in outs]
+        outputs: list[Form] = [{} for _ in outs]
         axes = list(dict.fromkeys(ranks for form in placed for ranks in form))
         if axes:
             rule = _rule(row, inputs, outs)
             for ranks in axes:
-                self._cut(row, rule, ranks, inputs, placed, made)
-        by_place = {_place(o): form for o, form in zip(outs, made, strict=True)}
+                self._cut(row, rule, ranks, inputs, placed, outputs)
+        by_place = {_place(o): form for o, form in zip(outs, outputs, strict=True)}
         for x in written:
-            self._check_written(row, x, by_place.get(_place(x), made[0] if made else {}))
-        for x, form in zip(outs, made, strict=True):
+            self._check_written(row, x, by_place.get(_place(x), outputs[0] if outputs else {}))
+        for x, form in zip(outs, outputs, strict=True):
             self._of[_place(x)] = form
 
     def _cut(self, row: _Row, rule: Rule, ranks: Ranks, inputs: list[Tensor], placed: list[Form], outputs: list[Form]) -> None:
@@ -345,8 +345,8 @@ class _Forms:
                 if number is None or self._inputs[number].cuts:
                     raise _Unclear(f"{row.name} would meet a tensor that is cut otherwise")
                 raise _NeedsCut(number, labelled.index(label), ranks)
-        for form, found in zip(outputs, self._given_by(row, rule, label, ranks), strict=True):
-            form[ranks] = found
+        for form, form_of in zip(outputs, self._given_by(row, rule, label, ranks), strict=True):
+            form[ranks] = form_of
 
     def _given_by(self, row: _Row, rule: Rule, label: str, ranks: Ranks) -> list[int | float]:
         kernel = rule.kernels.get(label)
@@ -432,12 +432,13 @@ def _verdict(run: _Run, inputs: Sequence[Given], cuts: Sequence[Sequence[tuple[i
         form = forms.of(x)
         if not form and any(one.learns for one in inputs):
             raise _Unclear("a result of whole tensors alone would stand beside parts, and learn otherwise")
-        own = tuple((int(dim), ranks) for ranks, dim in form.items() if not isinstance(dim, float))
+        cuts_of = tuple((int(dim), ranks) for ranks, dim in form.items() if not isinstance(dim, float))
         sums = tuple((ranks, share) for ranks, share in form.items() if isinstance(share, float))
-        results.append(Made(tuple(x.shape), own, sums))
-    taken = tuple(() if one.cuts else tuple(own) for one, own in zip(inputs, cuts, strict=True))
+        results.append(Made(tuple(x.shape), cuts_of, sums))
+    taken = tuple(() if one.cuts else tuple(cuts_of) for one, cuts_of in zip(inputs, cuts, strict=True))
     summed = tuple(
-        tuple(ranks for ranks in axes if one.learns and ranks not in {r for _, r in own}) for one, own in zip(inputs, taken, strict=True)
+        tuple(ranks for ranks in axes if one.learns and ranks not in {r for _, r in cuts_of})
+        for one, cuts_of in zip(inputs, taken, strict=True)
     )
     return Verdict(cuts=taken, sums=summed, results=tuple(results))
 

@@ -140,9 +140,9 @@ class Forward:
     @cached_property
     def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The model's output by path: tensors, and everything else as it will be returned."""
-        found = list(leaves(self.parts.structure))
-        tensors = {path: leaf for path, leaf in found if isinstance(leaf, Tensor)}
-        return tensors, {path: _kept(path, leaf) for path, leaf in found if path not in tensors}
+        returned = list(leaves(self.parts.structure))
+        tensors = {path: leaf for path, leaf in returned if isinstance(leaf, Tensor)}
+        return tensors, {path: _kept(path, leaf) for path, leaf in returned if path not in tensors}
 
     @cached_property
     def _axes(self) -> dict[str, tuple[set[str], set[str]]]:
@@ -172,11 +172,11 @@ class Forward:
     @cached_property
     def _summed_here(self) -> list[tuple[int, Group]]:
         """Where parameters enter of whose gradient ranks have summands that no exchange sums, with these ranks."""
-        found = []
+        sums = []
         for i, value in enumerate(self.parts.only.variables):
-            made, exchanged = self._axes.get(value, (set[str](), set[str]()))
-            found += [(i, self._group(axis)) for axis in self.parts.sharding.sizes if axis in made - exchanged]
-        return found
+            partial, exchanged = self._axes.get(value, (set[str](), set[str]()))
+            sums += [(i, self._group(axis)) for axis in self.parts.sharding.sizes if axis in partial - exchanged]
+        return sums
 
     @cached_property
     def _extra_summands(self) -> list[tuple[int, float]]:
@@ -185,7 +185,7 @@ class Forward:
         The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
         """
         data, sizes = 1 if self.batch is Given.REPLICATED else self.plan.layout.data, self.parts.sharding.sizes
-        shares = {value: prod(sizes[axis] for axis in made & exchanged) / data for value, (made, exchanged) in self._axes.items()}
+        shares = {value: prod(sizes[axis] for axis in partial & exchanged) / data for value, (partial, exchanged) in self._axes.items()}
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
 
     @cached_property
@@ -241,8 +241,8 @@ class Captures:
 
     def _captured(self, call: Call, called: Any, samples: int) -> Parts:
         # What a source has captured is of one form.
-        alike = call[1] == self.form.key and not call[3]
-        batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
+        is_usual = call[1] == self.form.key and not call[3]
+        batch, source = (self.batch, self.source) if is_usual else (called, Traced(self.source.model, self.source.deferred))
         try:
             with self.original.back(), recording(self.source.model, call[3]):
                 alone, together = call[2] is Given.REPLICATED, call[2] is Given.FULL
@@ -262,13 +262,13 @@ class Captures:
                     f"the model was captured with arguments in order, and is called with {', '.join(bound.kwargs)} by keyword alone"
                 )
             return bound.args
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             kind = self.signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
-            given.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-        return given
+            arguments.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -303,15 +303,15 @@ class ByGraphs:
         elif self.captures.form.other_objects(form):
             with self.gathered_weights.held_by(self.model, self.parts, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
-        watched = self.unchanged.watched()
-        call = (modes_of(self.model), form.key, Given.PARTS, watched)
-        samples, given = self._samples_of(call, called, form)
-        forward = self._forward_of((*call[:2], given, watched), samples, called)
+        hooked = self.unchanged.watched()
+        call = (modes_of(self.model), form.key, Given.PARTS, hooked)
+        samples, batch = self._samples_of(call, called, form)
+        forward = self._forward_of((*call[:2], batch, hooked), samples, called)
         forward.parts.draw.step += 1
         output = forward(tensors_of(called))
-        if watched:
+        if hooked:
             output, calls = output
-            call_hooks(self.model, watched, calls)
+            call_hooks(self.model, hooked, calls)
         return output
 
     @cached_property
@@ -325,22 +325,22 @@ class ByGraphs:
         Raises:
             Infeasible: ranks are called with other parts than `weft.shard` gives, or with other forms; on all of them.
         """
-        have, known, places, layout = batch_size_of(called), count_samples(called), self._places, self.captures.plan.layout
-        n, given = max(places) + 1, Given.PARTS
-        if self.captures.world.num_ranks > 1 and not known:
+        have, samples, places, layout = batch_size_of(called), count_samples(called), self._places, self.captures.plan.layout
+        n, batch = max(places) + 1, Given.PARTS
+        if self.captures.world.num_ranks > 1 and not samples:
             # Where nothing is learnt and nothing exchanged, a rank may call it alone.
             alone = not torch.is_grad_enabled() and not self._forward_of(call, have * n, called).talks
-            known, given = (have * n, given) if alone else self._told(called, have, form)
+            samples, batch = (have * n, batch) if alone else self._told(called, have, form)
         if n == 1:
             return have, Given.PARTS
-        if known == have and layout.expert == 1 and (given is Given.PARTS or have < n):
+        if samples == have and layout.expert == 1 and (batch is Given.PARTS or have < n):
             return have, Given.REPLICATED
-        if given is Given.PARTS and have != piece(known, n, places[self.captures.world.rank])[1]:
+        if batch is Given.PARTS and have != piece(samples, n, places[self.captures.world.rank])[1]:
             raise Infeasible(
-                f"the model was called with {have} of {known} samples, which {layout} divides otherwise; draw batches through "
+                f"the model was called with {have} of {samples} samples, which {layout} divides otherwise; draw batches through "
                 "weft.shard(loader)"
             )
-        return known, given
+        return samples, batch
 
     @cached_property
     def _places(self) -> list[int]:
@@ -367,8 +367,8 @@ class ByGraphs:
         if len(set(digests)) == 1:
             return have, Given.FULL
         beside = {(place, number) for place, number in zip(places, digests, strict=True)}
-        if self.expects.whole or len(beside) > len(set(places)):
-            who = "all of them" if self.expects.whole else "those with the same samples"
+        if self.expects.global_batch or len(beside) > len(set(places)):
+            who = "all of them" if self.expects.global_batch else "those with the same samples"
             raise UsageError(
                 f"ranks call the model with different batches, and {who} need the same: let every rank load and shuffle "
                 "alike (the same seed on every rank, no DistributedSampler)"

@@ -38,11 +38,11 @@ class GatheredWeights:
             for v in (*parts.graph.parameters, *parts.graph.buffers)
         }
         self._gather(held, {name: those for name, those in cuts.items() if those}, mesh)
-        whole = {id(held[name]): x for name, x in self._full.items()}
+        full = {id(held[name]): x for name, x in self._full.items()}
         tables = [(table, dict(table)) for module in model.modules() for table in private.tensors_of(module)]
         try:
             for table, before in tables:
-                table.update({key: whole[id(x)] for key, x in before.items() if id(x) in whole})
+                table.update({key: full[id(x)] for key, x in before.items() if id(x) in full})
             yield
         finally:
             for table, before in tables:

@@ -58,7 +58,7 @@ class ShardedModule:
 
     def expect_full_batches(self) -> None:
         """From here on every rank calls the module with the whole batch, and what they call it with is the same."""
-        self.way.expects.whole = True
+        self.way.expects.global_batch = True
 
     def _check_summed(self) -> None:
         """Raise where a parameter trains whose gradient nobody sums."""
@@ -77,11 +77,11 @@ class ShardedModule:
     def copy(self, memo: dict[int, Any]) -> nn.Module:
         """The module with copies of its weights, for averages of them: what copy.deepcopy gives."""
         model = self.model
-        made: nn.Module = model.__new__(type(model))
-        memo[id(model)] = made
-        made.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in REPLACED}, memo))
-        replace(self, model=made, way=self.way.of_copy(made, memo), copied=True, frozen=[]).bind()
-        return made
+        copied: nn.Module = model.__new__(type(model))
+        memo[id(model)] = copied
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in REPLACED}, memo))
+        replace(self, model=copied, way=self.way.of_copy(copied, memo), copied=True, frozen=[]).bind()
+        return copied
 
     def unsaved(self, protocol: object) -> Any:
         """What torch.save of the module itself is told."""
@@ -93,25 +93,25 @@ class ShardedModule:
 
 def sharded_module_of(model: nn.Module) -> ShardedModule | None:
     """How a module was divided; None for one that was not."""
-    found = getattr(inspect.unwrap(model.forward), "__self__", None)
-    return found if isinstance(found, ShardedModule) else None
+    owner = getattr(inspect.unwrap(model.forward), "__self__", None)
+    return owner if isinstance(owner, ShardedModule) else None
 
 
 def sharded_modules_of(model: nn.Module) -> list[tuple[str, ShardedModule]]:
     """The divided modules that a module is or has, with the prefix of their names in it: `backbone.`, empty for itself."""
-    found = ((name, sharded_module_of(module)) for name, module in model.named_modules())
-    return [(f"{name}." if name else "", one) for name, one in found if one is not None]
+    modules = ((name, sharded_module_of(module)) for name, module in model.named_modules())
+    return [(f"{name}." if name else "", one) for name, one in modules if one is not None]
 
 
 def tensors_outside(model: nn.Module) -> dict[str, Tensor]:
     """What a state dict has of a module that its divided parts have not, by name."""
     prefixes = tuple(prefix for prefix, _ in sharded_modules_of(model))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        own = f"{name}." if name else ""
-        if not any(own.startswith(prefix) for prefix in prefixes):
-            found.update((own + key, x) for key, x in private.direct_state(module).items())
-    return found
+        path = f"{name}." if name else ""
+        if not any(path.startswith(prefix) for prefix in prefixes):
+            tensors.update((path + key, x) for key, x in private.direct_state(module).items())
+    return tensors
 
 
 def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[Any]:

@@ -51,8 +51,8 @@ def gathering(module: fx.GraphModule, pieces: Mapping[int, Pieces], saved: Saved
         if first is None:
             continue
         with graph.inserting_before(first):
-            whole = graph.call_function(bind(saved.gathered, one), (part,))
-        part.replace_all_uses_with(whole, delete_user_cb=lambda user, full=whole: user is not full)
+            gathered = graph.call_function(bind(saved.gathered, one), (part,))
+        part.replace_all_uses_with(gathered, delete_user_cb=lambda user, full=gathered: user is not full)
     graph.lint()
     return fx.GraphModule(module, graph)
 
@@ -78,11 +78,11 @@ class Saved:
 
     def gathered(self, pieces: Pieces, part: Tensor) -> Tensor:
         """The whole of a part."""
-        whole = redistribute(part, pieces.form, pieces.read, pieces.group)
+        full = redistribute(part, pieces.form, pieces.read, pieces.group)
         if self.again:
-            held = private.viewed(whole)
+            held = private.viewed(full)
             self._full[id(held)] = (weakref.ref(held), pieces, part)
-        return whole
+        return full
 
     def kept(self) -> AbstractContextManager[Any]:
         """A block in which autograd keeps no whole weight, if that is asked for."""
@@ -93,8 +93,8 @@ class Saved:
 
     def _pack(self, x: Tensor) -> Tensor | _View:
         held = private.viewed(x)
-        known, pieces, part = self._full.get(id(held), (None, None, None))
-        if known is None or pieces is None or part is None or known() is not held:
+        alive, pieces, part = self._full.get(id(held), (None, None, None))
+        if alive is None or pieces is None or part is None or alive() is not held:
             return x
         return _View(pieces, part, private.version_of(part), tuple(x.shape), x.stride(), int(x.storage_offset()))
 
@@ -108,5 +108,5 @@ def _unpack(saved: Tensor | _View) -> Tensor:
             "backward before the optimizer's step"
         )
     of = saved.of
-    whole = moved(saved.part.detach().as_subclass(Tensor), of.form, R, of.group)
-    return whole.as_strided(saved.size, saved.stride, saved.offset)
+    full = moved(saved.part.detach().as_subclass(Tensor), of.form, R, of.group)
+    return full.as_strided(saved.size, saved.stride, saved.offset)

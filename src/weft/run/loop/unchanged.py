@@ -66,11 +66,11 @@ class Unchanged:
 
     def watched(self) -> Hooked:
         """The parts with hooks around forward that were registered since, and which these are."""
-        found: dict[str, frozenset[int]] = {}
+        hooked: dict[str, frozenset[int]] = {}
         for one in self._hooked_since():
             if ids := one.table.keys() - one.before if not one.on_backward else ():
-                found[one.module] = found.get(one.module, frozenset()) | ids
-        return tuple(found.items())
+                hooked[one.module] = hooked.get(one.module, frozenset()) | ids
+        return tuple(hooked.items())
 
     def _hooked_since(self) -> list[_Hooks]:
         return [one for one in self._hooks if one.table.keys() != one.before]

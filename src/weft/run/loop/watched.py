@@ -68,8 +68,8 @@ def call_hooks(model: nn.Module, hooked: Hooked, calls: Iterable[tuple[str, Any,
         for number, before, hook, takes_kwargs in private.hooks_around_forward(parts[name]):
             if number not in ids[name]:
                 continue
-            given = (args, *((kwargs,) if takes_kwargs else ()), *(() if before else (output,)))
-            if hook(parts[name], *given) is not None:
+            arguments = (args, *((kwargs,) if takes_kwargs else ()), *(() if before else (output,)))
+            if hook(parts[name], *arguments) is not None:
                 raise UsageError(
                     f"a hook on {name} returns something, which would change what the model computes; the divided model runs as a whole, "
                     "and hooks on its parts see what it computed: return nothing, or register the hook before the model is divided"
@@ -77,5 +77,5 @@ def call_hooks(model: nn.Module, hooked: Hooked, calls: Iterable[tuple[str, Any,
 
 
 def _without_gradients(seen: Any) -> Any:
-    found: Mapping[str, Any] = dict(leaves(seen))
-    return rebuild(seen, {path: x.detach() if isinstance(x, Tensor) else x for path, x in found.items()}) if found else seen
+    tensors: Mapping[str, Any] = dict(leaves(seen))
+    return rebuild(seen, {path: x.detach() if isinstance(x, Tensor) else x for path, x in tensors.items()}) if tensors else seen

@@ -36,7 +36,7 @@ def division_of(plan: Plan, parts: Parts) -> Division:
     tensor = [name for name in sizes if axis_of(name).cuts_weights and not axis_of(name).cuts_channels]
     axes = {name: (name,) for name in sizes if name not in tensor or len(tensor) > 1} | {"tensor": tuple(tensor)}
     axes = {name: those for name, those in axes.items() if prod(sizes.get(a, 1) for a in those) > 1}
-    found: Division = {}
+    division: Division = {}
     weighed = {op.name: operator_flops(op, graph.tensors) for op in graph.operators}
     if not any(weighed.values()):
         weighed = {op.name: float(operator_bytes(op, graph.tensors)) for op in graph.operators}
@@ -47,7 +47,7 @@ def division_of(plan: Plan, parts: Parts) -> Division:
     if layout.pipeline > 1:
         held = [float(sum(v.tensor.size for v in graph.parameters if r in holders[v.value])) for r in range(layout.pipeline)]
         computed = [sum(weighed[name] / len(ranks_of[s]) for name, s in at.items() if r in ranks_of[s]) for r in range(layout.pipeline)]
-        found["pipeline"] = {
+        division["pipeline"] = {
             "parameters": _even(max(held), graph.num_parameters, layout.pipeline),
             "flops": _even(max(computed), sum(weighed[name] for name in at), layout.pipeline),
         }
@@ -70,12 +70,12 @@ def division_of(plan: Plan, parts: Parts) -> Division:
 
     for name, over in axes.items():
         n = prod(sizes[a] for a in over)
-        whole = plan.uncaptured and name == DATA  # every rank runs the module on its own samples
-        found[name] = {
+        is_replicated = plan.uncaptured and name == DATA  # every rank runs the module on its own samples
+        division[name] = {
             "parameters": _even(*_kept(parameters(over)), n),
-            "flops": 1.0 if whole else _even(*_kept(flops(over)), n),
+            "flops": 1.0 if is_replicated else _even(*_kept(flops(over)), n),
         }
-    return found
+    return division
 
 
 def warnings(plan: Plan, shares: Division, cut_everything: bool = False) -> tuple[str, ...]:

@@ -55,12 +55,12 @@ def distances(
     for number, v in enumerate(variables):
         name = None if wanted is None else next((n for n in _names(v, slot) if n in wanted), None)
         there.append(name)
-        whole = _room(v, everyone.device)
+        full = _room(v, everyone.device)
         if wanted is not None and name is not None:
             value = wanted[name].detach()
-            whole.copy_(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
-        everyone.broadcast(whole)
-        far[number] = max((_off(piece, whole) for piece in mine.get(v.name, ())), default=0.0)
+            full.copy_(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
+        everyone.broadcast(full)
+        far[number] = max((_off(piece, full) for piece in mine.get(v.name, ())), default=0.0)
     of_ranks = everyone.all_gather(far[None])
     if wanted is None:
         return None

@@ -29,9 +29,9 @@ class _Between:
     def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
         """The sum that arrives of flat gradients, one tensor each."""
         size = gradients[0].numel()
-        whole = self._how.kind == "topk" and not self._sharded
-        length = size if whole else -(-size // self._num)
-        starts = range(0, length * (1 if whole else self._num), length)
+        by_bucket = self._how.kind == "topk" and not self._sharded
+        length = size if by_bucket else -(-size // self._num)
+        starts = range(0, length * (1 if by_bucket else self._num), length)
         wanted = [torch.cat([g, g.new_zeros(len(starts) * length - size)]) for g in gradients]
         if self._how.keeps:
             wanted = [g + rest for g, rest in zip(wanted, self._residuals, strict=True)] if self._residuals else wanted
@@ -40,7 +40,7 @@ class _Between:
         total = torch.zeros_like(sent[0])
         for s in sent:
             total = total + s
-        if not (whole or self._sharded):
+        if not (by_bucket or self._sharded):
             sums = [total[at : at + length] for at in starts]
             if self._how.keeps and self._residuals_of_sums:
                 sums = [s + rest for s, rest in zip(sums, self._residuals_of_sums, strict=True)]
@@ -55,11 +55,11 @@ class _Between:
         if self._how.kind == "topk":
             order = torch.sort(x.abs(), descending=True, stable=True).indices[: self._how.sent(x.numel())]
             return torch.zeros_like(x).index_copy(0, order, x[order])
-        found = []
+        arriving = []
         for block in torch.split(x, BLOCK):
             scale = (block.abs().max() / 127).float().to(x.dtype) if block.numel() else x.new_zeros(())
-            found.append(torch.round(block / scale if scale > 0 else block).clamp(-127, 127) * scale)
-        return torch.cat(found)
+            arriving.append(torch.round(block / scale if scale > 0 else block).clamp(-127, 127) * scale)
+        return torch.cat(arriving)
 
 
 class Emulated:
@@ -105,9 +105,9 @@ class Lossy:
         worst = 0.0
         for k in self._order:
             one = self._gradients.compressed[k]
-            given = one.over.all_gather((self._gradients.before or {})[k][None])
-            arrived, emulated = one.flat.clone(), self._emulated[k].exchange(given.unbind())
-            self._exchanged[k] = {"arrived": arrived, "emulated": emulated, "summed": given.sum(0)}
+            gathered = one.over.all_gather((self._gradients.before or {})[k][None])
+            arrived, emulated = one.flat.clone(), self._emulated[k].exchange(gathered.unbind())
+            self._exchanged[k] = {"arrived": arrived, "emulated": emulated, "summed": gathered.sum(0)}
             if one.sharded:
                 arrived, emulated = (x.view(one.over.size, -1)[one.over.index] for x in (arrived, emulated))
             off = (arrived - emulated).abs().max() / emulated.abs().max().clamp(min=torch.finfo(emulated.dtype).tiny)
@@ -116,5 +116,5 @@ class Lossy:
 
     def show(self, which: Literal["arrived", "emulated", "summed"]) -> None:
         """Let the gradients be these."""
-        for k, known in self._exchanged.items():
-            self._gradients.compressed[k].flat.copy_(known[which])
+        for k, exchanged in self._exchanged.items():
+            self._gradients.compressed[k].flat.copy_(exchanged[which])

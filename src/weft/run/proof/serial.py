@@ -161,14 +161,14 @@ class Serial:
         self._step += 1
         if self._draws:
             torch.random.set_rng_state(drawn)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.requires_grad and name in self._trained:
                 if p.grad is None and self._every:
                     p.grad = torch.zeros_like(p)
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
-                found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+                values[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for name, p in self.model.named_parameters():
             if gradients is not None and p.grad is not None and name in gradients:
                 p.grad.copy_(gradients[name])
@@ -182,8 +182,8 @@ class Serial:
             self._scaler.update()
         weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
         total_loss = torch.tensor(total, dtype=torch.float64)
-        kept = self._optimizer_state()
-        return {"loss": {"": total_loss}, "gradients": found, "input_gradients": inputs, "weights": weights, "optimizer": kept}
+        optimizer_state = self._optimizer_state()
+        return {"loss": {"": total_loss}, "gradients": values, "input_gradients": inputs, "weights": weights, "optimizer": optimizer_state}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """What the optimizer keeps of every parameter that it has updated, by "name slot"."""
@@ -205,12 +205,12 @@ class Serial:
         for length in self._sizes:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._without_samples}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
-            whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
+            all_leaves = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             narrow = torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None)
             self._random.start(self._step, Samples.range(start, length, samples))
             with self._random if self._draws else nullcontext(), _Replicas(self._replicas), _Scaled(self._scales):
                 with narrow:
-                    value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
+                    value = call(self.model, rebuild(self._nesting, all_leaves), self._loss) * (length / samples)
                 if value.requires_grad:
                     torch.autograd.backward(self._scaler.scale(value))
             self.drew_otherwise |= not self._random.made(self._draws)
@@ -226,8 +226,8 @@ class Serial:
         """
         if not any(b.is_floating_point() for b in self.model.buffers()):
             return False
-        own = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
-        values, attributes = {at: b.clone() for at, b in own.items()}, state_of(self.model)
+        buffers = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
+        values, attributes = {at: b.clone() for at, b in buffers.items()}, state_of(self.model)
         modules = dict(self.model.named_modules())
         parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # which a model may write or replace
         tables = [(m._parameters, dict(m._parameters)) for m in self.model.modules()]
@@ -247,7 +247,7 @@ class Serial:
                     p.requires_grad_(asked).copy_(value)
                 for table, before in tables:
                     table.update(before)
-                for (path, key), b in own.items():
+                for (path, key), b in buffers.items():
                     # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
                     modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
 

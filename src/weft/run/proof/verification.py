@@ -49,15 +49,15 @@ class Verification:
     def together(cls, results: Sequence[Verification]) -> Verification:
         """Several layouts of one model as one answer."""
         worst: dict[str, float] = {}
-        for found in results:
-            for kind, error in found.worst.items():
+        for result in results:
+            for kind, error in result.worst.items():
                 worst[kind] = max(worst.get(kind, 0.0), error)
-        first = next((f"{found.layout}: {found.first_difference}" for found in results if not found.ok), None)
-        whole = tuple(dict.fromkeys(site for found in results for site in found.replicated_operators))
-        said = tuple(dict.fromkeys(text for found in results for text in found.warnings))
+        first = next((f"{result.layout}: {result.first_difference}" for result in results if not result.ok), None)
+        replicated = tuple(dict.fromkeys(site for result in results for site in result.replicated_operators))
+        said = tuple(dict.fromkeys(text for result in results for text in result.warnings))
         one = results[0]
         return cls(
-            first is None, worst, first, whole, one.tolerance, {}, "", one.steps, one.dtype, warnings=said, layouts=tuple(results),
+            first is None, worst, first, replicated, one.tolerance, {}, "", one.steps, one.dtype, warnings=said, layouts=tuple(results),
             in_noise=one.in_noise,
         )
 
@@ -100,7 +100,7 @@ class Verification:
             "dtype": self.dtype,
             "memory_bytes": self.memory,
             "whole_batch": self.whole_batch,
-            **({"layouts": [found.record() for found in self.layouts]} if self.layouts else {}),
+            **({"layouts": [layout_result.record() for layout_result in self.layouts]} if self.layouts else {}),
         }
 
     def _repr_html_(self) -> str:
@@ -109,25 +109,25 @@ class Verification:
 
 def table(results: Sequence[Verification]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(columns, rows): a layout a row, with its errors and the shares that its axes divide (parameters / FLOPs)."""
-    kinds = list(dict.fromkeys(kind for found in results for kind in found.worst))
-    axes = [axis for axis in dict.fromkeys(axis for found in results for axis in found.divided) if axis not in GRID]
+    kinds = list(dict.fromkeys(kind for result in results for kind in result.worst))
+    axes = [axis for axis in dict.fromkeys(axis for result in results for axis in result.divided) if axis not in GRID]
     columns = ("layout", "", *(_WORDS.get(kind, kind) for kind in kinds), *(f"by {axis}" for axis in axes))
     rows = []
-    for found in results:
-        errors = (f"{found.worst[kind]:.1e}" if kind in found.worst else "" for kind in kinds)
-        of_axis = (found.divided.get(axis) for axis in axes)
+    for result in results:
+        errors = (f"{result.worst[kind]:.1e}" if kind in result.worst else "" for kind in kinds)
+        of_axis = (result.divided.get(axis) for axis in axes)
         shares = (f"{100 * one['parameters']:.0f} / {100 * one['flops']:.0f} %" if one else "" for one in of_axis)
-        words = [word for word in found.layout.split() if word not in ("data=1", "tensor=1", "pipeline=1")]
-        rows.append((" ".join(words) or "one rank", "equal" if found.ok else "differs", *errors, *shares))
+        words = [word for word in result.layout.split() if word not in ("data=1", "tensor=1", "pipeline=1")]
+        rows.append((" ".join(words) or "one rank", "equal" if result.ok else "differs", *errors, *shares))
     return columns, rows
 
 
 def notes(results: Sequence[Verification]) -> list[str]:
     """What stands below the table: first differences and warnings, each once."""
-    said = [f"{found.layout} differs first in {found.first_difference}" for found in results if not found.ok]
-    if any(found.divided for found in results):
+    said = [f"{result.layout} differs first in {result.first_difference}" for result in results if not result.ok]
+    if any(result.divided for result in results):
         said.insert(0, "by an axis: the share of parameters / FLOPs that it divides")
-    return [*said, *dict.fromkeys(f"warning: {text}" for found in results for text in found.warnings)]
+    return [*said, *dict.fromkeys(f"warning: {text}" for result in results for text in result.warnings)]
 
 
 def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], below: Sequence[str]) -> str:

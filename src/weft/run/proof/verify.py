@@ -164,8 +164,8 @@ class Comparison:
 def _largest_of(kind: str, values: Values) -> float:
     """The largest magnitude of this kind; gradients of parameters and of inputs are one."""
     kinds = ("gradients", "input_gradients") if "gradients" in kind else (kind,)
-    found = [x for kind in kinds for x in values[kind].values() if x.numel() and x.is_floating_point()]
-    return max((_finite_largest(x) for x in found), default=0.0)
+    tensors = [x for kind in kinds for x in values[kind].values() if x.numel() and x.is_floating_point()]
+    return max((_finite_largest(x) for x in tensors), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ class _Run:
             if (spoiled := engine.gradient(name)) is not None:
                 spoiled.mul_(factor)
         loss = engine.loss_of(result)
-        gradients, instead = engine.full_gradients(), self._emulated()
+        gradients, emulated = engine.full_gradients(), self._emulated()
         inputs = engine.full_input_gradients(result) if not self.plan.uncaptured else {}
-        wanted = self._serial_step(instead)
+        wanted = self._serial_step(emulated)
         far = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), everyone)}
         losses = everyone.all_gather(torch.tensor([loss], dtype=torch.float64, device=self.world.device))
         if self.lossy is not None:
@@ -379,30 +379,30 @@ def verify_plan(
     chosen = Options(**options)
 
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(world, plan, make, batch, loss, source, chosen)
-        return None if found is None else vars(found)
+        verification = verify_on_rank(world, plan, make, batch, loss, source, chosen)
+        return None if verification is None else vars(verification)
 
     return Verification(**launch(on_rank, plan.layout.num_ranks, device=device, timeout_s=timeout_s, show=False)[0])
 
 
 def _apart(got: Values, want: Values) -> dict[str, float]:
     """How far loss and gradients are from others, each as the norm of the difference over that of the others."""
-    found = {}
+    errors = {}
     for kind in ("loss", "gradients"):
         apart = sum(float((got[kind][name].cpu().double() - x.cpu().double()).square().sum()) for name, x in want[kind].items())
         size = sum(float(x.double().square().sum()) for x in want[kind].values())
-        found[kind] = math.sqrt(apart / size) if size else math.sqrt(apart)
-    return found
+        errors[kind] = math.sqrt(apart / size) if size else math.sqrt(apart)
+    return errors
 
 
 def _apart_words(layout: Layout, why: str, whole_batch: Mapping[str, float], bound: float) -> tuple[str, ...]:
     """That microbatches, or statistics of each replica, change what is trained, and by how much; empty where they do not."""
     if all(x <= bound for x in whole_batch.values()):
         return ()
-    divided = "microbatches change" if layout.batch_norm == "exact" else "batch_norm=local changes"
+    cause = "microbatches change" if layout.batch_norm == "exact" else "batch_norm=local changes"
     far = " and ".join(f"{kind} by {100 * x:.3g} %" for kind, x in whole_batch.items())
     return (
-        f"{divided} what is trained: {why}; so the serial run has the same, and the first step differs from that on the whole batch "
+        f"{cause} what is trained: {why}; so the serial run has the same, and the first step differs from that on the whole batch "
         f"in {far}",
     )
 

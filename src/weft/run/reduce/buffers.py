@@ -44,14 +44,14 @@ class Replicas:
 
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
-        own = parts.lowering.local_statistics if parts.lowering is not None else ()
-        replicas = mesh.group(world.rank, *own)
+        local_statistics = parts.lowering.local_statistics if parts.lowering is not None else ()
+        replicas = mesh.group(world.rank, *local_statistics)
         self._replica, self._num_replicas = replicas.index(world.rank), len(replicas)
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
         buffers = {v.value: v.name for v in (*parts.graph.buffers, *parts.graph.parameters)}
         # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
         written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
-        if own:
+        if local_statistics:
             written = {s: list(_statistics(stage, parts)) for s, stage in enumerate(parts.stages)} | written
         for stage in parts.lowered:
             for value in written.get(stage, ()):
@@ -59,7 +59,7 @@ class Replicas:
                     continue
                 buffer = parts.variables[value]
                 holders = (mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value))
-                ranks = tuple(sorted(rank for holder in holders for rank in mesh.group(holder, *own)))
+                ranks = tuple(sorted(rank for holder in holders for rank in mesh.group(holder, *local_statistics)))
                 parts.draw.later[id(buffer)] = later = Later()
                 by_ranks[ranks].append(_Shared(buffer, later))
         # Every rank goes through its groups in one order: two that met in different ones would wait for each other.
@@ -88,10 +88,10 @@ class Replicas:
             learned = [one for one in shared if one.later.statistics]
             tables = [self._table(one, microbatches) for one in learned]
             for dtype in dict.fromkeys(table.dtype for table in tables):
-                alike = [table for table in tables if table.dtype is dtype]
-                flat = torch.cat([table.view(-1) for table in alike])
+                of_dtype = [table for table in tables if table.dtype is dtype]
+                flat = torch.cat([table.view(-1) for table in of_dtype])
                 group.all_reduce(flat)
-                for table, summed in zip(alike, torch.split(flat, [table.numel() for table in alike]), strict=True):
+                for table, summed in zip(of_dtype, torch.split(flat, [table.numel() for table in of_dtype]), strict=True):
                     table.copy_(summed.view_as(table))
             for one, table in zip(learned, tables, strict=True):
                 momenta = [momentum for momentum, _ in next(iter(one.later.statistics.values()))]
@@ -132,16 +132,16 @@ def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> li
     """Graph values of the buffers that a stage writes."""
     placed = {v.value: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
     written = written_buffers(parts.graph)
-    found = _statistics(stage, parts)
+    statistics = _statistics(stage, parts)
     for op in stage.operators:
         used = [value for value in op.inputs if value in buffers]
         if record_of(op).over_samples:
             continue
         if writes_buffer(op, placed) and len(op.inputs) == 1:
-            found.update(dict.fromkeys(used))
+            statistics.update(dict.fromkeys(used))
         elif writes_buffer(op, placed) or written.intersection(used):
             raise Infeasible(_cannot(op, [value for value in used if value in written], buffers, parts.program))
-    return list(found)
+    return list(statistics)
 
 
 def _cannot(op: Operator, used: Sequence[str], buffers: Mapping[str, str], program: Program) -> str:

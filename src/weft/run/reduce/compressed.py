@@ -115,8 +115,8 @@ class Compressed:
     @property
     def residuals(self) -> dict[str, Tensor]:
         """What was not sent yet: of this rank's gradients, and of the sums that it makes for the others."""
-        found = {"rest": self._rest, "rest_of_sum": self._rest_of_sum}
-        return {name: x for name, x in found.items() if x is not None}
+        tensors = {"rest": self._rest, "rest_of_sum": self._rest_of_sum}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     @property
     def flat(self) -> Tensor:
@@ -167,14 +167,14 @@ class Compressed:
         """Put what arrived into the bucket."""
         if self.sharded:
             return
-        arrived, whole = self._wait(), self.flat
-        whole.zero_()
+        arrived, full = self._wait(), self.flat
+        full.zero_()
         if self._gathers:
             for message in arrived:
-                add(self._how, message, whole)
+                add(self._how, message, full)
             return
         for member, message in enumerate(arrived):
-            piece = whole[member * self._length : (member + 1) * self._length]
+            piece = full[member * self._length : (member + 1) * self._length]
             if piece.numel() == self._length:
                 add(self._how, message, piece)
             elif piece.numel():

@@ -35,8 +35,8 @@ class Residuals:
         if not self._tensors:
             return []
         self._step.fill_(step)
-        found = [full_piece(name, "rest", x, slot) for (name, slot), x in self._tensors.items()]
-        return [*found, full_piece(self._name, "rest", self._step, "step")]
+        pieces = [full_piece(name, "rest", x, slot) for (name, slot), x in self._tensors.items()]
+        return [*pieces, full_piece(self._name, "rest", self._step, "step")]
 
     def loaded(self, step: int) -> None:
         """After `pieces(-1)` were loaded from a checkpoint of `step` steps: forget what it had nothing for."""

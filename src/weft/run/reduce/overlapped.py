@@ -61,7 +61,7 @@ class Gradients:
         self.exchange = True
         self.push: Callable[[int, Tensor, bool], None] | None = None  # of servers: (place in the order, bucket, whether it is summed)
         # By place in the order; and those of this step that were started, that are met, in that order.
-        self.compressed = {k: made for k, (g, bucket) in enumerate(self.order) if (made := self._compress(compress, g, bucket))}
+        self.compressed = {k: compressed for k, (g, bucket) in enumerate(self.order) if (compressed := self._compress(compress, g, bucket))}
         self._started: list[Compressed | BetweenHosts] = []
         self._met: list[Compressed | BetweenHosts] = []
         self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
@@ -166,22 +166,22 @@ class Gradients:
                 group.views[name].zero_()
                 self._first[name] = False
         over = self._sums[number]
-        whole = group.grad[bucket.start : bucket.stop]
+        gradient = group.grad[bucket.start : bucket.stop]
         if self.push is not None:
-            self.push(self._next, whole, over is not None)
+            self.push(self._next, gradient, over is not None)
             return
         if over is None or over.size == 1 or not self.exchange:
             return
         if (one := self.compressed.get(self._next)) is not None:
             if self.before is not None:
-                self.before[self._next] = whole.clone()
+                self.before[self._next] = gradient.clone()
             one.start()
             self._meet(backward=True)
             self._started.append(one)
         elif self._sharded:
-            self._works.append(over.reduce_scatter_into(whole.view(over.size, -1)[over.index], whole, wait=False))
+            self._works.append(over.reduce_scatter_into(gradient.view(over.size, -1)[over.index], gradient, wait=False))
         else:
-            self._works.append(over.all_reduce(whole, wait=False))
+            self._works.append(over.all_reduce(gradient, wait=False))
 
     def _meet(self, backward: bool) -> None:
         """The next phase of what was started before."""
@@ -224,5 +224,5 @@ class Gradients:
         for number, bucket in self.order:
             over = self._sums[number]
             if over is not None and over.size > 1:
-                whole = self.groups[number].grad[bucket.start : bucket.stop]
-                over.all_gather_into(whole, whole.view(over.size, -1)[over.index].clone())
+                gradient = self.groups[number].grad[bucket.start : bucket.stop]
+                over.all_gather_into(gradient, gradient.view(over.size, -1)[over.index].clone())

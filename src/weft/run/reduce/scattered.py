@@ -73,9 +73,9 @@ class Scattered:
         self._finish(0)
 
     def _scatter(self, number: int) -> None:
-        whole = self._open.pop(number).full
+        full = self._open.pop(number).full
         arrived = torch.empty_like(self._pieces[number])
-        self._works.append((self._over.reduce_scatter_into(arrived, whole, wait=False), arrived, self._pieces[number]))
+        self._works.append((self._over.reduce_scatter_into(arrived, full, wait=False), arrived, self._pieces[number]))
         self._finish(_UNDER_WAY)
 
     def _finish(self, left: int) -> None:

@@ -50,8 +50,8 @@ class _Thread:
             except BaseException as error:
                 if self.broken is None:
                     self.broken = error
-                    for lane in self.groups:
-                        lane.close()
+                    for link in self.groups:
+                        link.close()
                 raise
             finally:
                 self.ended += 1
@@ -73,13 +73,13 @@ class Served:
     def of(cls, spec: OptimizerSpec, groups: Sequence[FlatGroup], ranks: tuple[int, ...], everyone: Group) -> Served:
         """Every rank calls it, with the groups that are cut among servers, which are `ranks`. Connects them."""
         masters = [replace(g, data=g.data.new_zeros(sum(length for _, _, length in g.pieces())), gathered=True) for g in groups]
-        lanes = [everyone.apart("server") for _ in ranks]
-        norm = lanes[0].apart("norm", ranks) if everyone.index in ranks else everyone
-        for lane in lanes:
-            lane.connect()
+        links = [everyone.apart("server") for _ in ranks]
+        norm = links[0].apart("norm", ranks) if everyone.index in ranks else everyone
+        for link in links:
+            link.connect()
         if everyone.index in ranks:
             norm.connect()
-        return cls(ranks, masters, Optimizer(spec, masters, [everyone] * len(masters), norm, sharded=True), lanes)
+        return cls(ranks, masters, Optimizer(spec, masters, [everyone] * len(masters), norm, sharded=True), links)
 
 
 class Servers:
@@ -89,7 +89,7 @@ class Servers:
         self._staleness, self._gradients, self._served, self._groups, self._everyone = staleness, gradients, served, list(groups), everyone
         self._mine = served.ranks.index(everyone.index) if everyone.index in served.ranks else -1
         self._others = [rank for rank in range(everyone.size) if rank != everyone.index]
-        self._client = _Thread([lane for server, lane in enumerate(served.groups) if server != self._mine])
+        self._client = _Thread([link for server, link in enumerate(served.groups) if server != self._mine])
         self._server = _Thread([served.groups[self._mine]] if self._mine >= 0 else [])
         self._buckets = gradients.order
         self._starts = [[bucket.start for bucket in group.buckets] for group in self._groups]
@@ -111,8 +111,8 @@ class Servers:
         like = self._groups[0].data if self._groups else torch.empty(0)
         serves = self._mine >= 0
         self._rooms = like.new_empty((len(self._others) if serves else 0, max(part, default=0)))
-        kept = self._staleness + 1 if serves and self._staleness else 0
-        self._versions = [[torch.zeros_like(m.data) for m in self._served.masters] for _ in range(kept)]
+        num_versions = self._staleness + 1 if serves and self._staleness else 0
+        self._versions = [[torch.zeros_like(m.data) for m in self._served.masters] for _ in range(num_versions)]
         self._staging = [torch.zeros_like(g.data) for g in self._groups] if self._staleness else [g.data for g in self._groups]
 
     def _ranges(self) -> list[tuple[int, int, int]]:
@@ -121,8 +121,8 @@ class Servers:
 
     def _part(self, number: int, start: int, stop: int, server: int, flat: Tensor | None = None) -> Tensor:
         """What a server has of a bucket, in `flat` or where weights are."""
-        whole = (self._groups[number].data if flat is None else flat)[start:stop]
-        return whole.view(len(self._served.ranks), -1)[server]
+        flat_data = (self._groups[number].data if flat is None else flat)[start:stop]
+        return flat_data.view(len(self._served.ranks), -1)[server]
 
     def _owned_part(self, at: int, flats: Sequence[Tensor]) -> Tensor:
         """This server's part of the bucket at place `at`, in flat tensors of its parts."""
@@ -167,8 +167,8 @@ class Servers:
 
     def _send(self, tag: int, parts: Sequence[Tensor] | Tensor) -> None:
         works = [
-            lane.isend(parts[server], self._served.ranks[server], tag)
-            for server, lane in enumerate(self._served.groups)
+            link.isend(parts[server], self._served.ranks[server], tag)
+            for server, link in enumerate(self._served.groups)
             if server != self._mine
         ]
         for work in works:
@@ -176,9 +176,9 @@ class Servers:
 
     def _add_up(self, tag: int, mine: Tensor) -> None:
         """Add everyone's to `mine`, in the order of ranks."""
-        lane = self._served.groups[self._mine]
+        link = self._served.groups[self._mine]
         rooms = self._rooms[:, : mine.numel()] if mine.dtype is self._rooms.dtype else mine.new_empty((len(self._others), mine.numel()))
-        arriving = [(rank, room, lane.irecv(room, rank, tag)) for rank, room in zip(self._others, rooms, strict=True)]
+        arriving = [(rank, room, link.irecv(room, rank, tag)) for rank, room in zip(self._others, rooms, strict=True)]
         total: Tensor | None = None
         for rank, room, work in arriving:
             work.wait()
@@ -256,25 +256,25 @@ class Servers:
         while len(self._sent) > self._staleness:
             for work in self._sent.popleft():
                 work.wait()
-        optimizer, lane = self._served.optimizer, self._served.groups[self._mine]
+        optimizer, link = self._served.optimizer, self._served.groups[self._mine]
         optimizer.read([group.turns[turn] for group in self._groups])
         norm = optimizer.step(lr)
         self._norms[version].fill_(norm or 0.0)
         flats = [master.data for master in self._served.masters]
         if self._staleness:
-            kept = self._versions[version % len(self._versions)]
-            for source, target in zip(flats, kept, strict=True):
+            version_data = self._versions[version % len(self._versions)]
+            for source, target in zip(flats, version_data, strict=True):
                 target.copy_(source)
-            flats = kept
+            flats = version_data
         sending = [(at, self._owned_part(at, flats)) for at in range(len(self._buckets))]
         if optimizer.spec.clip and self._mine == 0:
             sending.append((len(self._buckets) + 1, self._norms[version]))
-        self._sent.append([lane.isend(x, rank, tag) for tag, x in sending for rank in self._others])
+        self._sent.append([link.isend(x, rank, tag) for tag, x in sending for rank in self._others])
 
     def _look_after(self) -> None:
         """Large messages between ranks of a host move when they are looked at, which nobody does while there is nothing to serve."""
-        until, lane = time.monotonic() + PATIENCE_S, self._served.groups[self._mine]
-        while lane.shares_memory and self._server.submitted == self._server.ended + 1 and time.monotonic() < until:
+        until, link = time.monotonic() + PATIENCE_S, self._served.groups[self._mine]
+        while link.shares_memory and self._server.submitted == self._server.ended + 1 and time.monotonic() < until:
             if all(work.done for works in self._sent for work in works):
                 return
             time.sleep(2e-4)
@@ -290,14 +290,14 @@ class Servers:
 
     def _receive(self, version: int) -> None:
         works = []
-        for server, lane in enumerate(self._served.groups):
+        for server, link in enumerate(self._served.groups):
             if server == self._mine:
                 continue
             rank = self._served.ranks[server]
             for at, (number, start, stop) in enumerate(self._ranges()):
-                works.append(lane.irecv(self._part(number, start, stop, server, self._staging[number]), rank, at))
+                works.append(link.irecv(self._part(number, start, stop, server, self._staging[number]), rank, at))
             if self._served.optimizer.spec.clip and server == 0:
-                works.append(lane.irecv(self._norms[version], rank, len(self._buckets) + 1))
+                works.append(link.irecv(self._norms[version], rank, len(self._buckets) + 1))
         for work in works:
             work.wait()
 
@@ -312,8 +312,8 @@ class Servers:
             if self._mine >= 0:
                 self._updates.pop(self._current).wait()
             self._copy(self._current)
-            made = self._norms.pop(self._current, None)
-            norm = float(made) if made is not None and self._served.optimizer.spec.clip else None
+            squared = self._norms.pop(self._current, None)
+            norm = float(squared) if squared is not None and self._served.optimizer.spec.clip else None
         self.waited_s = time.perf_counter() - began
         return norm
 

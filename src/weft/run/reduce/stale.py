@@ -47,8 +47,8 @@ class Stale:
         """Collect in buffers that no update waits for."""
         self.settle()
         self._gradients.turn(self._turn)
-        for late in self._pending:  # between ranks of one host sums move when they are looked at
-            for work in late.works:
+        for pending in self._pending:  # between ranks of one host sums move when they are looked at
+            for work in pending.works:
                 _ = work.done
 
     def take(self, loss: Work, divisor: Tensor | None = None, counted: Tensor | None = None) -> None:
@@ -91,11 +91,11 @@ class Stale:
             self._wait(self._pending.popleft())
 
     def _apply(self) -> float | None:
-        late = self._pending.popleft()
-        self._wait(late)
-        self._divide(late.turn, late.divisor)
-        self._optimizer.read([group.turns[late.turn] for group in self._gradients.groups])
-        return self._optimizer.step(late.lr)
+        pending = self._pending.popleft()
+        self._wait(pending)
+        self._divide(pending.turn, pending.divisor)
+        self._optimizer.read([group.turns[pending.turn] for group in self._gradients.groups])
+        return self._optimizer.step(pending.lr)
 
     def _wait(self, pending: _PendingUpdate) -> None:
         began = time.perf_counter()

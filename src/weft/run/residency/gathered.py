@@ -134,9 +134,9 @@ def _weights(bucket: Bucket, piece: Tensor, over: Group) -> _Weights:
     storage = bucket.full.untyped_storage()
     alias = torch.empty(0, dtype=bucket.full.dtype, device=bucket.full.device)
     alias.set_(storage, 0, bucket.full.shape, (1,))
-    made = _Weights(piece, alias, over, storage.nbytes())
+    weights = _Weights(piece, alias, over, storage.nbytes())
     storage.resize_(0)
-    return made
+    return weights
 
 
 class GatheredLayer(nn.Module):
@@ -151,11 +151,11 @@ class GatheredLayer(nn.Module):
         weights.enter(unit, 1)
         learns = torch.is_grad_enabled()
         inputs = [i for i, x in enumerate(args) if learns and _learned(x) and not isinstance(x, nn.Parameter)]
-        given = list(args)
+        arguments = list(args)
         if inputs:
             for i, x in zip(inputs, _Leave.apply(weights, unit, *(args[i] for i in inputs)), strict=True):  # type: ignore[no-untyped-call]
-                given[i] = x
-        out = self.inner(*given)
+                arguments[i] = x
+        out = self.inner(*arguments)
         if learns:
             out = _entering(out, weights, unit, not inputs)
         weights.leave(unit)

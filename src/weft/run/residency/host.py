@@ -152,9 +152,9 @@ class HostStore:
         if block.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(block.arrived)
             block.arrived = None
-        made = torch.empty(0, dtype=view.dtype, device=block.device)
+        tensor = torch.empty(0, dtype=view.dtype, device=block.device)
         assert block.storage is not None
-        return made.set_(block.storage, view.offset, view.shape, view.stride)
+        return tensor.set_(block.storage, view.offset, view.shape, view.stride)
 
     def _copy_out(self, block: _Block) -> None:
         assert block.storage is not None
@@ -178,17 +178,17 @@ class HostStore:
             return
         assert block.host is not None
         with self._memory.counting("activations"):
-            made = torch.empty(block.size_bytes, dtype=torch.uint8, device=block.device)
+            room = torch.empty(block.size_bytes, dtype=torch.uint8, device=block.device)
         if self._stream is None:
-            made.copy_(block.host)
+            room.copy_(block.host)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the memory may have been someone else's until now
             with torch.cuda.stream(self._stream):
-                made.copy_(block.host, non_blocking=True)
+                room.copy_(block.host, non_blocking=True)
                 block.arrived = self._stream.record_event()
-            made.record_stream(self._stream)
+            room.record_stream(self._stream)
         self.moved_bytes += block.size_bytes
-        block.storage = made.untyped_storage()
+        block.storage = room.untyped_storage()
         self._resident[id(block.storage)] = block
 
 

@@ -33,42 +33,42 @@ class Layered:
 
     def child(self, number: int) -> fx.GraphModule:
         """The operators of one run."""
-        found = getattr(self.local.module, self.names[number])
-        assert isinstance(found, fx.GraphModule)
-        return found
+        module = getattr(self.local.module, self.names[number])
+        assert isinstance(module, fx.GraphModule)
+        return module
 
 
 def numbers_of(module: fx.GraphModule) -> dict[fx.Node, tuple[int, bool]]:
     """The run of every operator, and whether it is a layer; in a stage without layers everything is one."""
-    found: dict[fx.Node, tuple[int, bool]] = {n: n.meta["part"] for n in module.graph.nodes if n.op in ("call_function", "call_module")}
-    if not any(repeated for _, repeated in found.values()):
-        return dict.fromkeys(found, (0, True))
-    return found
+    numbers: dict[fx.Node, tuple[int, bool]] = {n: n.meta["part"] for n in module.graph.nodes if n.op in ("call_function", "call_module")}
+    if not any(repeated for _, repeated in numbers.values()):
+        return dict.fromkeys(numbers, (0, True))
+    return numbers
 
 
 def layers_of(stages: Mapping[int, LocalStage]) -> dict[str, tuple[tuple[int, int], ...]]:
     """By variable: (stage, number of the run) of all operators that read it, in order."""
-    found: dict[str, set[tuple[int, int]]] = {}
+    layers: dict[str, set[tuple[int, int]]] = {}
     for stage, local in stages.items():
         if not isinstance(local.module, fx.GraphModule):
             continue
         numbers = numbers_of(local.module)
         inputs = [node for node in local.module.graph.nodes if node.op == "placeholder"]
         for value, node in zip(local.variables, inputs, strict=False):
-            found.setdefault(value, set()).update((stage, numbers[reader][0]) for reader in _readers(node) if reader in numbers)
-    return {value: tuple(sorted(units)) for value, units in found.items()}
+            layers.setdefault(value, set()).update((stage, numbers[reader][0]) for reader in _readers(node) if reader in numbers)
+    return {value: tuple(sorted(units)) for value, units in layers.items()}
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """All that read the memory of a node's result: its users, and those of results that may be views of it."""
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     open_ = list(node.users)
     while open_:
         reader = open_.pop()
-        if reader not in found:
-            found.add(reader)
+        if reader not in readers:
+            readers.add(reader)
             open_ += reader.users if _may_be_view(reader) else ()
-    return found
+    return readers
 
 
 def _may_be_view(node: fx.Node) -> bool:

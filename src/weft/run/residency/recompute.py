@@ -55,12 +55,12 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
     module = fx.GraphModule(local.module, fx.Graph())
     copied: dict[fx.Node, fx.Node] = {}
     module.graph.output(module.graph.graph_copy(local.module.graph, copied))
-    cores = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
-    if not cores:
+    regions = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
+    if not regions:
         return local
-    where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in cores]
+    where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in regions]
     module.recompile()
-    fuse_by_partitions(module, [dict.fromkeys(core) for core in cores], prefix=_CORE)
+    fuse_by_partitions(module, [dict.fromkeys(core) for core in regions], prefix=_CORE)
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
     for node in calls:
         node.meta.update(where[int(str(node.target).removeprefix(_CORE))])
@@ -71,12 +71,12 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
 def find_core_attention(graph: fx.Graph) -> list[list[fx.Node]]:
     """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    known = set(calls)
+    nodes = set(calls)
     return CoreAttention(
         calls,
         _name,
-        lambda node: [n for n in node.all_input_nodes if n in known],
-        lambda node: [n for n in node.users if n in known],
+        lambda node: [n for n in node.all_input_nodes if n in nodes],
+        lambda node: [n for n in node.users if n in nodes],
         lambda node: node.meta["part"],
         lambda node: node.target is snapshot,
     ).find()
@@ -104,13 +104,13 @@ class Recomputed(nn.Module):
         learned = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
         def run(*inputs: Tensor) -> Any:
-            whole = list(args)
+            full_args = list(args)
             for i, x in zip(learned, inputs, strict=True):
-                whole[i] = x
-            return self.inner(*whole)
+                full_args[i] = x
+            return self.inner(*full_args)
 
-        given = [args[i] for i in learned]
-        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
+        learned_args = [args[i] for i in learned]
+        return checkpoint(run, *learned_args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[Any, Any]:
         return contextlib.nullcontext(), recomputing(self._draw, self._memory)

@@ -40,8 +40,8 @@ def fingerprint(x: Tensor) -> Tensor:
     False
     """
     data = x.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+    num_bytes = data.numel() // 8 * 8
+    return data[:num_bytes].view(torch.int64).sum() + data[num_bytes:].sum(dtype=torch.int64)
 
 
 class Fingerprints:
@@ -93,12 +93,12 @@ def doubted(told: Sequence[Sequence[Sequence[int]]]) -> list[int]:
         for name, value in pairs:
             if name:
                 by_set[name][rank] = value
-    found: set[int] = set()
+    ranks: set[int] = set()
     for values in by_set.values():
         (most, count), *others = Counter(values.values()).most_common()
         if others:
-            found.update(rank for rank, value in values.items() if value != most or count == others[0][1])
-    return sorted(found)
+            ranks.update(rank for rank, value in values.items() if value != most or count == others[0][1])
+    return sorted(ranks)
 
 
 def _name(ranks: tuple[int, ...]) -> int:

@@ -61,10 +61,10 @@ class OptimizerSpec:
             return value
         if isinstance(value, str):
             return cls(value)
-        known = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls)]
         for key in value:
-            if key not in known:
-                raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, known, 0.6)}; known: {', '.join(known)}")
+            if key not in names:
+                raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, names, 0.6)}; known: {', '.join(names)}")
         more = value.get("options", ())
         return cls(**{**value, "options": tuple(sorted(more.items())) if isinstance(more, Mapping) else more})
 
@@ -193,9 +193,9 @@ class Optimizer:
 
     def read(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""
-        for number, whole in enumerate(gradients):
+        for number, gradient in enumerate(gradients):
             places = zip(self._mine[number], self.pieces(number), strict=True)
-            self._mine[number] = [(p, whole.narrow(0, start, length)) for (p, _), (start, _, length) in places]
+            self._mine[number] = [(p, gradient.narrow(0, start, length)) for (p, _), (start, _, length) in places]
 
     def slots(self, number: int) -> list[dict[str, Tensor]]:
         """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""

@@ -112,22 +112,22 @@ class FlatGroup:
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in the pieces, length) of this rank's share of every bucket."""
-        found, at = [], 0
+        pieces, at = [], 0
         for bucket in self.buckets if self.index >= 0 else ():
             length = (bucket.stop - bucket.start) // self.shards
-            found.append((bucket.start + self.index * length, at, length))
+            pieces.append((bucket.start + self.index * length, at, length))
             at += length
-        return found
+        return pieces
 
     def shares(self) -> list[tuple[LocalParameter, int, tuple[int, int]]]:
         """What this rank's pieces hold: (parameter, start in the pieces, range of the parameter's elements), none of them empty."""
-        found = []
+        shares = []
         for member, start in zip(self.members, self.starts, strict=True):
             for begin, at, length in self.pieces():
                 first, last = max(begin, start), min(begin + length, start + member.size)
                 if first < last:
-                    found.append((member, at + first - begin, (first - start, last - start)))
-        return found
+                    shares.append((member, at + first - begin, (first - start, last - start)))
+        return shares
 
     def gradient(self, name: str) -> Tensor | None:
         """The summed gradient of a parameter: this rank's block, or the flat piece of it that it has. None where it has another group."""
@@ -163,7 +163,7 @@ def build_groups(
     for p in sorted((p for p in parameters if p.trainable), key=lambda p: p.ready):
         keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay, p.across, p.written), []).append(p)
     groups: list[FlatGroup] = []
-    made: dict[str, torch.nn.Parameter] = {}
+    by_name: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():
         first = members[0]
         shards = len(servers) if servers else len(first.sum_ranks) if zero else 1
@@ -187,13 +187,13 @@ def build_groups(
             bucket.full = torch.empty(bucket.stop - bucket.start, dtype=first.dtype, device=device)
         for p, start in zip(members, starts, strict=True):
             bucket = next(b for b in buckets if b.start <= start and p.name in b.names)
-            whole, at = (data, start) if bucket.full is None else (bucket.full, start - bucket.start)
-            made[p.name] = torch.nn.Parameter(whole[at : at + p.size].view(p.shape))
+            flat, at = (data, start) if bucket.full is None else (bucket.full, start - bucket.start)
+            by_name[p.name] = torch.nn.Parameter(flat[at : at + p.size].view(p.shape))
         groups.append(group)
     for p in parameters:
         if not p.trainable:
-            made[p.name] = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device), requires_grad=False)
-    return groups, made
+            by_name[p.name] = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device), requires_grad=False)
+    return groups, by_name
 
 
 def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket_bytes: int) -> tuple[list[int], list[Bucket]]:

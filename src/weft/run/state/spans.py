@@ -76,12 +76,12 @@ def pieces_at(
     shape = shape_of(spans)
     if all(len(of) == 1 for of in spans):
         return [Piece(name, kind, global_shape, tuple(start for ((start, _),) in spans), x, slot, owner, shape, flat)]
-    found = []
+    pieces = []
     for box, begin in Region(shape, (0,) * len(shape), shape, flat).boxes():
         part = x if flat is None else x[begin : begin + box.size].view(box.shape)
         for there, start in boxes_of(spans):
             common = box.intersect(Box(start, there.shape))
             if common is not None:
                 offsets = tuple(a + b - c for a, b, c in zip(there.offsets, common.offsets, start, strict=True))
-                found.append(Piece(name, kind, global_shape, offsets, part[box.slices_of(common)], slot, owner))
-    return found
+                pieces.append(Piece(name, kind, global_shape, offsets, part[box.slices_of(common)], slot, owner))
+    return pieces

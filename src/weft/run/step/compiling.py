@@ -29,11 +29,11 @@ def compiled(local: LocalStage) -> nn.Module:
     module = local.module
     assert isinstance(module, fx.GraphModule)
     runs = _runs(module.graph)
-    whole = split_module(module, module, lambda node: runs[node], keep_original_order=True)
-    for name, part in list(whole.named_children()):
+    split = split_module(module, module, lambda node: runs[node], keep_original_order=True)
+    for name, part in list(split.named_children()):
         if isinstance(part, fx.GraphModule) and sum(_is_torchs(n) and n.target is not operator.getitem for n in part.graph.nodes) >= FEWEST:
-            setattr(whole, name, torch.compile(part, fullgraph=True, dynamic=False))
-    return whole
+            setattr(split, name, torch.compile(part, fullgraph=True, dynamic=False))
+    return split
 
 
 def _is_torchs(node: fx.Node) -> bool:
@@ -42,12 +42,12 @@ def _is_torchs(node: fx.Node) -> bool:
 
 def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
     """The number of the run that each node stands in: nodes one behind another that are all torch's, or all weft's."""
-    found: dict[fx.Node, int] = {}
+    runs: dict[fx.Node, int] = {}
     run, torchs = 0, None
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         if node.target is not operator.getitem and _is_torchs(node) != torchs:
             run, torchs = run + 1, _is_torchs(node)
-        found[node] = run
-    return found
+        runs[node] = run
+    return runs

@@ -72,7 +72,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
     place = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
     sources = [place[value] for value in runner.local.received]
     position = {value: i for i, value in enumerate(runner.local.sent)}
-    made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
+    outputs = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
     has_loss, weight = bool(runner.local.results), executor.sizes[m].weight
     forward = forwarding(executor, action)
@@ -81,15 +81,15 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
         running.reap()
         draw.microbatch = m
         held = running.held
-        kept = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
-        for at, places in made:
-            held[at] = [kept.sent[i] for i in places]
-        kept.sent = []
+        state = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
+        for at, places in outputs:
+            held[at] = [state.sent[i] for i in places]
+        state.sent = []
         if has_loss:
-            running.result.losses.append(kept.results[0].detach())
+            running.result.losses.append(state.results[0].detach())
             running.result.weights.append(weight)
         if running.train:
-            held[saved] = kept
+            held[saved] = state
 
     return run
 
@@ -105,12 +105,12 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
         for q in program.successors[s]
     ]
     place = {value: i for i, value in enumerate(runner.local.received)}
-    made = [
+    outputs = [
         (slot(Value("g", (s, p, m))), [place[c.value] for c in executor.crossings[p, s] if c.has_gradient]) for p in program.predecessors[s]
     ]
     saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
     completes, weight, num_sent = executor.completes[step], executor.sizes[m].weight, len(runner.local.sent)
-    late = runner.delayed if half is None else None
+    delayed = runner.delayed if half is None else None
 
     def run(running: Running) -> None:
         running.reap()
@@ -118,36 +118,36 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
             executor.gradients.begin(completes)
         draw.microbatch = m
         held = running.held
-        kept: Kept = held[saved]
+        state: Kept = held[saved]
         gradients: list[Tensor | None] = [None] * num_sent
         for at, places in sources:
             for i, x in zip(places, held[at], strict=True):
                 seen = gradients[i]
                 gradients[i] = x if seen is None else seen + x
             held[at] = x = seen = None  # let go of as backward reads it
-        out = runner.backward(kept, gradients, weight)
-        if late is not None and executor.gradients is not None:
-            late.deliver(kept.notes, executor.gradients)
-        for at, places in made:
+        out = runner.backward(state, gradients, weight)
+        if delayed is not None and executor.gradients is not None:
+            delayed.deliver(state.notes, executor.gradients)
+        for at, places in outputs:
             held[at] = [out[i] for i in places]
         if half is not None:
-            held[half] = kept.notes
+            held[half] = state.notes
         if running.want_inputs:
             running.result.order.append(m)
-            running.result.input_gradients.append(runner.input_gradients(kept))
+            running.result.input_gradients.append(runner.input_gradients(state))
 
     return run
 
 
 def _weights(executor: Executor, action: Compute, step: int) -> Run:
-    late, half = executor.runner(action).delayed, executor.slot(Value("half", (action.stage, action.microbatch)))
+    delayed, half = executor.runner(action).delayed, executor.slot(Value("half", (action.stage, action.microbatch)))
     completes = executor.completes[step]
 
     def run(running: Running) -> None:
         running.reap()
-        if executor.gradients is not None and late is not None:
+        if executor.gradients is not None and delayed is not None:
             executor.gradients.begin(completes)
-            late.deliver(running.held[half], executor.gradients)
+            delayed.deliver(running.held[half], executor.gradients)
 
     return run
 

@@ -88,9 +88,9 @@ class Executor:
         self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
-        unknown = next((a for a in actions if kind_of(a) not in HANDLERS), None)
-        if unknown is not None:
-            raise ProgramError(f"{program.name}: rank {self.rank} has {unknown}, which cannot be run; these can: {', '.join(HANDLERS)}")
+        unhandled = next((a for a in actions if kind_of(a) not in HANDLERS), None)
+        if unhandled is not None:
+            raise ProgramError(f"{program.name}: rank {self.rank} has {unhandled}, which cannot be run; these can: {', '.join(HANDLERS)}")
         self.completes = self._complete(actions, held.learned)
         self._train = self._prepare(list(enumerate(actions)))
         threads, self.lent = torch.get_num_threads(), lent or {}
@@ -112,15 +112,15 @@ class Executor:
         last: dict[str, int] = {}
         for step, action in enumerate(actions):
             if isinstance(action, Compute) and action.op in (Op.B, Op.I, Op.W):
-                late = self.runners[action.stage].delayed
+                delayed = self.runners[action.stage].delayed
                 names = learned[action.stage]
                 if action.op is Op.W:
-                    names = names & late.names if late is not None else frozenset()
+                    names = names & delayed.names if delayed is not None else frozenset()
                 last.update(dict.fromkeys(names, step))
-        found: list[set[str]] = [set() for _ in actions]
+        completed: list[set[str]] = [set() for _ in actions]
         for name, step in last.items():
-            found[step].add(name)
-        return [frozenset(names) for names in found]
+            completed[step].add(name)
+        return [frozenset(names) for names in completed]
 
     def _prepare(self, numbered: Sequence[tuple[int, Action]]) -> list[_Step]:
         actions = [action for _, action in numbered]

@@ -120,11 +120,11 @@ class Executors:
         closed = without_gradient(graph) | sized.normal.given
         learned, runners = self._learned(), {}
         for number, local in sized.lowered.items():
-            late = None
+            delayed = None
             if splits:
-                local, late = delay_weight_gradients(local, learned[number], self._keeps_plainly())
+                local, delayed = delay_weight_gradients(local, learned[number], self._keeps_plainly())
             local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
-            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, late)
+            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, delayed)
         return runners, self._crossings(sized, grads, dtypes)
 
     def _keeps_plainly(self) -> bool:

@@ -35,9 +35,9 @@ def lent_threads(
     near = next(box for box in world.boxes(pipeline.ranks) if world.rank in box)  # this pipeline's ranks on this host
     here = next(box for box in world.boxes(tuple(range(world.num_ranks))) if world.rank in box)
     positions = {pipeline.ranks.index(rank) for rank in near}
-    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(here)
-    own = torch.get_num_threads()
+    num_cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(here)
+    rank_threads = torch.get_num_threads()
     shares = {m: float(size) for m, size in zip(program.microbatches, sizes, strict=True)}
     met = beside(program, stage_work(work(graph), [stage.operators for stage in stages]), shares)[pipeline.index]
-    found = {step: threads_of(1 + len(others & positions), own, len(near), cores) for step, others in met.items()}
-    return {step: threads for step, threads in found.items() if threads > own}
+    by_step = {step: threads_of(1 + len(others & positions), rank_threads, len(near), num_cores) for step, others in met.items()}
+    return {step: threads for step, threads in by_step.items() if threads > rank_threads}

@@ -53,9 +53,9 @@ def forwarding(executor: Executor, action: Compute) -> Forward:
             if not torch.is_grad_enabled():
                 return runner.forward(*args)
             with executor.host.recording() as moved:
-                kept = runner.forward(*args)
-            kept.moved = moved
-            return kept
+                state = runner.forward(*args)
+            state.moved = moved
+            return state
 
         return recorded
     return runner.forward
@@ -73,10 +73,10 @@ def _moving(move: Callable[[Any], object], source: int, target: int) -> Run:
     """What is kept goes from one place to another, and is held there."""
 
     def run(running: Running) -> None:
-        kept: Kept = running.held[source]
-        assert kept.moved is not None
-        move(kept.moved)
-        running.held[target] = kept
+        state: Kept = running.held[source]
+        assert state.moved is not None
+        move(state.moved)
+        running.held[target] = state
 
     return run
 
@@ -85,8 +85,8 @@ def drop(executor: Executor, action: Manage, step: int) -> Run:
     saved, inputs = _places(executor, action, "saved", "inputs")
 
     def run(running: Running) -> None:
-        kept: Kept = running.held[saved]
-        running.held[inputs] = [x.detach() for x in kept.received]
+        state: Kept = running.held[saved]
+        running.held[inputs] = [x.detach() for x in state.received]
 
     return run
 

@@ -51,15 +51,15 @@ class Resharded:
 
     def peers(self, crossings: Crossings) -> set[Group]:
         """Groups of this rank that gather after a message, either way."""
-        found = set()
+        groups = set()
         for (a, b), those in crossings.items():
             for c in those if self._differ(a, b) else ():
                 for sized in self._sized.values():
                     for source, target in ((a, b), (b, a)):
                         ranks = self.of(c.value, sized, source, target).peers.get(self._rank)
                         if ranks is not None:
-                            found.add(self._world.group(ranks))
-        return found
+                            groups.add(self._world.group(ranks))
+        return groups
 
     def pairs(self, crossings: Crossings) -> set[tuple[int, int]]:
         """(sender, receiver) of every message between any two ranks."""
@@ -110,19 +110,19 @@ class Resharded:
         def post() -> Arriving:
             under_way = []
             for pieces, room, dtype, over, dim, share in plans:
-                whole = torch.empty(room, dtype=dtype, device=device)
-                works = [irecv(whole[where], source, tag=tag) for where, source, tag in pieces]
-                under_way.append((whole, works, over, dim, share))
+                room_flat = torch.empty(room, dtype=dtype, device=device)
+                works = [irecv(room_flat[where], source, tag=tag) for where, source, tag in pieces]
+                under_way.append((room_flat, works, over, dim, share))
 
             def arrived() -> list[Tensor]:
-                found = []
-                for whole, works, over, dim, share in under_way:
+                tensors = []
+                for full, works, over, dim, share in under_way:
                     for work in works:
                         work.wait()
-                    found.append(whole if over is None else over.all_gather(whole, dim))
+                    tensors.append(full if over is None else over.all_gather(full, dim))
                     if share != 1.0:
-                        found[-1].mul_(share)
-                return found
+                        tensors[-1].mul_(share)
+                return tensors
 
             return arrived
 

@@ -53,9 +53,9 @@ class _Leaving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found = (None, *ctx.gradients)
+        gradients = (None, *ctx.gradients)
         ctx.gradients.clear()
-        return found
+        return gradients
 
 
 def _are_small(tensors: Sequence[Tensor]) -> bool:
@@ -128,19 +128,19 @@ class StageRunner:
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
         train = torch.is_grad_enabled()
-        kept = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
-        held = self._entered(kept, received) if train else list(received)
+        saved = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
+        held = self._entered(saved, received) if train else list(received)
         args = self._args.copy()
         for i, value in self._inputs:
             args[i] = inputs[value]
         if input_gradients:
             for i, value in self._inputs:
                 x = inputs[value]
-                args[i] = kept.inputs[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
+                args[i] = saved.inputs[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
         if self.delayed is not None:
-            self.delayed.notes = kept.notes
+            self.delayed.notes = saved.notes
         if not train:
-            kept.received = held.copy()
+            saved.received = held.copy()
         args += held
         del held, received
         self.memory.part("activations")
@@ -151,26 +151,26 @@ class StageRunner:
                 out = self.module(*args)
         self.memory.part("buffers")
         num_sent = len(self._dtypes)
-        kept.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
-        kept.results = list(out[num_sent:])
-        kept.learning = [i for i, x in enumerate(kept.sent) if x.requires_grad]
-        if kept.learning:
-            leave = [kept.sent[i] for i in kept.learning]
+        saved.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
+        saved.results = list(out[num_sent:])
+        saved.learning = [i for i, x in enumerate(saved.sent) if x.requires_grad]
+        if saved.learning:
+            leave = [saved.sent[i] for i in saved.learning]
             if _are_small(leave):
-                kept.roots = leave
+                saved.roots = leave
             else:
-                kept.root = _Leaving.apply(kept.leaving, *leave)  # type: ignore[no-untyped-call]
-        return kept
+                saved.root = _Leaving.apply(saved.leaving, *leave)  # type: ignore[no-untyped-call]
+        return saved
 
     def _entered(self, saved: Kept, received: Sequence[Tensor]) -> list[Tensor]:
-        given = [x.detach() for x in received]  # another stage of this rank may have made it
-        learn = [x for x, learns in zip(given, self._learns, strict=True) if learns]
+        detached = [x.detach() for x in received]  # another stage of this rank may have made it
+        learn = [x for x, learns in zip(detached, self._learns, strict=True) if learns]
         if _are_small(learn):
             saved.leaves = [x.requires_grad_() for x in learn]
-            return given
+            return detached
         anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
-        made = iter(_Entering.apply(saved.entering, anchor, *learn))  # type: ignore[no-untyped-call]
-        return [next(made) if learns else x for x, learns in zip(given, self._learns, strict=True)]
+        entered = iter(_Entering.apply(saved.entering, anchor, *learn))  # type: ignore[no-untyped-call]
+        return [next(entered) if learns else x for x, learns in zip(detached, self._learns, strict=True)]
 
     def backward(self, saved: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
         """Run backward from the gradients of what was sent (in the order of `local.sent`; the list is emptied) and from the loss times
@@ -193,15 +193,15 @@ class StageRunner:
         if roots:
             torch.autograd.backward(roots, seeds)
         saved.entering += [x.grad for x in saved.leaves]
-        found, none = iter(saved.entering), any(self._learns) and not saved.entering
-        made: list[Tensor | None] = []
+        entering, none = iter(saved.entering), any(self._learns) and not saved.entering
+        gradients_in: list[Tensor | None] = []
         for (shape, dtype), learns in zip(saved.rooms, self._learns, strict=True):
-            gradient = next(found) if learns and not none else None
-            made.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
+            gradient = next(entering) if learns and not none else None
+            gradients_in.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
         saved.entering.clear()
-        return made
+        return gradients_in
 
     def input_gradients(self, saved: Kept) -> dict[str, Tensor]:
         """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
-        found = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
-        return {v: x / self._scale.factor for v, x in found.items()} if self._scale.scaled else found
+        by_value = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
+        return {v: x / self._scale.factor for v, x in by_value.items()} if self._scale.scaled else by_value

@@ -73,29 +73,32 @@ class Counter:
         inputs = {v for op in operators for v in op.inputs}
         variables = tuple(v.value for v in normal.graph.variables if v.value in inputs)
         stage = Stage(0, operators, variables, (), (), tuple(t.value for t in totals))
-        forms, given = lowering.sharding.forms, {v.value for v in normal.graph.inputs}  # inputs are counted from as they are given, whole
-        kept = [v for v in variables if v not in given]
-        cut = [v for v in kept if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
+        forms, from_batch = (
+            lowering.sharding.forms,
+            {v.value for v in normal.graph.inputs},
+        )  # inputs are counted from as they are given, whole
+        counted = [v for v in variables if v not in from_batch]
+        cut = [v for v in counted if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
-        made = [
+        local = [
             lower(stage, replace(lowering, graph=normal.graph, sharding=_along(self.sized.sharding, axes), awaited=frozenset(), rows={}))
             for axes in ((), lowering.sharding.sample_axes)
         ]
-        return _Level(totals, *made)
+        return _Level(totals, *local)
 
     def run(self, level: int, tensors: Mapping[str, Tensor], is_global: bool) -> list[Tensor]:
         """What one microbatch adds to the totals of a level."""
         local = self.levels[level].of_microbatch if is_global else self.levels[level].of_rows
         held = {**self.parts.variables, **self.sized.constants}
-        made = local.module(*(tensors[v] if v in tensors else held[v] for v in local.variables))
+        totals = local.module(*(tensors[v] if v in tensors else held[v] for v in local.variables))
         lowering = self.parts.lowering
         if is_global or lowering is None:
-            return list(made)
+            return list(totals)
         # What every rank along an axis has whole counts once.
         later = [axis for axis in lowering.sharding.sample_axes if lowering.groups[axis].index]
         once = [all(local.forms[v].get(axis, R) is P for axis in later) for v in local.results]
-        return [x if counts else torch.zeros_like(x) for x, counts in zip(made, once, strict=True)]
+        return [x if counts else torch.zeros_like(x) for x, counts in zip(totals, once, strict=True)]
 
 
 def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:

@@ -114,11 +114,11 @@ def posted_before(actions: Sequence[Action]) -> list[list[int]]:
     >>> posted_before(program.actions[0])
     [[2], [], [], []]
     """
-    found: list[list[int]] = []
+    posted: list[list[int]] = []
     at = computes = 0
     for step, action in enumerate(actions):
         if not isinstance(action, Compute | Recv):
-            found.append([])
+            posted.append([])
             continue
         at = max(at, step)
         computes = sum(isinstance(a, Compute) for a in actions[step:at])
@@ -128,5 +128,5 @@ def posted_before(actions: Sequence[Action]) -> list[list[int]]:
                 posts.append(at)
             computes += isinstance(actions[at], Compute)
             at += 1
-        found.append(posts)
-    return found
+        posted.append(posts)
+    return posted

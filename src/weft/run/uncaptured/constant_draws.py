@@ -27,14 +27,14 @@ class ConstantDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
         if name not in _DRAWS or not hasattr(func, "_schema"):
             return func(*args, **kwargs)
         before = torch.random.get_rng_state()
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         torch.random.set_rng_state(before)
-        given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+        arguments = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         with torch.no_grad():
             if name == "native_dropout":
-                return given["input"] / (1 - given["p"]), torch.ones_like(made[1])
-            number = _DRAWS[name](given)
-            return made.copy_(number) if isinstance(number, Tensor) else made.fill_(number)
+                return arguments["input"] / (1 - arguments["p"]), torch.ones_like(result[1])
+            number = _DRAWS[name](arguments)
+            return result.copy_(number) if isinstance(number, Tensor) else result.fill_(number)
 
 
 def _normal(arguments: dict[str, Any]) -> Any:

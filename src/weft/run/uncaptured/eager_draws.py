@@ -52,9 +52,9 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
             # Some that may draw do not, as they are called: attention's kernels without dropout.
             before = _states(args)
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             self._unexplained |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
-            return found
+            return result
         number = self._numbers.setdefault(torch.random.get_rng_state().numpy().tobytes(), len(self._numbers))
         torch.rand(())
         shape, dtype, device = self._drawn(name, writes, args, kwargs)
@@ -62,23 +62,23 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
         key, box = self._draw.key(number), self._draw.box(Place(shape, fold=fold))
         if name == "native_dropout":
             return dropped_as(name, key, box, args[0], args[1])
-        found = drawn(named(func.__name__), key, box, dtype, device, args, kwargs)
+        result = drawn(named(func.__name__), key, box, dtype, device, args, kwargs)
         if writes:
-            args[0].copy_(found)
+            args[0].copy_(result)
             return args[0]
-        return found
+        return result
 
     def _drawn(self, name: str, writes: bool, args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """What an operator is asked for: shape (of the numbers drawn), dtype, device."""
         like = next((x for x in args if isinstance(x, Tensor)), None)
-        whole = torch.int64 if name in _INTEGERS else None
+        integer_dtype = torch.int64 if name in _INTEGERS else None
         if like is None:
             size = args[_FACTORIES.get(name, -1)]
             shape = tuple(size) if isinstance(size, tuple | list) else (size,)
-            dtype = kwargs.get("dtype") or whole or torch.get_default_dtype()
+            dtype = kwargs.get("dtype") or integer_dtype or torch.get_default_dtype()
             device = torch.device(kwargs.get("device") or "cpu")
         else:
-            shape, dtype, device = tuple(like.shape), kwargs.get("dtype") or whole or like.dtype, like.device
+            shape, dtype, device = tuple(like.shape), kwargs.get("dtype") or integer_dtype or like.dtype, like.device
             if name == "normal" and not writes:
                 shape = tuple((args[0] + args[1]).shape)  # of which one may be a number
             if name == "multinomial" and (args[2] if len(args) > 2 else kwargs.get("replacement", False)):

@@ -66,7 +66,7 @@ def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, 
     layout, model = plan.layout, source.model
     set_modes(model, training_modes(model))
     loss = source.loss_of(loss)
-    own = _made_real(model, source, plan, world)
+    is_double = _made_real(model, source, plan, world)
     refuse_division(plan, model, batch, loss)
     graph = in_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
@@ -78,7 +78,7 @@ def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, 
             parameters[name].copy_(p)
     place(model, parameters, {})
     draw = Draw(seed=seed)
-    module = _Module(model, batch, loss, layout, own, draw, world.rank)
+    module = _Module(model, batch, loss, layout, is_double, draw, world.rank)
     sharding = _sharding_of(graph, layout.data)
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))
     local = LocalStage(module, tuple(v.value for v in graph.inputs), (), (), ("loss",), sharding.forms)
@@ -96,7 +96,7 @@ def keep_replicated(model: nn.Module, source: Source, plan: Plan, batch: Any, wo
             ranks sum: hooks on parameters, parameters that are none of the model's.
     """
     data = plan.layout.data
-    own = _made_real(model, source, plan, world)
+    is_double = _made_real(model, source, plan, world)
     with in_modes(model, training_modes(model)):
         outputs = outputs_of_parts(plan, model, batch) if data > 1 else {}
     held = dict(model.named_parameters())
@@ -113,7 +113,7 @@ def keep_replicated(model: nn.Module, source: Source, plan: Plan, batch: Any, wo
     if world.rank == 0:
         each = f"each of data={data} ranks holds all of it and a part of the samples" if data > 1 else "it runs as it is"
         print(f"weft: {plan.model} could not be captured ({plan.uncaptured}), so {each}", file=sys.stderr, flush=True)
-    return ByItself(model, plan, world, own, model.forward, held, outputs, exchange, Draw(seed=torch.initial_seed()))
+    return ByItself(model, plan, world, is_double, model.forward, held, outputs, exchange, Draw(seed=torch.initial_seed()))
 
 
 def _made_real(model: nn.Module, source: Source, plan: Plan, world: World) -> bool:
@@ -126,13 +126,13 @@ def _made_real(model: nn.Module, source: Source, plan: Plan, world: World) -> bo
     if source.deferred is not None:
         realize(source.deferred, model)
     model.to(world.device)
-    own = is_double(model)
+    is_double_model = is_double(model)
     if layout.precision == "float64":
         widened(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False  # gradients lie in buffers with others, which are dense
-    return own
+    return is_double_model
 
 
 def _specs(model: nn.Module, ranks: tuple[int, ...], rank: int, decays: Callable[[tuple[int, ...]], bool]) -> dict[str, LocalParameter]:
@@ -193,8 +193,8 @@ class _Module(nn.Module):
         self._double, self._is_double, self._draw, self._part = layout.precision == "float64", is_double, draw, part
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
-        given = iter(tensors)
-        new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
+        values = iter(tensors)
+        new = {path: next(values) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
         device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
         with _drawing(self._draw, self._part, device), doubled(self._double, self._is_double):  # the latter as the serial reference
@@ -227,7 +227,7 @@ class ByItself:
 
     def check(self) -> None:
         """Raise where what trains now is not what is exchanged, or samples meet in statistics of a rank's part."""
-        if self.plan.layout.data == 1 or self.expects.whole:
+        if self.plan.layout.data == 1 or self.expects.global_batch:
             return
         for name, p in self.model.named_parameters():
             if p.requires_grad and self.held.get(name) is not p:
@@ -250,18 +250,18 @@ class ByItself:
         theirs = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's, around the call
         autocast = products_of(layout.precision) or theirs
         self.draw.step += 1
-        drawing = nullcontext() if layout.data == 1 or self.expects.whole else _drawing(self.draw, self.world.rank, device)
+        drawing = nullcontext() if layout.data == 1 or self.expects.global_batch else _drawing(self.draw, self.world.rank, device)
         double = doubled(layout.precision == "float64", self.is_double)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), double, drawing:
             output = self.called(*args, **kwargs)
-        alone = self.exchange is None or self.expects.whole  # then all ranks compute all of it
+        alone = self.exchange is None or self.expects.global_batch  # then all ranks compute all of it
         return output if alone else self._joined(output, have, share)
 
     def _samples(self, batch: Any) -> tuple[int, float]:
         """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""
         have = next((x.shape[0] for _, x in leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
-        known = count_samples(batch)
-        return have, have * self.plan.layout.data / known if known not in (0, have) else 1.0
+        counted = count_samples(batch)
+        return have, have * self.plan.layout.data / counted if counted not in (0, have) else 1.0
 
     def _moved(self, batch: Any) -> Any:
         """Arguments on this rank's device, in float64 where that is computed in."""
@@ -278,22 +278,22 @@ class ByItself:
         """The output, in which what all ranks have is their mean, and whose gradients begin the exchange on every rank. They count by this
         rank's `share` of the samples, since what the loop makes of the output is a mean over them."""
         assert self.exchange is not None
-        found = {path: x for path, x in leaves(output) if isinstance(x, Tensor)}
+        outputs = {path: x for path, x in leaves(output) if isinstance(x, Tensor)}
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.held.values())
-        if self.model.training and learns and found.keys() != self.outputs.keys():
+        if self.model.training and learns and outputs.keys() != self.outputs.keys():
             raise ModelError(
                 f"the model returned the tensors {', '.join(self.outputs) or 'none'} of the batch that it was divided with, and now "
-                f"{', '.join(found) or 'none'} on rank {self.world.rank}: call it with the same arguments (batch= may be a dict of what "
+                f"{', '.join(outputs) or 'none'} on rank {self.world.rank}: call it with the same arguments (batch= may be a dict of what "
                 "forward takes by name), and return the same tensors always"
             )
         new: dict[str, Any] = dict(leaves(output))
-        means = [path for path, one in self.outputs.items() if one.dim is None and path in found and found[path].is_floating_point()]
+        means = [path for path, one in self.outputs.items() if one.dim is None and path in outputs and outputs[path].is_floating_point()]
         if means:
-            joined = self._means({path: found[path] for path in means}, have, learns)
+            joined = self._means({path: outputs[path] for path in means}, have, learns)
             new.update((path, counted(x, share)) for path, x in joined.items())
         for path, one in self.outputs.items():
-            if one.dim is not None and one.learns and learns and path in found:
-                x = found[path]
+            if one.dim is not None and one.learns and learns and path in outputs:
+                x = outputs[path]
                 x = x if x.requires_grad else x.detach().requires_grad_()  # its code went another way here than elsewhere
                 x.register_hook(partial(self.exchange.count, path, x.shape[one.dim] / share))  # type: ignore[no-untyped-call]
                 new[path] = counted(x, share)

@@ -122,12 +122,12 @@ class _Trial:
     def _batches(self) -> list[list[int]]:
         """Samples of the batches that are tried. At both ends parts may by accident have the same number of what the mean is over."""
         first, each = list(range(self.size)), self.size // self.data
-        found = [first, [self.samples - self.size + i for i in first]]
+        batches = [first, [self.samples - self.size + i for i in first]]
         rounds = min(_SINGLE_SAMPLES, self.samples // self.data)
         for n in range(rounds):
             chosen = [(n * self.data + part) * self.samples // (rounds * self.data) for part in range(self.data)]
-            found.append([sample for sample in chosen for _ in range(each)])
-        return [rows for i, rows in enumerate(found) if rows not in found[:i]]
+            batches.append([sample for sample in chosen for _ in range(each)])
+        return [rows for i, rows in enumerate(batches) if rows not in batches[:i]]
 
     def run(self) -> Self:
         """Raise Infeasible for the first thing that parts do otherwise."""
@@ -141,8 +141,8 @@ class _Trial:
             if self.draws:
                 self.model.eval()  # what is drawn would tell them apart
                 if self.loss is None and self._ran(self.batches[0]).outputs.keys() != training.outputs.keys():
-                    unlike = "it draws random numbers in training and returns something else in evaluation"
-                    raise self._refused(f"{unlike}, so that its parts cannot be compared", "return the same in both")
+                    differs = "it draws random numbers in training and returns something else in evaluation"
+                    raise self._refused(f"{differs}, so that its parts cannot be compared", "return the same in both")
             for rows in self.batches:
                 for calls in (1, 2) if self.keeps else (1,):
                     if self.loss is None:
@@ -161,40 +161,40 @@ class _Trial:
 
     def _compare_writes(self) -> _Ran:
         """What is left in parameters and buffers; returns the whole's run."""
-        whole, *parts = self._full_and_parts(self.batches[0])
-        for name, x in whole.left.items():
+        full, *parts = self._full_and_parts(self.batches[0])
+        for name, x in full.left.items():
             left = [part.left[name] for part in parts]
             if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in left):
                 raise self._refused(
                     f"it writes {name} while it runs, by the samples that it sees, which differ between the data={self.data} ranks"
                 )
-        return whole
+        return full
 
     def _compare_losses(self, rows: list[int], calls: int) -> None:
         """The loss and its gradients."""
-        whole, *parts = self._full_and_parts(rows, True, calls)
+        full, *parts = self._full_and_parts(rows, True, calls)
         mean = sum(part.loss for part in parts) / self.data
-        if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
+        if math.isfinite(full.loss) and not abs(full.loss - mean) <= self.close * max(abs(full.loss), abs(mean)):
             raise self._refused(
-                f"its loss over {self.size} samples is {whole.loss:.6g} where the mean over data={self.data} parts of them is {mean:.6g}, "
+                f"its loss over {self.size} samples is {full.loss:.6g} where the mean over data={self.data} parts of them is {mean:.6g}, "
                 f"{self._other}", "a loss that is a mean over samples", calls,
             )  # fmt: skip
-        largest = max((_largest(g) for g in whole.gradients.values()), default=0.0)
-        for name, gradient in whole.gradients.items():
+        largest = max((_largest(g) for g in full.gradients.values()), default=0.0)
+        for name, gradient in full.gradients.items():
             of_parts = [part.gradients[name] for part in parts if name in part.gradients]
-            error, own = _largest(gradient - sum(of_parts) / self.data), _largest(gradient)
-            if math.isfinite(error) and error > max(self.close * own, _NOTHING * largest):
+            error, scale = _largest(gradient - sum(of_parts) / self.data), _largest(gradient)
+            if math.isfinite(error) and error > max(self.close * scale, _NOTHING * largest):
                 raise self._refused(
                     f"its gradient of {name} over {self.size} samples is not the mean of those over data={self.data} parts of them "
-                    f"(relative difference {error / max(own, error):.1e}), {self._other}", calls=calls,
+                    f"(relative difference {error / max(scale, error):.1e}), {self._other}", calls=calls,
                 )  # fmt: skip
 
     def _compare_outputs(self, rows: list[int], calls: int) -> None:
         """How outputs are divided, by which gradients of their sum are then told apart."""
-        whole, *parts = self._full_and_parts(rows, calls=calls)
-        if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
+        full, *parts = self._full_and_parts(rows, calls=calls)
+        if any(part.outputs.keys() != full.outputs.keys() for part in parts):
             raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
-        dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
+        dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in full.outputs.items()}
         self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
 
     def _dim_of(self, path: str, full: Tensor, parts: list[Tensor], calls: int) -> int | None:
@@ -212,8 +212,8 @@ class _Trial:
                     )  # fmt: skip
                 return dim
         if all(s == tuple(full.shape) for s in shapes):
-            same = all(self._agree(x, full) for x in parts)
-            if same or (full.is_floating_point() and self._agree(sum(parts[1:], parts[0]) / self.data, full)):
+            agrees = all(self._agree(x, full) for x in parts)
+            if agrees or (full.is_floating_point() and self._agree(sum(parts[1:], parts[0]) / self.data, full)):
                 return None
         raise self._refused(
             f"{name} over {self.size} samples is neither made of those of data={self.data} parts of them, one after the other, nor their "
@@ -232,13 +232,13 @@ class _Trial:
 
     def _ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
         """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation. The last of `calls`."""
-        given = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
+        inputs = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
         before, drawn = {name: x.grad for name, x in self.named.items()}, python_randomness()
         try:
             with doubled(self.double), ConstantDraws():  # type: ignore[no-untyped-call]
                 for _ in range(calls - 1):
-                    self._called(rebuild(self.batch, given))
-                loss, outputs = self._called(rebuild(self.batch, given))
+                    self._called(rebuild(self.batch, inputs))
+                loss, outputs = self._called(rebuild(self.batch, inputs))
                 gradients = self._gradients_of(loss) if learns and self.double and loss.requires_grad else {}
             left = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
             self.draws |= not torch.equal(self.drawn, torch.random.get_rng_state()) or python_randomness() != drawn
@@ -282,23 +282,23 @@ class _Trial:
 
     def _gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
         """By parameter. In a loop they must be in proportion: a user's loss over a part is as many times as steep as there are parts."""
-        found = self._derived(loss)
+        gradients = self._derived(loss)
         for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two, by which rounding is the same
             for name, gradient in self._derived(loss * scale).items():
-                if not self._agree(gradient / scale, found[name]):
+                if not self._agree(gradient / scale, gradients[name]):
                     raise self._refused(
                         f"its gradient of {name} is not in proportion to that of its outputs (a hook or a function that cuts off gradients "
                         f"in backward), {self._other}"
                     )
-        return found
+        return gradients
 
     def _derived(self, loss: Tensor) -> dict[str, Tensor]:
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         try:
-            found = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
         except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
             return {}
-        return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
+        return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None and g.layout is torch.strided}
 
 
 class _ForeignParameters(TorchFunctionMode):

@@ -56,9 +56,9 @@ def exchange_gradients(program: Program, rendezvous: bool = False) -> Program:
 def _holders(program: Program) -> dict[Value, list[int]]:
     """What each stage's gradient ends in -> the ranks that add to it."""
     reduced = {a.stage for row in program.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
-    found: dict[Value, list[int]] = {}
+    holders: dict[Value, list[int]] = {}
     for rank, row in enumerate(program.actions):
         stages = {a.stage for a in row if isinstance(a, Compute) and a.op in (Op.B, Op.W)}
         for stage in sorted(stages):
-            found.setdefault(Value("grad" if stage in reduced else "dw", (stage,)), []).append(rank)
-    return found
+            holders.setdefault(Value("grad" if stage in reduced else "dw", (stage,)), []).append(rank)
+    return holders

@@ -46,7 +46,7 @@ def recompute(program: Program, chosen: Chosen, ahead: int = 0) -> Program:
 
 
 def _between(program: Program, chosen: Chosen, ahead: int, let_go: ManageOp, get_back: Callable[[int, int], Action]) -> Program:
-    found: set[tuple[int, int]] = set()
+    between: set[tuple[int, int]] = set()
     rows = []
     for row in program.actions:
         places = [i for i, action in enumerate(row) if isinstance(action, Compute)]
@@ -60,12 +60,12 @@ def _between(program: Program, chosen: Chosen, ahead: int, let_go: ManageOp, get
             if action.op is Op.F:
                 forward[key] = n
             elif action.op in (Op.B, Op.I) and key in forward:
-                found.add(key)
+                between.add(key)
                 if n > forward[key] + 1:  # otherwise it is needed at once
                     after.setdefault(_after_sends(row, places[forward[key]]), []).append(Manage(let_go, *key))
                     before.setdefault(_before_receives(row, places[max(n - ahead, forward[key] + 1)]), []).append(get_back(*key))
         rows.append(tuple(other for i, action in enumerate(row) for other in (*before.get(i, ()), action, *after.get(i, ()))))
-    if missing := sorted({*chosen} - found):
+    if missing := sorted({*chosen} - between):
         stage, microbatch = missing[0]
         raise UsageError(f"{program.name} has no forward and backward of stage {stage} on microbatch {microbatch}")
     return replace(program, actions=tuple(rows))

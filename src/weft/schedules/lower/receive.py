@@ -55,18 +55,18 @@ def _early_receive(program: Program, rows: list[list[Action]], at: list[int], ra
         if not isinstance(action, (Send, Recv)):
             break
         rank = _peer(action)
-    found = []
+    places = []
     for sender in circle[circle.index(rank) :]:
         action = rows[sender][at[sender]] if at[sender] < len(rows[sender]) else None
         if isinstance(action, Send):
             row = rows[action.to]
             step = next((i for i in range(at[action.to], len(row)) if is_pair(sender, action, row[i])), None)
             if step is not None:
-                found.append((step - at[action.to], action.to, step))
-    if not found:
+                places.append((step - at[action.to], action.to, step))
+    if not places:
         deque(walk(program), maxlen=0)  # says what is wrong, if posted sends do not help either
         raise ProgramError(_never_received(program, rows, at, circle))
-    _, receiver, step = min(found)
+    _, receiver, step = min(places)
     return receiver, step
 
 

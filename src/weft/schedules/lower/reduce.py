@@ -39,11 +39,11 @@ def reduce_gradients(program: Program, every_microbatch: bool = False) -> Progra
 
 def _last_touched(row: tuple[Action, ...], program: Program) -> Mapping[int, int]:
     """Stage -> the last step at which its gradient is added to, sent or received."""
-    found: dict[int, int] = {}
+    last: dict[int, int] = {}
     for step, action in enumerate(row):
         e = effects(action, program)
-        found.update((value.index[0], step) for value in (*e.adds, *e.reads, *e.writes) if value.name == "dw")
-    return found
+        last.update((value.index[0], step) for value in (*e.adds, *e.reads, *e.writes) if value.name == "dw")
+    return last
 
 
 def _reduced(value: Value) -> Value:

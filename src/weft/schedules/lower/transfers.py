@@ -12,8 +12,8 @@ def add_transfers(program: Program) -> Program:
     """Put a send after each producer and a receive before each consumer that is on another rank."""
     made_on: dict[Value, int] = {}
     read_on: dict[Value, int] = {}
-    known = [[effects(action, program) for action in row] for row in program.actions]
-    for rank, here in enumerate(known):
+    row_effects = [[effects(action, program) for action in row] for row in program.actions]
+    for rank, here in enumerate(row_effects):
         for step, e in enumerate(here):
             for value in e.writes:
                 if value.name != WEIGHTS and made_on.setdefault(value, rank) != rank:
@@ -23,12 +23,12 @@ def add_transfers(program: Program) -> Program:
     out = []
     for rank, row in enumerate(program.actions):
         line: list[Action] = []
-        for action, e in zip(row, known[rank], strict=True):
+        for action, e in zip(row, row_effects[rank], strict=True):
             wanted = [v for v in e.reads if made_on.get(v, rank) != rank]
-            made = [v for v in e.writes if read_on.get(v, rank) != rank]
+            sent = [v for v in e.writes if read_on.get(v, rank) != rank]
             line += [Recv(v, made_on[v]) for v in sorted(wanted, key=_distance, reverse=True)]
             line.append(action)
-            line += [Send(v, read_on[v]) for v in sorted(made, key=_distance)]
+            line += [Send(v, read_on[v]) for v in sorted(sent, key=_distance)]
         out.append(tuple(line))
     return replace(program, actions=tuple(out))
 

@@ -50,7 +50,7 @@ class SharedMemory:
         """The channel of `ranks`, of which this is member `index`; or the reason why they cannot share memory."""
         size = len(ranks)
         kind = "native" if self.native is not None else "portable"
-        made: tuple[mmap.mmap, segment.Place] | None = None
+        created: tuple[mmap.mmap, segment.Place] | None = None
         all_said = _told(store, "can", index, size, {"host": segment.host(), "kind": kind, "pid": os.getpid()})
         reason = next((one["host"] for one in all_said if one["host"].startswith(segment.CANNOT)), "")
         if not reason and len({one["host"] for one in all_said}) > 1:
@@ -61,16 +61,16 @@ class SharedMemory:
         pids, place = [one["pid"] for one in all_said], ""
         if index == 0:
             try:
-                made = segment.create(engine.segment_bytes(size))
-                place = str(made[1])
+                created = segment.create(engine.segment_bytes(size))
+                place = str(created[1])
             except (OSError, AttributeError) as error:
                 reason = f"no segment: {error}"
             store.set("place", json.dumps([place, reason]))
         try:
-            return self._mapped(store, engine, index, ranks, pids, made[0] if made is not None else None)
+            return self._mapped(store, engine, index, ranks, pids, created[0] if created is not None else None)
         finally:
-            if made is not None:
-                segment.close_place(made[1])
+            if created is not None:
+                segment.close_place(created[1])
 
     def _mapped(
         self, store: Store, engine: NativeEngine | PortableEngine, index: int, ranks: Sequence[int], pids: list[int], mine: mmap.mmap | None
@@ -104,10 +104,10 @@ class _Buffers:
         """A zeroed flat tensor of `numel` elements in memory that all members map; every member gets its own."""
         channel, key = self._channel, f"buffer/{self._count}"
         self._count += 1
-        own, place = segment.create(max(1, numel * dtype.itemsize))
+        mapping, place = segment.create(max(1, numel * dtype.itemsize))
         try:
             places = [segment.Place.parse(one) for one in _told(self._store, key, channel.index, channel.size, str(place))]
-            mappings = [own if i == channel.index else segment.attach(one) for i, one in enumerate(places)]
+            mappings = [mapping if i == channel.index else segment.attach(one) for i, one in enumerate(places)]
             _told(self._store, f"{key}/mapped", channel.index, channel.size, True)
         except _ENDED as error:
             raise _lost(error) from error
@@ -116,8 +116,8 @@ class _Buffers:
         sizes = {one.size for one in places}
         if len(sizes) > 1:
             raise RuntimeError(f"members ask for shared buffers of {sorted(sizes)} bytes")
-        channel.add_buffer(own, mappings)
-        return torch.frombuffer(own, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        channel.add_buffer(mapping, mappings)
+        return torch.frombuffer(mapping, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
 def _told(store: Store, key: str, index: int, size: int, value: Any) -> list[Any]:

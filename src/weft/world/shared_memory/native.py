@@ -110,7 +110,7 @@ class NativeChannel:
         self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by who has the store
         self._ranks, self._pids, self._mapping = tuple(ranks), tuple(pids), mapping
         self._timeout_s = timeout_s
-        watched = [os.pidfd_open(pid) if i != index else -1 for i, pid in enumerate(pids)]
+        descriptors = [os.pidfd_open(pid) if i != index else -1 for i, pid in enumerate(pids)]
         self._channel = c_void_p(
             self.library.weft_open(
                 engine.handle,
@@ -119,7 +119,7 @@ class NativeChannel:
                 index,
                 CHUNK_BYTES,
                 ring_bytes(self.size),
-                (c_int * self.size)(*watched),
+                (c_int * self.size)(*descriptors),
             )
         )
         if not self._channel:
@@ -137,8 +137,8 @@ class NativeChannel:
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> NativeWork | None:
         """Replaces `x` by the sum (maximum, minimum) over the members."""
         code, data, size = self._summed(x), x.data_ptr(), x.nbytes
-        if self._buffers and size > JOB_BYTES and (found := self._find(data, size)) is not None:
-            return self._start_job(_Job(_JOB, code, _OPS[op], 0, *found, 0, 0, size, x.element_size(), None), wait, x)
+        if self._buffers and size > JOB_BYTES and (place := self._find(data, size)) is not None:
+            return self._start_job(_Job(_JOB, code, _OPS[op], 0, *place, 0, 0, size, x.element_size(), None), wait, x)
         phases = 1 if self.size == 2 or size <= DIRECT_BYTES else 2
         if wait:
             state = self.library.weft_all_reduce(
@@ -153,24 +153,24 @@ class NativeChannel:
     def broadcast(self, x: Tensor, root: int, wait: bool = True) -> NativeWork | None:
         """Replaces `x` by that of member `root`."""
         code, data, size = _DTYPES.get(x.dtype, _COPIED), x.data_ptr(), x.nbytes
-        if self._buffers and (found := self._find(data, size)) is not None:
-            return self._start_job(_Job(_JOB + 3, code, 0, root, *found, 0, 0, size, x.element_size(), None), wait, x)
+        if self._buffers and (place := self._find(data, size)) is not None:
+            return self._start_job(_Job(_JOB + 3, code, 0, root, *place, 0, 0, size, x.element_size(), None), wait, x)
         return self._start(_BROADCAST, code, 0, root, 1, data, data, size, x.element_size(), None, None, wait, x)
 
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
         """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
         code, item, data = _DTYPES.get(x.dtype, _COPIED), x.element_size(), out.data_ptr()
         pieces = self._bytes(sizes, item)
-        if self._buffers and (found := self._find(data, out.nbytes)) is not None:
-            return self._start_job(_Job(_JOB + 2, code, 0, 0, *found, x.data_ptr(), 0, out.nbytes, item, pieces), wait, (out, x))
+        if self._buffers and (place := self._find(data, out.nbytes)) is not None:
+            return self._start_job(_Job(_JOB + 2, code, 0, 0, *place, x.data_ptr(), 0, out.nbytes, item, pieces), wait, (out, x))
         return self._start(_GATHER, code, 0, 0, 1, x.data_ptr(), data, out.nbytes, item, pieces, None, wait, (out, x))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
         """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
         code, item, data = self._summed(x), x.element_size(), x.data_ptr()
         pieces = self._bytes(sizes, item)
-        if self._buffers and (found := self._find(data, x.nbytes)) is not None:
-            return self._start_job(_Job(_JOB + 1, code, 0, 0, *found, 0, out.data_ptr(), x.nbytes, item, pieces), wait, (out, x))
+        if self._buffers and (place := self._find(data, x.nbytes)) is not None:
+            return self._start_job(_Job(_JOB + 1, code, 0, 0, *place, 0, out.data_ptr(), x.nbytes, item, pieces), wait, (out, x))
         return self._start(_REDUCE_SCATTER, code, 0, 0, 1, data, out.data_ptr(), x.nbytes, item, pieces, None, wait, (out, x))
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> NativeWork | None:

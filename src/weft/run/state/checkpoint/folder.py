@@ -42,16 +42,16 @@ class Saved:
 
     @classmethod
     def parse(cls, name: str) -> Saved | None:
-        found = _NAME.fullmatch(name)
-        return cls(int(found[1]), int(found[2] or 0)) if found else None
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2] or 0)) if match else None
 
 
 def committed(folder: Path) -> list[Saved]:
     """Checkpoints of a folder, oldest first, whether or not they are damaged; links are not followed."""
     if not folder.is_dir():
         return []
-    found = (Saved.parse(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(saved for saved in found if saved)
+    saves = (Saved.parse(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(saved for saved in saves if saved)
 
 
 def next_name(folder: Path, step: int) -> Saved:

@@ -34,27 +34,27 @@ def verify(path: Path | str, together: Together | None = None) -> Manifest:
         CheckpointError: names the first damaged, missing or surplus file.
     """
     path, together = Path(path), together or Alone()
-    manifest, own = None, None
+    manifest, failure = None, None
     try:
         manifest = read_manifest(path)
         _check_files(path, manifest, together.rank, together.num_ranks)
     except CheckpointError as error:
-        own = error
+        failure = error
     except OSError as error:
-        own = CheckpointError(f"{path} cannot be read: {error.strerror}")
-    failed = first_failed(together, int(own is not None))
-    if own is not None:
-        raise own
+        failure = CheckpointError(f"{path} cannot be read: {error.strerror}")
+    failed = first_failed(together, int(failure is not None))
+    if failure is not None:
+        raise failure
     if failed or manifest is None:
         raise CheckpointError(f"{path} is damaged: rank {failed[0] if failed else 0} found a file that is not what was written")
     return manifest
 
 
 def _check_files(path: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
-    known = {MANIFEST, *(file.name for file in manifest.files)}
-    for found in sorted(path.iterdir()):
-        if found.suffix == ".safetensors" and found.name not in known:
-            raise CheckpointError(f"{path} holds {found.name}, which its manifest does not name; remove it or use another checkpoint")
+    listed = {MANIFEST, *(file.name for file in manifest.files)}
+    for entry in sorted(path.iterdir()):
+        if entry.suffix == ".safetensors" and entry.name not in listed:
+            raise CheckpointError(f"{path} holds {entry.name}, which its manifest does not name; remove it or use another checkpoint")
     for number, file in enumerate(manifest.files):
         here = path / file.name
         if not here.exists():
@@ -67,8 +67,8 @@ def _check_files(path: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
 
 def latest_good(folder: Path | str, together: Together | None = None, warn: Warn = warn_python) -> Path | None:
     """The newest checkpoint of a folder that is whole, None where there is none; warns of each damaged one it passes."""
-    found = _latest_good(Path(folder), together or Alone(), warn)
-    return found[0] if found else None
+    checkpoint = _latest_good(Path(folder), together or Alone(), warn)
+    return checkpoint[0] if checkpoint else None
 
 
 def _latest_good(folder: Path, together: Together, warn: Warn) -> tuple[Path, Manifest] | None:
@@ -110,10 +110,10 @@ def opened(folder: Path | str, together: Together | None = None, warn: Warn = wa
     folder, together = Path(folder), together or Alone()
     if (folder / MANIFEST).exists():
         return folder, verify(folder, together)
-    found = _latest_good(folder, together, warn)
-    if found is None:
+    checkpoint = _latest_good(folder, together, warn)
+    if checkpoint is None:
         raise CheckpointError(f"{folder} holds no checkpoint that is whole; begin a new run, or name another folder")
-    return found
+    return checkpoint
 
 
 def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together | None = None, warn: Warn = warn_python) -> None:
@@ -125,17 +125,17 @@ def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Toge
     together = together or Alone()
     match(path, manifest, wanted, together, warn)
     stored = {tensor.key: tensor for tensor in manifest.tensors}
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
         with torch.no_grad(), Reader(path, manifest.files) as reader:
             for piece in wanted:
                 if piece.key in stored:
                     _fill(reader, piece, stored[piece.key])
     except (CheckpointError, OSError) as error:
-        own = error
-    failed = first_failed(together, int(own is not None))
+        failure = error
+    failed = first_failed(together, int(failure is not None))
     if failed:
-        raise CheckpointError(f"rank {failed[0]} cannot read {path}{f': {own}' if own else ''}") from own
+        raise CheckpointError(f"rank {failed[0]} cannot read {path}{f': {failure}' if failure else ''}") from failure
 
 
 def _fill(reader: Reader, piece: Piece, stored: StoredTensor) -> None:

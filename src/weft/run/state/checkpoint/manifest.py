@@ -109,11 +109,11 @@ class Manifest(_Strict):
         try:
             outer = json.loads(data)
             body, digest = outer["manifest"], outer["sha256"]
-            found = hashlib.sha256(_canonical(body)).hexdigest()
+            actual = hashlib.sha256(_canonical(body)).hexdigest()
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{where} is damaged: not a manifest ({type(error).__name__})") from error
-        if found != digest:
-            raise CheckpointError(f"{where} is damaged: its SHA-256 is {found[:12]}..., it says {str(digest)[:12]}...")
+        if actual != digest:
+            raise CheckpointError(f"{where} is damaged: its SHA-256 is {actual[:12]}..., it says {str(digest)[:12]}...")
         version = body.get("version") if isinstance(body, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(f"{where} has format version {version}; this weft reads up to {FORMAT_VERSION}, so update weft")

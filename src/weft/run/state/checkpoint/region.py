@@ -55,8 +55,8 @@ class Region:
     def __post_init__(self) -> None:
         if not len(self.global_shape) == len(self.offsets) == len(self.shape):
             raise CheckpointError(f"a block at {list(self.offsets)} of {list(self.shape)} is no part of {list(self.global_shape)}")
-        for whole, first, extent in zip(self.global_shape, self.offsets, self.shape, strict=True):
-            if first < 0 or extent < 0 or first + extent > whole:
+        for size, first, extent in zip(self.global_shape, self.offsets, self.shape, strict=True):
+            if first < 0 or extent < 0 or first + extent > size:
                 raise CheckpointError(
                     f"a block of {list(self.shape)} at {list(self.offsets)} leaves its tensor of {list(self.global_shape)}"
                 )

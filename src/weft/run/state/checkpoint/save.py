@@ -95,21 +95,21 @@ class _Save:
         self.folder, self.step, self.pieces, self.together = folder, step, pieces, together
 
     def do(self, work: Callable[[], T], first_only: bool = False) -> T | None:
-        own: CheckpointError | None = None
+        failure: CheckpointError | None = None
         result, code = None, 0
         if not first_only or self.together.rank == 0:
             try:
                 result = work()
             except CheckpointError as error:
-                own, code = error, _REPLACED if isinstance(error, Replaced) else _REFUSED
+                failure, code = error, _REPLACED if isinstance(error, Replaced) else _REFUSED
             except OSError as error:
                 need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
-                own = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
-                own.__cause__ = error
+                failure = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
+                failure.__cause__ = error
                 code = error.errno or _REFUSED
         failed = first_failed(self.together, code)
-        if own is not None:
-            raise own
+        if failure is not None:
+            raise failure
         if failed:
             rank, code = failed
             why = os.strerror(code) if code < _REFUSED else "its own message says why"

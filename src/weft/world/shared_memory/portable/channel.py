@@ -118,9 +118,9 @@ class PortableChannel:
         if x.dtype not in _DTYPES:
             raise RuntimeError(f"{x.dtype} cannot be added in shared memory")
         kind = self._kind("all_reduce", x, list(OPS).index(op))
-        found = self._job.find(x)
-        if found is not None:
-            return self._begin(self._jobs, partial(self._job.run, "all_reduce", kind, found, x, x, [], op), x, wait)
+        place = self._job.find(x)
+        if place is not None:
+            return self._begin(self._jobs, partial(self._job.run, "all_reduce", kind, place, x, x, [], op), x, wait)
         return self._begin(self._streams, partial(self._stream.all_reduce, kind, x.reshape(-1), op), x, wait)
 
     def broadcast(self, x: Tensor, root: int, wait: bool = True) -> PortableWork | None:
@@ -132,18 +132,18 @@ class PortableChannel:
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
         """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
         kind, pieces = self._kind("gather", x), [size * x.element_size() for size in sizes]
-        found = self._job.find(out)
-        if found is not None:
-            return self._begin(self._jobs, partial(self._job.run, "gather", kind, found, out, x, pieces, ""), (out, x), wait)
+        place = self._job.find(out)
+        if place is not None:
+            return self._begin(self._jobs, partial(self._job.run, "gather", kind, place, out, x, pieces, ""), (out, x), wait)
         steps = partial(self._stream.gather, kind, flat(x), flat(out), pieces, starts(pieces), list(range(self.size)))
         return self._begin(self._streams, steps, (out, x), wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
         """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
         kind, pieces = self._kind("reduce_scatter", x), [size * x.element_size() for size in sizes]
-        found = self._job.find(x)
-        if found is not None:
-            return self._begin(self._jobs, partial(self._job.run, "reduce_scatter", kind, found, x, out, pieces, "sum"), (out, x), wait)
+        place = self._job.find(x)
+        if place is not None:
+            return self._begin(self._jobs, partial(self._job.run, "reduce_scatter", kind, place, x, out, pieces, "sum"), (out, x), wait)
         return self._begin(self._streams, partial(self._stream.reduce_scatter, kind, out.reshape(-1), flat(x), pieces), (out, x), wait)
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> PortableWork | None:

@@ -66,25 +66,25 @@ class Streams:
         """Every member adds everything, chunk by chunk, in the members' order."""
         step = CHUNK_BYTES // x.element_size()
         for start in range(0, max(1, x.numel()), step):
-            own = x[start : start + step]
+            mine_view = x[start : start + step]
             head = (number, kind, x.nbytes, int(start + step >= x.numel()))
-            yield from self._write(head, [(0, flat(own))])
+            yield from self._write(head, [(0, flat(mine_view))])
             yield from self._together(kind, number, x.nbytes)
-            if own.numel():
+            if mine_view.numel():
                 parts = [
-                    own if r == self._memory.index else self._memory.slot(r, self._read[r])[1][: own.nbytes].view(x.dtype)
+                    mine_view if r == self._memory.index else self._memory.slot(r, self._read[r])[1][: mine_view.nbytes].view(x.dtype)
                     for r in range(self._memory.size)
                 ]
-                own.copy_(added(parts, op))
+                mine_view.copy_(added(parts, op))
             for r in self._memory.others:
                 self._consume(r)
 
     def gather(self, kind: int, x: Tensor, out: Tensor, sizes: list[int], starts: list[int], roots: list[int], number: int) -> Steps:
         """The bytes `x` of each of `roots`, of `sizes`, into `out` at `starts`; with one root a broadcast."""
         total, mine = sum(sizes), sizes[self._memory.index]
-        own = out[starts[self._memory.index] : starts[self._memory.index] + mine]
-        if self._memory.index in roots and own.data_ptr() != x.data_ptr():
-            own.copy_(x)
+        mine_view = out[starts[self._memory.index] : starts[self._memory.index] + mine]
+        if self._memory.index in roots and mine_view.data_ptr() != x.data_ptr():
+            mine_view.copy_(x)
         chunks = max(1, -(-mine // CHUNK_BYTES)) if self._memory.index in roots else 0
 
         def write(index: int) -> Steps:
@@ -115,11 +115,11 @@ class Streams:
                 wrote += 1
                 moved = True
             for r in list(arrived):
-                found = self._arrived(r, *head(r))
-                if found is not None:
-                    arrived[r] += take(r, arrived[r], found[1])
+                message = self._arrived(r, *head(r))
+                if message is not None:
+                    arrived[r] += take(r, arrived[r], message[1])
                     self._consume(r)
-                    if found[0]:
+                    if message[0]:
                         del arrived[r]
                     moved = True
             if not moved:
