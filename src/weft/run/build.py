@@ -240,9 +240,9 @@ def build(
     rows, arriving = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
-    arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
+    arrival, samples_at = Arrival(), folds(plan, source, part.captured, batch, loss)
     statistics, narrow = layout.local_statistics, PRECISIONS[layout.precision]
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, arriving, arrival, statistics, narrow)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, samples_at, arriving, arrival, statistics, narrow)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     lowered_like = Sized(normal, lowered, {}, shardings, sharding)
 
@@ -251,7 +251,7 @@ def build(
             return lowered_like
         that = outputs_of(source, plan, batch, size) if outputs else source.part(plan, batch, loss, size, samples)
         # Outputs are of whole batches.
-        placed = lowering if outputs else replace(lowering, folds=where_samples or folds(plan, source, that.captured, batch, loss))
+        placed = lowering if outputs else replace(lowering, folds=samples_at or folds(plan, source, that.captured, batch, loss))
         return sized(lowered_like, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
@@ -269,7 +269,7 @@ def build(
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), lru_cache(MOST_SIZES)(other), where_samples, shardings, lowering, part.coupled,
+        frozenset(source.model.state_dict(keep_vars=True)), lru_cache(MOST_SIZES)(other), samples_at, shardings, lowering, part.coupled,
         normal.counted_from, arrival, pieces,
     )  # fmt: skip
 

@@ -80,14 +80,14 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs and not asked.together else {}
-    where_samples = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
+    samples_at = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
     arriving = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
     shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
     statistics, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
     lowering = Lowering(
-        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, arriving, parts.arrival, statistics, precision,
+        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, samples_at, arriving, parts.arrival, statistics, precision,
         entering,
     )
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
@@ -98,7 +98,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
         if (size, count) == (first, samples):
             return like
         again = outputs_of(source, plan, batch, size, modes) if outputs else source.part(plan, batch, loss, size, count, modes)
-        where_drawn = () if outputs else where_samples or folds(plan, source, again.captured, batch, loss, modes)
+        where_drawn = () if outputs else samples_at or folds(plan, source, again.captured, batch, loss, modes)
         placed = replace(lowering, folds=where_drawn)
         return sized(like, placed, again.normal, cut_here, constants_of(again.constants, world.device, dtype))
 
@@ -107,7 +107,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     variables |= {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     return replace(
         parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables,
-        structure=part.structure, sized=lru_cache(MOST_SIZES)(other), folds=where_samples, shardings=shardings, lowering=lowering,
+        structure=part.structure, sized=lru_cache(MOST_SIZES)(other), folds=samples_at, shardings=shardings, lowering=lowering,
         coupled=part.coupled, counted=normal.counted_from,
     )  # fmt: skip
 
