@@ -154,7 +154,7 @@ def tried(  # noqa: PLR0913
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
     candidates: Sequence[Candidate] = chosen.candidates
     if world is not None:
-        candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
+        candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks]
     plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in distinct(candidates, trials)]
     if world is None:
         return _fastest(chosen, try_all(plans, sequence, device=cluster.kind.torch, device_memory=device_memory, say=say), cluster)
@@ -380,7 +380,6 @@ def _verified(
         wanted = read_plan(wanted)
     layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
     layout = layout.with_schedule(*actions) if actions is not None else layout
-    layout.check_runs()
     if dtype is None:
         dtype = layout.precision if isinstance(wanted, str) and "precision=" in wanted else "float64"
     if not isinstance(wanted, Plan):

@@ -20,7 +20,7 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.model.stages.stages import links
-from weft.plan.layout import RUNS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.schedule_sizes import SCHEDULES
 from weft.schedules import schedule_of
@@ -384,27 +384,6 @@ def test_useful_cuts_are_where_little_crosses() -> None:
     found = useful(pricer.cuts, 3)
     assert len(found) >= 6
     assert max(c.size_bytes for c in found) <= sorted(c.size_bytes for c in pricer.cuts)[len(pricer.cuts) // 2]
-
-
-def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for frame in Space(NODE, 8).bases():
-        for layout in Space(NODE, 8).variants(frame):
-            layout.check_runs()
-    monkeypatch.setitem(RUNS, "zero", (0, 1))
-    with pytest.raises(Infeasible, match=r"zero=3 is planned and priced, but not supported yet"):
-        search(gpt(2), NODE, 8, "gpt", "zero=3")
-
-
-def test_on_gpus_that_were_measured_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a cluster elsewhere are planned for with everything; `weft train` on a machine's own could choose what a run refuses."""
-    monkeypatch.setitem(RUNS, "expert", (1,))
-    here = replace(GPUS, fingerprint="measured")
-    spread = [{layout.expert for layout in Space(cluster, 8, experts=4).bases()} for cluster in (GPUS, here)]
-    assert spread == [{1, 2, 4}, {1}]
-    asked = parse_constraints("expert=2")
-    Space(GPUS, 8, asked, experts=4).check()
-    with pytest.raises(Infeasible, match="expert=2 is planned and priced, but not supported yet for running here; use expert=1"):
-        Space(here, 8, asked, experts=4).check()
 
 
 def test_the_least_memory_is_the_least_of_all_plans() -> None:

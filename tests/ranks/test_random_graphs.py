@@ -49,7 +49,6 @@ def example(seed: int, ranks: int) -> Example | None:
     build, batch = partial(make, seed), batch_of(seed)
     try:
         layout = layout_of(seed, ranks)
-        layout.check_runs()
         torch.manual_seed(seed)
         source = Traced.of(build)
         plan = weft.plan(build, batch, cluster="1xcpu-2", layout=replace(layout, precision="float32"), source=source)

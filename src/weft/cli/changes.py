@@ -190,11 +190,8 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     return layout, ", ".join(moved)
 
 
-def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layout]]:
-    """Layouts that differ from the plan's in one choice and what hangs on it: (the choice, the layout).
-
-    `runs`: only those that run today.
-    """
+def neighbours(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:
+    """Layouts that differ from the plan's in one choice and what hangs on it: (the choice, the layout)."""
     old = plan.layout
     tries: list[tuple[str, int | str]] = []
     for key in ("data", "tensor", "pipeline", "microbatches"):
@@ -224,8 +221,6 @@ def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layo
                 if ranks > num_devices:
                     continue
             layout, _ = moved_along(old, {key: value}, ranks, plan.batch_size, plan.batch_size)
-            if runs:
-                layout.check_runs()
         except (Infeasible, LayoutError):
             continue
         if layout not in [one for _, one in layouts]:

@@ -85,7 +85,7 @@ def _beyond(plan: Plan, setting: Setting, base: Variant, out: Output) -> tuple[l
     from weft.report.placements import placements, placements_table
 
     with out.working("pricing other choices"):
-        tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.runs_plans)
+        tries = neighbours(plan, setting.cluster.num_devices)
         others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
         others = [v for v in others if v.prediction is not None]
         sharding = setting.sharding(plan)

@@ -127,8 +127,6 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
             out.message(said)
     else:
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
-        if layout is not None:
-            layout.check_runs()
         optimizer = optimizer_of(config.train)
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
 

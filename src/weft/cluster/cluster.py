@@ -251,11 +251,6 @@ class Cluster:
         return self.num_devices // self.node_size
 
     @property
-    def runs_plans(self) -> bool:
-        """Whether its plans are made to be run by weft, and not only to be compared: of processors, and of a machine that was measured."""
-        return self.kind.runs_plans or bool(self.fingerprint)
-
-    @property
     def kind(self) -> Kind:
         """What follows from the kind of its devices."""
         return KINDS[self.device.kind]

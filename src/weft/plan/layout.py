@@ -39,12 +39,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 _words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
-# What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
-RUNS: dict[str, tuple[int | str, ...]] = {
-    "zero": (0, 1, 2, 3),
-    "recompute": ("none", "selective", "full"),
-    "offload": ("none", "activations", "optimizer", "all"),
-}
 # What other programs call a key.
 OTHER_NAMES = {
     "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
@@ -260,18 +254,6 @@ class Layout:
     def weights(self) -> tuple[int, ...]:
         """The share of every replica; () where all are equal."""
         return parse_shares(self.shares, self.data)
-
-    def not_built(self) -> dict[str, tuple[int | str, ...]]:
-        """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
-        return {key: values for key, values in RUNS.items() if kind_of(key, getattr(self, key)) not in values}
-
-    def check_runs(self) -> None:
-        """Raise `LayoutError` for a choice that is not supported for running, with those that are."""
-        for key, values in self.not_built().items():
-            raise LayoutError(
-                f"{key}={getattr(self, key)} is planned and priced, but not supported yet for running; "
-                f"use {' or '.join(f'{key}={v}' for v in values)}"
-            )
 
     @property
     def residency(self) -> Residency:

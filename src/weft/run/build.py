@@ -276,7 +276,6 @@ def build(
 
 def _mesh_of(layout: Layout, world: World) -> Mesh:
     """The mesh of a layout that runs in this world."""
-    layout.check_runs()
     mesh = layout.mesh_of(world.rank)
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")

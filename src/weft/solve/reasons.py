@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.plan.bound import bound_words
-from weft.plan.layout import CHOICES, RUNS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
 
@@ -82,11 +82,6 @@ def reasons(
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
             rows.append((key, f"{key}={mine}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
-    missing = layout.not_built()
-    if missing:
-        words = " ".join(f"{key}={getattr(layout, key)}" for key in missing)
-        without = " ".join(filter(None, (_allowed(key, values) for key, values in RUNS.items())))
-        rows.append(("runs", f"{words}: planned and priced, but not supported yet for running; what runs today: --constrain '{without}'"))
     have = cluster.memory_of(layout.num_ranks)
     rows.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(rows)
@@ -109,13 +104,6 @@ def _together(
     elif one is not None and one.note:
         text += f"; with segment=1 it does not fit: {one.note.partition(';')[0]}"
     return (("segment", text),)
-
-
-def _allowed(key: str, values: Sequence[int | str]) -> str:
-    """The constraint that leaves what runs of a key."""
-    if all(isinstance(v, int) for v in values):
-        return f"{key}<={max(values)}"
-    return " ".join(f"{key}!={word}" for word in CHOICES[key] if word not in values)
 
 
 def _said(key: str, layout: Layout) -> str:

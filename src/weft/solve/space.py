@@ -2,8 +2,7 @@
 
 A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`; `tensor=2x4` says how many tensor ranks there
 are and how they are arranged, which a count leaves open. On processors any number of ranks is tried, each with its share of the cores or
-fewer, and only what a run has built (`Layout.check_runs`); on GPUs all devices are used, or as many as the batch lets, where it does not
-divide, and everything that can be priced.
+fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
@@ -31,7 +30,7 @@ from weft.plan.choice import AUTO
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid, parse_grid
-from weft.plan.layout import CHOICES, RUNS, Layout, refuse_word
+from weft.plan.layout import CHOICES, Layout, refuse_word
 from weft.plan.precision import PRECISIONS as KNOWN
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
 from weft.plan.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
@@ -223,23 +222,16 @@ class Space:
     branches: tuple[int, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
-        if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
-            return False
         return all(c.admits(value) for c in self.constraints if c.key == key)
 
     def check(self) -> None:
-        """Raise `Infeasible` where constraints ask for what no run on this cluster has built yet, or the device has no known precision."""
+        """Raise `Infeasible` where the device has no known precision."""
         peaks = [p for p, _ in self.cluster.device.peak_flops]
         if not any(p in peaks for p in (*PRECISIONS, "float64")):
             planned = ", ".join((*PRECISIONS, "float64"))
             raise Infeasible(
                 f"{self.cluster.device.name} has peak_flops of {', '.join(peaks)} alone, and plans are in {planned}; give it one"
             )
-        for key, built in RUNS.items():
-            mine = [c for c in self.constraints if c.key == key]
-            if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in (*built, *self.words(key))):
-                have = " or ".join(f"{key}={value}" for value in built)
-                raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not supported yet for running here; use {have}")
 
     @property
     def sums(self) -> str:

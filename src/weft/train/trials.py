@@ -86,7 +86,6 @@ def try_all(
             layout = plan.layout
             say(f"trying {layout}")
             try:
-                layout.check_runs()
                 seconds = launcher.launch(
                     on_rank, layout.num_ranks, format_plan(plan), sequence, num_steps(plan), device_memory,
                     threads=layout.threads, device=device, timeout_s=SILENT_S, show=False,
