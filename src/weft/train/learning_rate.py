@@ -109,8 +109,8 @@ def _torch_kinds() -> dict[str, Any]:
     """torch's schedulers by name in lower case."""
     module = torch.optim.lr_scheduler
     base = module.LRScheduler
-    found = {name.lower(): kind for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)}
-    return {name: kind for name, kind in found.items() if kind is not base and not name.startswith("_")}
+    classes = {name.lower(): kind for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)}
+    return {name: kind for name, kind in classes.items() if kind is not base and not name.startswith("_")}
 
 
 def _options(kind: Any) -> set[str]:
@@ -123,12 +123,12 @@ def _of_transformers(section: TrainSection, optimizer: torch.optim.Optimizer) ->
         library = importlib.import_module("transformers.optimization")
     except ImportError as error:
         raise UsageError(_no_schedule(section.schedule, [])) from error
-    known = [kind.value for kind in library.SchedulerType]
-    if name not in known:
-        raise UsageError(_no_schedule(section.schedule, known))
+    names = [kind.value for kind in library.SchedulerType]
+    if name not in names:
+        raise UsageError(_no_schedule(section.schedule, names))
     return library.get_scheduler(name, optimizer, section.warmup_steps, section.steps, section.schedule_options or None)
 
 
 def _no_schedule(name: str, more: list[str]) -> str:
-    known = sorted({*CLOSED, *_torch_kinds(), *more})
-    return f'schedule = "{name}" is unknown{nearest(name, tuple(known), 0.6)}; known: {", ".join(known)}'
+    names = sorted({*CLOSED, *_torch_kinds(), *more})
+    return f'schedule = "{name}" is unknown{nearest(name, tuple(names), 0.6)}; known: {", ".join(names)}'

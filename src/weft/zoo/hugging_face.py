@@ -66,8 +66,8 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
 
     def make() -> nn.Module:
         try:
-            own = copy.deepcopy(config)  # models write to their configuration
-            module: nn.Module = (kind(own) if weights is None else _pretrained(kind, weights, own)).train()
+            copied = copy.deepcopy(config)  # models write to their configuration
+            module: nn.Module = (kind(copied) if weights is None else _pretrained(kind, weights, copied)).train()
         except Exception as error:
             raise ModelError(f"{file}: {kind.__name__} cannot be made of this configuration: {said(error)}") from error
         return module

@@ -181,8 +181,8 @@ def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         try:
             forms = _Forms(full, inputs, cuts)
             break
-        except _NeedsCut as found:
-            cuts[found.number].append(found.cut)
+        except _NeedsCut as needed:
+            cuts[needed.number].append(needed.cut)
         except _Unclear as error:
             return Verdict(str(error))
     try:

@@ -30,10 +30,10 @@ from weft.run.build import Source, Traced
 from weft.run.captures import Asked, captured_in
 from weft.run.expects import Expects
 from weft.run.loop.gathered_weights import GatheredWeights
+from weft.run.loop.hooks import Hooked, call_hooks, recording
 from weft.run.loop.original import Original
 from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
-from weft.run.loop.watched import Hooked, call_hooks, recording
 from weft.run.rank_agreement import digest
 from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.exchange import Exchange
@@ -303,7 +303,7 @@ class ByGraphs:
         elif self.captures.form.other_objects(form):
             with self.gathered_weights.held_by(self.model, self.parts, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
-        hooked = self.unchanged.watched()
+        hooked = self.unchanged.hooked()
         call = (modes_of(self.model), form.key, Given.PARTS, hooked)
         samples, batch = self._samples_of(call, called, form)
         forward = self._forward_of((*call[:2], batch, hooked), samples, called)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UsageError
-from weft.run.loop.watched import Hooked
+from weft.run.loop.hooks import Hooked
 from weft.world import private
 
 INSIDE = "do it inside the block of weft.auto_parallelize, before the model is divided"
@@ -64,7 +64,7 @@ class Unchanged:
             if one.before - one.table.keys():
                 raise UsageError(f"a hook on {one.module} was removed after the model was divided: {INSIDE}")
 
-    def watched(self) -> Hooked:
+    def hooked(self) -> Hooked:
         """The parts with hooks around forward that were registered since, and which these are."""
         hooked: dict[str, frozenset[int]] = {}
         for one in self._hooked_since():

@@ -104,10 +104,10 @@ class OptimizerSpec:
 
     def _other(self, params: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         kind = kinds()[self.name]
-        known = takes(kind)
-        if self.momentum and "momentum" not in known:
+        options = takes(kind)
+        if self.momentum and "momentum" not in options:
             raise UsageError(f"optimizer {self.name} has no momentum, and momentum={self.momentum:g}; set it to 0")
-        if "weight_decay" not in known:
+        if "weight_decay" not in options:
             if self.weight_decay:
                 raise UsageError(f"optimizer {self.name} has no weight decay, and weight_decay={self.weight_decay:g}; set it to 0")
             params = [{"params": entry["params"]} for entry in params]
@@ -116,7 +116,7 @@ class OptimizerSpec:
             chosen["eps"] = self.eps
         if "foreach" not in dict(self.options):
             chosen["fused"] = fused
-        chosen = {name: value for name, value in chosen.items() if name in known}
+        chosen = {name: value for name, value in chosen.items() if name in options}
         try:
             return kind(params, lr=self.lr, **chosen | options_of(kind, self.name, dict(self.options)))  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:

@@ -32,8 +32,8 @@ class Traits:
 def kinds() -> dict[str, type[torch.optim.Optimizer]]:
     """torch's optimizers by name in lower case."""
     base = torch.optim.Optimizer
-    found = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, base)}
-    return {name: kind for name, kind in found.items() if kind is not base}
+    classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, base)}
+    return {name: kind for name, kind in classes.items() if kind is not base}
 
 
 def takes(kind: type[torch.optim.Optimizer]) -> set[str]:
@@ -64,12 +64,12 @@ def traits(name: str, build: Build) -> Traits:
             together.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{_refused(name)}: {said(error)}; {REMEDY}") from error
-    kept = together.state.get(flat, {})
-    slots = tuple(slot for slot, x in kept.items() if isinstance(x, Tensor) and x.shape == flat.shape)
-    scalars = tuple(slot for slot, x in kept.items() if isinstance(x, Tensor) and not x.dim())
-    same = torch.allclose(torch.cat(parts), flat, rtol=1e-12, atol=0)
-    alike = all(torch.equal(apart.state[p][slot], kept[slot]) for p in parts for slot in scalars)
-    if not same or not alike or len(slots) + len(scalars) < len(kept):
+    state = together.state.get(flat, {})
+    slots = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == flat.shape)
+    scalars = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and not x.dim())
+    agrees = torch.allclose(torch.cat(parts), flat, rtol=1e-12, atol=0)
+    scalars_agree = all(torch.equal(apart.state[p][slot], state[slot]) for p in parts for slot in scalars)
+    if not agrees or not scalars_agree or len(slots) + len(scalars) < len(state):
         raise UsageError(f"{_refused(name)}: what becomes of an element follows from others of its parameter too; {REMEDY}")
     return Traits(slots, scalars)
 
@@ -81,10 +81,10 @@ def _refused(name: str) -> str:
     return f"optimizer {name} cannot update pieces of parameters, which ranks have here"
 
 
-def options_of(kind: type[torch.optim.Optimizer], name: str, given: dict[str, Any]) -> dict[str, Any]:
+def options_of(kind: type[torch.optim.Optimizer], name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options that a class knows. Raises UsageError for others."""
-    known = takes(kind)
-    for option in given:
-        if option not in known:
-            raise UsageError(f"optimizer {name} has no option {option!r}; it has {', '.join(sorted(known))}")
-    return given
+    accepted = takes(kind)
+    for option in options:
+        if option not in accepted:
+            raise UsageError(f"optimizer {name} has no option {option!r}; it has {', '.join(sorted(accepted))}")
+    return options

@@ -83,9 +83,9 @@ def documents_of(records: Iterable[Record], columns: Columns, tokenizer: Tokeniz
         for spans in documents:
             ids, learned = list(begin), [spans[0][1]] * len(begin)
             for _, is_learned in spans:
-                found = next(encoded)
-                ids += found
-                learned += [is_learned] * len(found)
+                tokens = next(encoded)
+                ids += tokens
+                learned += [is_learned] * len(tokens)
             yield Document([*ids, *end], [*learned, *[spans[-1][1]] * len(end)])
 
 

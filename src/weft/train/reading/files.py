@@ -33,19 +33,19 @@ def files_of(names: Sequence[str], takes: Callable[[Path], bool], key: str, hold
     Raises:
         ConfigError: a name that nothing has; `key` is where it stands and `holds` what it should hold.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for name in names:
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name]
         for match in map(Path, matches):
             if match.is_file():
-                found.append(match)
+                files.append(match)
             elif match.is_dir():
-                found += filter(takes, walk(match))
+                files += filter(takes, walk(match))
             else:
                 raise ConfigError(f"{key}: {name} does not exist; name a file, a folder or a pattern of {holds}")
-    if not found:
+    if not files:
         raise ConfigError(f"{key}: no {holds} in {', '.join(names)}; name files or a folder that holds some")
-    return found
+    return files
 
 
 def _blocks(size: int) -> list[int]:

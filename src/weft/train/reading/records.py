@@ -151,11 +151,11 @@ def huggingface(name: str, subset: str, split: str, streaming: bool) -> Iterator
     folder = Path(name)
     try:
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-            found = library.load_from_disk(name)
-            if isinstance(found, dict):
-                found = _split_of(found, name, split)
+            dataset = library.load_from_disk(name)
+            if isinstance(dataset, dict):
+                dataset = _split_of(dataset, name, split)
         else:
-            found = library.load_dataset(name, subset or None, split=split, streaming=streaming)
+            dataset = library.load_dataset(name, subset or None, split=split, streaming=streaming)
     except ConfigError:
         raise
     except Exception as error:
@@ -163,7 +163,7 @@ def huggingface(name: str, subset: str, split: str, streaming: bool) -> Iterator
             f"data.path: datasets cannot load {name}{f' ({subset})' if subset else ''}, split {split}: {said(error)}; give a folder that "
             "save_to_disk wrote, a folder of its files, or a name of the hub where there is a network"
         ) from error
-    for number, values in enumerate(found):
+    for number, values in enumerate(dataset):
         yield Record(f"{name}, {split}[{number}]", values)
 
 

@@ -41,13 +41,13 @@ class FileTokens:
         """Raises RunError where the file has become too short."""
         start, stop, _ = part.indices(self.size)
         width = self._dtype.itemsize
-        found = os.pread(self._file, width * (stop - start), width * start)
-        if len(found) < width * (stop - start):
+        data = os.pread(self._file, width * (stop - start), width * start)
+        if len(data) < width * (stop - start):
             raise RunError(
                 f"the text {self._path} had {width * self.size:,} bytes and ends before byte {width * stop:,} now: it was cut off while it "
                 "was trained on; restore it and run the same command, or train on a copy that nobody writes to"
             )
-        return np.frombuffer(found, self._dtype)
+        return np.frombuffer(data, self._dtype)
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ class FromLibrary:
         return hashlib.sha256(f"{text}\0{rest}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        found: list[list[int]] = self.library(list(texts), add_special_tokens=False, verbose=False).input_ids
-        return found
+        tokens: list[list[int]] = self.library(list(texts), add_special_tokens=False, verbose=False).input_ids
+        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.library.decode(list(ids)))
