@@ -95,13 +95,13 @@ def test_explain_says_where_each_layer_is() -> None:
 
 
 def test_it_is_searched_where_products_are_unlike() -> None:
-    """In a transformer they are alike, and a search of twice as many frames would find nothing."""
+    """In a transformer they are alike, and a search of twice as many bases would find nothing."""
     assert has_mixed_traffic(alexnet(BATCH), BATCH)
     assert not has_mixed_traffic(gpt(4, hidden=512, sequence=512, vocabulary=4096, batch=64), 64)
     for unlike in (False, True):
-        frames = list(Space(node(1e10), 64, mixed_traffic=unlike).bases())
-        assert any(f.sample_parallel == "on" for f in frames) is unlike
-        assert all(64 // f.data % (f.microbatches * f.tensor) == 0 for f in frames if f.sample_parallel == "on")
+        bases = list(Space(node(1e10), 64, mixed_traffic=unlike).bases())
+        assert any(f.sample_parallel == "on" for f in bases) is unlike
+        assert all(64 // f.data % (f.microbatches * f.tensor) == 0 for f in bases if f.sample_parallel == "on")
 
 
 def test_what_it_does_not_go_with_is_refused() -> None:

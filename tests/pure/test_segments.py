@@ -116,7 +116,7 @@ def test_the_planner_finds_segments_where_only_they_fit(devices: int, part: floa
     plan = search(graph, here, 8, "gpt", limits)
     pricer = Pricer(graph, here, 8)
     space = Space(here, 8, parse_constraints(limits), len(pricer.cuts) + 1, len(useful(pricer.cuts, 1)) + 1, num_blocks=64)
-    fitting = _fitting(pricer, (layout for frame in space.bases() for layout in space.variants(frame)))
+    fitting = _fitting(pricer, (layout for base in space.bases() for layout in space.variants(base)))
     assert plan.prediction is not None
     # Of fewer layers in whole segments as well, every number.
     some = [

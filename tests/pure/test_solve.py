@@ -148,8 +148,8 @@ def test_constraints_that_the_cluster_cannot_meet() -> None:
 def every_plan(pricer: Pricer, space: Space) -> list[Priced]:
     """Every layout of the space that fits, each timed by the clock: what the search must not miss. Shares no bound with it."""
     found = []
-    for frame in space.bases():
-        for layout in space.variants(frame):
+    for base in space.bases():
+        for layout in space.variants(base):
             try:
                 priced = price(pricer, layout)
                 pricer.check_memory(layout, priced.prediction)
@@ -291,7 +291,7 @@ def test_what_holds_no_weights_is_refused_before_anything_is_priced(monkeypatch:
     """Less memory than weights need on every device, beside what a process holds before it has any: nothing to propagate or to bound."""
 
     def priced(*_: object) -> float:
-        raise AssertionError("a frame that cannot fit was bounded")
+        raise AssertionError("a base that cannot fit was bounded")
 
     monkeypatch.setattr(branch_and_bound, "least_s", priced)
     held = replace(GPU, memory_bytes=1e9, scratch_bytes=1e9 - 1024)
@@ -456,14 +456,14 @@ def test_half_of_a_products_backward_is_for_its_weight() -> None:
 
 
 def test_zero_bubble_is_searched_on_gpus_and_others_where_they_are_asked_for() -> None:
-    frame = Layout(pipeline=4, microbatches=8)
-    names = [one.schedule for one in Space(GPUS, 8, num_chunks=8).schedules(frame)]
+    base = Layout(pipeline=4, microbatches=8)
+    names = [one.schedule for one in Space(GPUS, 8, num_chunks=8).schedules(base)]
     assert {"zb-h1", "zb-h2", "zb-v"} <= set(names)
     assert not {"chimera", "gems-mast", "gems-master"} & set(names)
-    assert {one.schedule for one in Space(NODE, 8, num_chunks=8).schedules(frame)} == {"1f1b", "gpipe", "interleaved"}
+    assert {one.schedule for one in Space(NODE, 8, num_chunks=8).schedules(base)} == {"1f1b", "gpipe", "interleaved"}
     for name in ("chimera", "gems-master"):
         asked = Space(NODE, 8, parse_constraints(f"schedule={name}"), num_chunks=8)
-        assert [one.schedule for one in asked.schedules(frame)] == [name]
+        assert [one.schedule for one in asked.schedules(base)] == [name]
     plan = search(gpt(4, hidden=64, batch=1), GPUS, 8, "gpt", "schedule=chimera pipeline=4")
     assert (plan.layout.schedule, plan.layout.pipeline) == ("chimera", 4)
 

@@ -91,7 +91,7 @@ def test_a_constraint_asks_for_it() -> None:
     """And then every layout has it: the fewest steps that are admitted."""
     for words, want in (("staleness=2", 2), ("staleness>=3", 3), ("staleness<=4", 0), ("staleness>0", 1)):
         space = Space(_hosts(1e6), 8, parse_constraints(words))
-        found = [layout for frame in space.bases() for layout in space.variants(frame)]
+        found = [layout for base in space.bases() for layout in space.variants(base)]
         assert {layout.staleness for layout in found} == {want}
         assert want == 0 or {(layout.tensor, layout.pipeline, layout.zero) for layout in found} == {(1, 1, 0)}
     plan = search(GRAPH, _hosts(1e6), 8, "gpt", "staleness=1")

@@ -1,8 +1,8 @@
-"""What no layout can beat. In: a pricer and a frame (everything that operators' seconds depend on). Out: seconds below which no schedule,
-stages, ZeRO stage, recomputation or offload of that frame can come, or of one way of saving memory (`least_saving_s`), and bytes that
+"""What no layout can beat. In: a pricer and a base (everything that operators' seconds depend on). Out: seconds below which no schedule,
+stages, ZeRO stage, recomputation or offload of that base can come, or of one way of saving memory (`least_saving_s`), and bytes that
 its fullest rank holds at least.
 
-Nothing here is an estimate: a frame is left out of the search only where its bound is already beaten. Not modelled, so never counted:
+Nothing here is an estimate: a base is left out of the search only where its bound is already beaten. Not modelled, so never counted:
 what stages wait for beyond the pipeline's filling, and what only some variants pay.
 """
 
@@ -76,7 +76,7 @@ def summing_s(pricer: Pricer, base: Layout) -> float:
 
 
 def least_s(pricer: Pricer, base: Layout, interleaved: bool, again: bool = False) -> float:
-    """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
+    """No step of the base takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
     even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
     busy = work_s(pricer, base, again) * waiting(pricer, base, even)
     return max(busy, summing_s(pricer, base))
@@ -144,7 +144,7 @@ def most_room(pricer: Pricer, layout: Layout) -> float:
 
 
 def check_room(pricer: Pricer, base: Layout, zeros: Sequence[int], offloads: Sequence[str]) -> None:
-    """Refuse, before anything is propagated or priced, a frame whose state alone cannot fit under any of these ZeRO stages and offloads.
+    """Refuse, before anything is propagated or priced, a base whose state alone cannot fit under any of these ZeRO stages and offloads.
 
     Raises:
         Infeasible: with the numbers.

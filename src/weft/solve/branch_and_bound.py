@@ -1,6 +1,6 @@
-"""Branch and bound over the frames of a space. In: a pricer, a space, an objective. Out: the best plan and all that was timed.
+"""Branch and bound over the bases of a space. In: a pricer, a space, an objective. Out: the best plan and all that was timed.
 
-Every frame gets a proven lower bound; the most promising is priced with all its schedules and all that trades memory for time, and timed
+Every base gets a proven lower bound; the most promising is priced with all its schedules and all that trades memory for time, and timed
 by the clock on the program that would run, until no bound is below the best. What costs time and saves only memory is not tried where
 the same fits without. Then the leading layouts' tensor ranks are arranged in grids.
 """
@@ -33,7 +33,7 @@ from weft.solve.space import Constraint, Space, fewer_counts
 from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s, waits_to_fill
 from weft.solve.turned import turned
 
-MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
+MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # bases that look promising, and those of them that are priced before all others
 MOST_SHORTENED = 2  # layouts with segments of which fewer layers are repeated
 MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
 # Numbers of ranks below all of them that are tried, where arithmetic alone takes at most that part of the best step.
@@ -41,7 +41,7 @@ MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 MemoryOptions = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
-# Keys of frames.
+# Keys of bases.
 COMPARED = (
     "data", "branch", "neighbours", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel",
     "sample_parallel", "expert",
@@ -68,7 +68,7 @@ class Branches:
     _may_fit: dict[Layout, dict[MemoryOptions, Layout]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Price frames in the order of their bounds until none can be better than the best; then those of smaller jobs that may be, and
+        """Price bases in the order of their bounds until none can be better than the best; then those of smaller jobs that may be, and
         those with grids of tensor ranks on several nodes."""
         self._price(self.space)
         if self.objective == "time":
@@ -89,7 +89,7 @@ class Branches:
                 self._price(replace(self.space, constraints=(*self.space.constraints, Constraint("ranks", "=", count))))
 
     def _price(self, space: Space) -> None:
-        """Price the frames of a space in the order of their bounds until none can be better than the best."""
+        """Price the bases of a space in the order of their bounds until none can be better than the best."""
         cluster = self.pricer.cluster
         least: dict[tuple[Layout, bool], float] = {}
         self._open = []
@@ -249,7 +249,7 @@ class Branches:
         return max(least, taken)
 
     def _promising(self) -> list[tuple[Layout, bool]]:
-        """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
+        """Bases that are likely to be among the best: a good plan that is known early saves pricing many others.
 
         A guess: what makes them fit counts, and half of the time in which a pipeline of whole backwards fills and drains.
         """
@@ -290,12 +290,12 @@ class Branches:
                 self._try(one, whatever=True)
 
     def _plainest(self, base: Layout) -> bool:
-        """Price the frame with the first thrift that makes it fit; whether one does."""
+        """Price the base with the first way of saving memory that makes it fit; whether one does."""
         schedule = next(self.space.schedules(base), None)
         if schedule is None:
             return False
-        thrifts = sorted(self._thrifts(base), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
-        return any(self._try(_saving(schedule, options), whatever=True) is not None for options in thrifts[:3])
+        ways = sorted(self._memory_options(base), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
+        return any(self._try(_saving(schedule, options), whatever=True) is not None for options in ways[:3])
 
     def _bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
@@ -305,18 +305,18 @@ class Branches:
         return (worth(base, seconds, self.pricer.cluster, self.objective),)
 
     def _savings(self, base: Layout, interleaved: bool) -> dict[MemoryOptions, float]:
-        """Every thrift under which the frame may fit, with seconds that no such step beats: of any segment the same."""
+        """Every way of saving memory under which the base may fit, with seconds that no such step beats: of any segment the same."""
         key = (base, interleaved)
         if key not in self._least_s:
             seconds: dict[Layout, float] = {}
-            for one in map(_alone, self._thrifts(base).values()):
+            for one in map(_alone, self._memory_options(base).values()):
                 if one not in seconds:
                     seconds[one] = least_saving_s(self.pricer, one, interleaved)
-            self._least_s[key] = {options: seconds[_alone(one)] for options, one in self._thrifts(base).items()}
+            self._least_s[key] = {options: seconds[_alone(one)] for options, one in self._memory_options(base).items()}
         return self._least_s[key]
 
     def _expand(self, base: Layout, interleaved: bool) -> float:
-        """Price the variants of a frame, those that cost more only where what costs less does not fit.
+        """Price the variants of a base, those that cost more only where what costs less does not fit.
 
         Returns: seconds below which no variant comes that may fit; infinite where none does.
         """
@@ -355,9 +355,9 @@ class Branches:
         except Infeasible:
             return 0.0
 
-    def _thrifts(self, base: Layout) -> dict[MemoryOptions, Layout]:
-        """The thrifts under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does, or the first rank of
-        a schedule of one stage a rank that is asked for, which may hold fewer.
+    def _memory_options(self, base: Layout) -> dict[MemoryOptions, Layout]:
+        """The ways of saving memory under which the base may fit, with the layout: under which the first stage of 1F1B nearly does, or the
+        first rank of a schedule of one stage a rank that is asked for, which may hold fewer.
         GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more. Without a pipeline layers are repeated together only
         where it does not fit if they are repeated one at a time, since that takes as long.
         """
@@ -368,7 +368,7 @@ class Branches:
                 sites = balanced(pricer, base) if base.pipeline > 1 else ()  # the same for all
                 enough: set[Layout] = set()
                 asked = [s for s in self.space.schedules(base) if s.chunks == 1 and self.space.asked("schedule", s.schedule)]
-                for one in self.space.thrifts(base):
+                for one in self.space.memory_options(base):
                     if least_state_bytes(pricer, one) > room or (one.segment > 1 and _alone(one) in enough):
                         continue
                     need = self._held(replace(one, schedule=asked[0].schedule) if asked else one, sites)

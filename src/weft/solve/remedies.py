@@ -1,6 +1,6 @@
 """Why nothing fits, and what would. In: what was searched. Out: an `Infeasible` with the numbers and the nearest feasible alternatives.
 
-Tried: each constraint left out alone, and the same machines in greater number. Each try asks only whether something fits, of the frames
+Tried: each constraint left out alone, and the same machines in greater number. Each try asks only whether something fits, of the bases
 that hold the least state, with everything that saves memory. Not tried: other devices, and two constraints left out at once.
 """
 
@@ -24,7 +24,7 @@ from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.timing import Priced, price
 from weft.units import format_bytes
 
-TRIED = 4  # frames of each question
+TRIED = 4  # bases of each question
 TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
@@ -95,7 +95,7 @@ def _may_fit(pricer: Pricer, space: Space) -> bool:
 
 
 def feasible(pricer: Pricer, space: Space) -> Layout | None:
-    """A layout that fits, of the frames that hold the least state; None where none of these does."""
+    """A layout that fits, of the bases that hold the least state; None where none of these does."""
     for layout in _lean(pricer, space):
         try:
             check_state(pricer, layout)
@@ -107,15 +107,15 @@ def feasible(pricer: Pricer, space: Space) -> Layout | None:
 
 
 def _lean(pricer: Pricer, space: Space) -> list[Layout]:
-    """The leanest layout of each frame that holds least state, and its plainest one."""
+    """The leanest layout of each base that holds least state, and its plainest one."""
     bases = sorted(islice(space.bases(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
-    thrifty = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in bases]
-    lean = [f for _, f in sorted(thrifty, key=lambda both: (least_state_bytes(pricer, both[0]), -both[1].microbatches))]
+    with_zero = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in bases]
+    lean = [f for _, f in sorted(with_zero, key=lambda both: (least_state_bytes(pricer, both[0]), -both[1].microbatches))]
     # Of large images and long sequences activations count, and they are least where most ranks share one.
     shared = sorted((f for f in bases if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
     layouts: dict[Layout, None] = {}
     for some in (lean, bases, shared):
-        # Of some frames the constraints leave nothing: ZeRO of one without replicas.
+        # Of some bases the constraints leave nothing: ZeRO of one without replicas.
         for variants in islice(filter(None, (list(space.variants(base)) for base in some)), TRIED):
             simple = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
             layouts[simple[0]] = None

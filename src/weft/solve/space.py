@@ -7,7 +7,7 @@ fewer; on GPUs all devices are used, or as many as the batch lets, where it does
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
 result. Tensor ranks stand in a line, or as a constraint arranges them: the search arranges those of the leading layouts, and some on
-several nodes. A `frame` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
+several nodes. A `base` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
 microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless
 they are asked for.
 """
@@ -412,7 +412,7 @@ class Space:
         return counts or [share] * self.admits("threads", share)
 
     def schedules(self, base: Layout) -> Iterator[Layout]:
-        """The frame under every schedule that differs from others there."""
+        """The base under every schedule that differs from others there."""
         if base.pipeline == 1:
             if self.admits("chunks", 1):
                 yield base
@@ -436,7 +436,7 @@ class Space:
         yield from (replace(base, schedule=name) for name in others if self._wants(name, base))
 
     def _wants(self, name: str, base: Layout) -> bool:
-        """Whether a schedule with a split backward, or one that goes both ways, is for this frame.
+        """Whether a schedule with a split backward, or one that goes both ways, is for this base.
 
         The first are searched on GPUs: on processors splitting a backward costs more than the idle time that it fills. The others have
         every weight twice where zero bubble idles as little; they are priced where they are asked for.
@@ -454,7 +454,7 @@ class Space:
         pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and (chunks == 1 or even)
         return pays and not schedule_of(replace(base, schedule=name)).has_replicas
 
-    def thrifts(self, layout: Layout) -> Iterator[Layout]:
+    def memory_options(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
         for offload in self.words("offload"):
             for recompute in self.words("recompute"):
@@ -473,9 +473,9 @@ class Space:
         return [k for k in sorted({1} | (searched | asked if several else set())) if self.admits("segment", k)]
 
     def variants(self, base: Layout) -> Iterator[Layout]:
-        """Every layout of the frame."""
+        """Every layout of the base."""
         for one in self.schedules(base):
-            yield from self.thrifts(one)
+            yield from self.memory_options(one)
 
 
 def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint] = (), num_layers: int = 1 << 30) -> Iterator[Layout]:
