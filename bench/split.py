@@ -61,7 +61,7 @@ KINDS = (
     Kind("sequence", TEXT, "tensor=2 sequence_parallel=on", _peer("DTensor, sequence", "dtensor", vocabulary=True, sequence=True)),
     Kind("grid", CHAIN, "tensor=2x2", None, 4, "four ranks on two cores, and AxoNN's grids are for GPUs: bytes alone"),
     Kind("pipeline", TEXT, "pipeline=2 microbatches=4 schedule=1f1b", _peer("torch 1F1B", "pipelining", schedule="1F1B")),
-    *(Kind(word, TEXT, f"context=4 attention={word}", None, 4, CONTEXT) for word in ("ring", "ulysses", "gather")),
+    *(Kind(word, TEXT, f"context=4 attention={word}", None, 4, CONTEXT) for word in ("ring", "ulysses", "ulysses:2+ring", "gather")),
     Kind("spatial", IMAGES, "spatial=2", Contender("one process, two threads", "bench.peers.zoo", num_ranks=1, threads=2), only="exchange"),
     Kind("expert", MIXED, "data=2 expert=2", _peer("DDP, every expert on every rank", "zoo")),
 )

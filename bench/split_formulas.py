@@ -64,6 +64,13 @@ def ulysses(case: Case, n: int) -> float:
     return WAYS * 4 * (n - 1) / n**2 * between * layers + data(case, n)
 
 
+def both(case: Case, n: int) -> float:
+    """Exchanged by two, 2 (q, k, v and results) of n pieces a layer and way; half of the heads of keys and values passed on n/2-1 times
+    forward and backward, and their gradients: 6 (n/2-1)/n B S H (Fang and Zhao 2024)."""
+    _, _, between, layers = _gpt(case)
+    return (WAYS * 2 / n + 6 * (n // 2 - 1) / n) * between * layers + data(case, n)
+
+
 def gather(case: Case, n: int) -> float:
     """Keys and values gathered, their gradients scattered: 2 (n-1)/n B S H a layer and way."""
     _, _, between, layers = _gpt(case)
@@ -125,5 +132,6 @@ def expert(case: Case, n: int) -> float:
 
 FORMULAS: dict[str, Callable[[Case, int], float]] = {
     "data": data, "zero=1": data, "zero=2": data, "zero=3": zero_3, "tensor": tensor, "sequence": tensor, "grid": grid,
-    "pipeline": pipeline, "spatial": spatial, "expert": expert, "ring": ring, "ulysses": ulysses, "gather": gather,
+    "pipeline": pipeline, "spatial": spatial, "expert": expert, "ring": ring, "ulysses": ulysses, "ulysses:2+ring": both,
+    "gather": gather,
 }  # fmt: skip

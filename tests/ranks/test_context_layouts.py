@@ -182,7 +182,12 @@ def _sent(world: World, attention: str) -> tuple[float, float, float]:
 
 
 KEYS = 2 * 24 // 4 * 16  # elements of one rank's keys: 2 samples, 6 of 24 positions, 16 features
-SENT = {"ulysses": (3 * KEYS, 3 * KEYS), "gather": (6 * KEYS, 6 * KEYS), "ring": (6 * KEYS, 12 * KEYS)}
+SENT = {
+    "ulysses": (3 * KEYS, 3 * KEYS),
+    "gather": (6 * KEYS, 6 * KEYS),
+    "ring": (6 * KEYS, 12 * KEYS),
+    "ulysses:2+ring": (4 * KEYS, 6 * KEYS),
+}
 
 
 def _each_sent(world: World) -> dict[str, tuple[float, float, float]]:
@@ -192,7 +197,7 @@ def _each_sent(world: World) -> dict[str, tuple[float, float, float]]:
 def test_attention_sends_what_the_formula_says() -> None:
     """Of causal attention on 4 ranks with p elements of keys each: exchanged for heads q, k, v and the result send 3/4 p each, both ways;
     gathered keys and values send 3 p each, and their gradients as much; passed round they send 3 p each, both ways, and their gradients as
-    much."""
+    much. Exchanged by two the four send p/2 each, both ways; keys and values of half of the heads then go on once, as much as p each."""
     want = float(Attends()(torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).detach())
     for found in launch(_each_sent, 4, show=False):
         for attention, (loss, *sent) in found.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.lower.groups import apart, beside
 from weft.lower.kernels.halo import Part, windowed
 from weft.lower.kernels.randomness import Where
 from weft.lower.kernels.sample_positions import Place
@@ -24,7 +25,7 @@ from weft.model.batch.drawn import drawn_shape
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.model.sharding.pointwise import is_product, read_shapes
-from weft.model.sharding.sharding import part_of, passed_round
+from weft.model.sharding.sharding import exchanged, part_of, passed_round
 from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES
@@ -189,6 +190,13 @@ class Call:
             if not passed_round(self.low.sharding, self.op, self.rule, axis):
                 continue
             return self.low.groups[axis], self._positions(0, axis), self._positions(1, axis)
+        return None
+
+    def exchange(self) -> tuple[Group, Group] | None:
+        """Of attention whose keys go round and whose heads are exchanged: the ranks that exchange them, and those round which keys go."""
+        for axis in self._cut_for(QUERIES):
+            if (n := exchanged(self.low.sharding, self.op, self.rule, axis, self.read(0).shape)) > 1:
+                return self.low.groups[beside(axis, n)], self.low.groups[apart(axis, n)]
         return None
 
     def _positions(self, i: int, axis: str) -> tuple[tuple[Range, ...], ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from weft.capture.functions import check_cut
 from weft.lower.call import Call
 from weft.lower.kernels.attention import seen
+from weft.lower.kernels.exchanged import exchange_of, exchanged_attention
 from weft.lower.kernels.experts import from_ranks, product, to_ranks
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
@@ -33,7 +34,7 @@ from weft.lower.kernels.written import batch_norm, instance_norm, write_buffer
 from weft.lower.lowering import bind
 from weft.model.graph import Function
 from weft.ops import draws
-from weft.ops.attention import drops_scores, is_causal
+from weft.ops.attention import drops_scores, is_causal, mask_of
 from weft.ops.experts import EXPERT
 from weft.ops.recurrent import UNITS
 from weft.plan.placement import P, R, Shard, is_shard, piece
@@ -103,6 +104,9 @@ def _ring(call: Call, ring: Ring) -> fx.Node:
         dropped = call.args[4] if len(call.args) > 4 else call.kwargs["dropout_p"]
         ring = replace(ring, p=dropped, drawing=(call.low.draw, call.where()))
     mask = call.args[3] if len(call.args) > 3 else call.kwargs.get("attn_mask")
+    if (groups := call.exchange()) is not None:
+        rows = (value := mask_of(call.op)) is not None and call.low.graph.tensors[value].shape[-2] > 1
+        return call.emit(bind(exchanged_attention, exchange_of(*groups, ring, rows)), [*call.args[:3], mask])
     return call.emit(bind(ring_attention, ring), [*call.args[:3], mask])
 
 

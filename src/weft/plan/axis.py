@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from weft.errors import LayoutError
 from weft.plan.choice import AUTO
 from weft.plan.grid import AXES, NESTED, TENSOR, counts
 
@@ -21,9 +22,10 @@ SEQUENCE = "sequence"
 CHANNELS = "channels"  # features of an image: what windows multiply, and whatever lies as they do
 # How ranks that share sequences attend to one another's positions: each gathers all keys; each attends to all positions with some of the
 # heads (Jacobs et al. 2023, DeepSpeed-Ulysses); keys go round the ranks (Liu et al. 2023, ring attention); of gathering and exchanging
-# whatever moves fewer bytes, operator by operator.
-GATHER, ULYSSES, RING = "gather", "ulysses", "ring"
-ATTENTION = (AUTO, GATHER, ULYSSES, RING)
+# whatever moves fewer bytes, operator by operator. Or ranks that lie side by side exchange positions for heads, and keys go round from one
+# such set of ranks to the next (Fang and Zhao 2024, arXiv 2405.07719).
+GATHER, ULYSSES, RING, BOTH = "gather", "ulysses", "ring", "ulysses+ring"
+ATTENTION = (AUTO, GATHER, ULYSSES, RING, BOTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,48 @@ def nothing_to_cut(row: Axis, n: int) -> str:
         return f"{row.name}={n} shares channels of images, and no convolution of this model has {n} channels or more"
     along = "any of its dimensions" if OUTERMOST in row.cuts else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.cuts)
     return f"{row.name}={n} shares images, and no window of this model slides along {along} where that has {n} entries or more"
+
+
+def attention_kind(word: str) -> str:
+    """A word for `attention` without its count.
+
+    >>> attention_kind("ulysses:2+ring")
+    'ulysses+ring'
+    """
+    first, plus, rest = word.partition("+")
+    return first.partition(":")[0] + plus + rest
+
+
+@cache
+def exchanging(word: str, context: int) -> int:
+    """Of `context` ranks those that exchange heads inside of a ring, as a word for `attention` says; 0: as many as there are heads for.
+
+    >>> exchanging("ulysses:2+ring", 8), exchanging("ulysses+ring", 8), exchanging("ring", 8)
+    (2, 0, 1)
+
+    Raises:
+        LayoutError: no count, or one that does not divide `context`.
+    """
+    if attention_kind(word) != BOTH:
+        return 1
+    _, colon, count = word.partition("+")[0].partition(":")
+    if not colon:
+        return 0
+    if not count.isdecimal() or not int(count) or context % int(count):
+        fits = ", ".join(f"ulysses:{n}+ring" for n in range(2, context) if context % n == 0) or RING
+        raise LayoutError(f"attention={word} exchanges heads among ranks of context={context}; use a number that divides: {fits}")
+    return int(count)
+
+
+def attention_of(word: str, context: int) -> str:
+    """A word for `attention` as a layout of so many ranks has it: alone it says nothing, and where nobody exchanges heads keys go round.
+
+    >>> attention_of("ring", 1), attention_of("ulysses:1+ring", 2)
+    ('auto', 'ring')
+    """
+    if context == 1:
+        return AUTO
+    return RING if attention_kind(word) == BOTH and exchanging(word, context) == 1 else word
 
 
 HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"

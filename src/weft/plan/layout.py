@@ -8,7 +8,19 @@ from functools import cache
 from operator import attrgetter
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import ATTENTION, BRANCH, CHANNEL, DATA, EXPERT, PIPELINE, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.axis import (
+    ATTENTION,
+    BRANCH,
+    CHANNEL,
+    DATA,
+    EXPERT,
+    PIPELINE,
+    attention_kind,
+    attention_of,
+    parse_spatial,
+    sample_axes,
+    spatial_ranks,
+)  # fmt: skip
 from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, refuse_beside, refuse_servers, refuse_staleness, server_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
@@ -59,8 +71,9 @@ class Layout:
     `servers`: replicas that also hold and update the weights, a part of them each, for all; 0: every replica does so for itself.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
     `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
-    gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `auto`: of the first two what moves
-    fewer bytes. Alone a rank has all.
+    gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `ulysses:2+ring`: heads are exchanged
+    by two ranks side by side, and keys go round from two to two (without a number by as many as there are heads for); `auto`: of the first
+    two what moves fewer bytes. Alone a rank has all.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `channel`: ranks that share the channels and filters of convolutions, and whatever reads or makes these.
     `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
@@ -162,8 +175,7 @@ class Layout:
             object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
-        if self.context == 1:
-            object.__setattr__(self, "attention", AUTO)
+        object.__setattr__(self, "attention", attention_of(self.attention, self.context))
 
     def _check_chunks(self) -> None:
         """Chunks are what the schedule has; 1 says nothing."""
@@ -463,7 +475,7 @@ def refuse_word(key: str, word: str) -> str:
     >>> refuse_word("sequence_parallel", "om")
     'sequence_parallel=om is unknown (did you mean on?); use one of off, on'
     """
-    value, values = kind_of(key, word), CHOICES[key]
+    value, values = attention_kind(word) if key == "attention" else kind_of(key, word), CHOICES[key]
     if value in values:
         return ""
     return f"{key}={value} is unknown{nearest(value, values)}; use one of {', '.join(values)}"

@@ -21,6 +21,7 @@ from weft.capture.modes import Modes, in_modes, training_modes
 from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
+from weft.lower.groups import groups_of
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, layer_of, lower
 from weft.model.batch.drawn import Fold, folds_of
@@ -236,7 +237,7 @@ def build(
     shardings = stage_shardings(plan, source, graph, stages)
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
     mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
-    groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
+    groups = groups_of(graph, sharding, mesh, world)
     rows, arriving = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)

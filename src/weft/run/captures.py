@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.capture.capture import Loss
 from weft.capture.modes import Modes
 from weft.errors import Infeasible, ModelError
+from weft.lower.groups import groups_of
 from weft.lower.local import Lowering, lower
 from weft.lower.lowering import Entering
 from weft.model.batch.samples import check_samples
@@ -78,7 +79,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     shardings = _shardings(parts, plan, source, graph, stages, asked.replicated)
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
-    groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
+    groups = groups_of(graph, sharding, mesh, world)
     rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs and not asked.together else {}
     samples_at = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
     arriving = frozenset(total.variable for total in normal.totals)

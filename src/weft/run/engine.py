@@ -134,6 +134,7 @@ class Engine:
     def _connect(self, sums: Sequence[Group | None], others: Sequence[Group]) -> None:
         """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
+        axes += self.parts.lowering.groups.values() if self.parts.lowering is not None else ()
         every = {self._everyone, self._pipeline, self._rows, *axes, *others, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()

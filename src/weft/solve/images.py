@@ -7,13 +7,17 @@ ranks as a power of two; of an image of two or three dimensions also the one who
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from contextlib import suppress
+from math import gcd, prod
 
 from weft.cluster.cluster import Cluster
+from weft.errors import LayoutError
 from weft.model.dims.sequences import passes_round, sequences
 from weft.model.graph import Graph
 from weft.ops import record_of
-from weft.plan.axis import RING
+from weft.ops.attention import heads_of
+from weft.plan.axis import RING, exchanging
 from weft.plan.choice import AUTO
 
 LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512
@@ -56,6 +60,40 @@ def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
 def attention_ways(graph: Graph) -> tuple[str, ...]:
     """Words for `attention` that a search tells apart: by what moves fewer bytes, or round; the latter where attention is one operator."""
     return (AUTO, RING) if passes_round(graph.rules) else (AUTO,)
+
+
+def fewest_heads(graph: Graph) -> int:
+    """Heads of the attention that has fewest; 1 where it is no operator of its own."""
+    found = []
+    for op in graph.operators:
+        rule = graph.rules[op.name]
+        row = (rule.inputs[0] or ()) if rule is not None and passes_round({op.name: rule}) else ()
+        if row:
+            label = heads_of(rule)
+            found.append(graph.tensors[op.inputs[0]].shape[row.index(label)] if label in row else 1)
+    return min(found, default=1)
+
+
+def both_ways(ways: Sequence[str], context: int, heads: int, near: int) -> tuple[str, ...]:
+    """Words for `attention` by which ranks exchange `heads` inside of a ring: as many ranks as there are heads for, and as many as lie
+    `near`, on one node; none where all could, or keys go round in none of the `ways`.
+
+    >>> [both_ways(("auto", "ring"), *sizes) for sizes in ((32, 8, 4), (8, 8, 4), (8, 8, 1), (8, 1, 8))]
+    [('ulysses:8+ring', 'ulysses:4+ring'), ('ulysses:4+ring',), (), ()]
+    """
+    counts = dict.fromkeys(gcd(context, 1 << (max(1, n).bit_length() - 1)) for n in (heads, min(heads, near)))
+    return tuple(f"ulysses:{n}+ring" for n in counts if 1 < n < context and RING in ways)
+
+
+def divides(word: str, context: int) -> bool:
+    """Whether a word for `attention` is one for so many ranks.
+
+    >>> divides("ulysses:4+ring", 8), divides("ulysses:4+ring", 2)
+    (True, False)
+    """
+    with suppress(LayoutError):
+        return exchanging(word, context) >= 0
+    return False
 
 
 def _grid(shape: tuple[int, ...], ranks: int) -> str | None:

@@ -36,7 +36,7 @@ from weft.solve.branch_and_bound import Branches
 from weft.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
 from weft.solve.forks import counts
 from weft.solve.housing import told
-from weft.solve.images import attention_ways, contexts, ways
+from weft.solve.images import attention_ways, contexts, fewest_heads, ways
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.mixed_traffic import has_mixed_traffic
 from weft.solve.reasons import differences, reasons, spread
@@ -196,6 +196,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         ways(graph, pricer.cluster),
         contexts(graph, pricer.cluster),
         attention_ways(graph),
+        fewest_heads(graph),
         counts(graph, pricer.cluster),
     )
     space.check()

@@ -35,6 +35,7 @@ from weft.plan.precision import PRECISIONS as KNOWN
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
 from weft.plan.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from weft.schedules import schedule_of
+from weft.solve.images import both_ways, divides
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -203,7 +204,8 @@ class Space:
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `mixed_traffic`: whether
     products are so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the
     model's layers that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence
-    (`weft.solve.images`); `attention`: how these attend to one another's positions, where that differs.
+    (`weft.solve.images`); `attention`: how these attend to one another's positions, where that differs; `heads` that they may
+    exchange.
     `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
     """
 
@@ -219,6 +221,7 @@ class Space:
     images: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
     attention: tuple[str, ...] = (AUTO,)
+    heads: int = 1
     branches: tuple[int, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
@@ -334,7 +337,7 @@ class Space:
             for data, tensor, pipeline in self._of_samples(ranks // sharing):
                 # Ranks that share an image have no use for one another's features, unless somebody asks for both.
                 if spatial == "1" or tensor == 1 or self.asked("tensor", tensor):
-                    for word in self._attention(context):
+                    for word in self._attention(context, tensor):
                         yield Layout(data, tensor, pipeline, context=context, attention=word, spatial=spatial, channel=channel)
 
     def _sharing(self) -> Iterator[tuple[int, str]]:
@@ -345,13 +348,14 @@ class Space:
                 if self.admits("context", context) and self.admits("spatial", spatial) and (context == 1 or spatial == "1"):
                     yield context, spatial
 
-    def _attention(self, context: int) -> tuple[str, ...]:
+    def _attention(self, context: int, tensor: int) -> tuple[str, ...]:
         """How ranks that share a sequence attend to one another's positions."""
         if context == 1:
             return (AUTO,)
-        return tuple(word for word in self.attention if self.admits("attention", word)) or tuple(
-            word for word in ATTENTION if self.admits("attention", word)
-        )[:1]
+        named = [str(c.value) for c in self.constraints if c.key == "attention" and c.relation == "="]
+        known = (*self.attention, *both_ways(self.attention, context, self.heads // tensor, self.cluster.node_size // tensor))
+        words = [word for word in named or (*known, *ATTENTION) if self.admits("attention", word) and divides(word, context)]
+        return tuple(word for word in words if word in known) or tuple(words[:1])
 
     def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):

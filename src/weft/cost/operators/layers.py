@@ -340,7 +340,7 @@ class _Priced:
         """Bytes that a rank sends, forward and backward, weights' gradients left out."""
         pricer, layout = self.pricer, self.layout
         parts = [
-            FACTORS[one.name][0](pricer.moving(layout, one.axis).size) * size if size else 0.0
+            FACTORS[one.name][0](pricer.moving(layout, one).size) * size if size else 0.0
             for one, size in zip(self.parts.collectives, pricer.moved_bytes(layout), strict=True)
         ]
         forward, backward = (sum(parts[i] for i in which) for _, which in (self.parts.forward, self.parts.backward))

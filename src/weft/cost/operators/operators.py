@@ -21,7 +21,7 @@ from weft.cost.devices.kernels import Kernel
 from weft.cost.memory.memory import Inventory
 from weft.cost.network.axes import group_of
 from weft.cost.network.network import Group, collective_s
-from weft.cost.operators.parts import Parts, gather
+from weft.cost.operators.parts import Collective, Parts, gather
 from weft.cost.operators.placed import placed, placed_sizes
 from weft.cost.operators.rounds import ROUND
 from weft.model.graph import Graph
@@ -165,12 +165,12 @@ class OperatorPricer:
         talk = self.devices.talk(layout)
         by_operator = []
         for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
-            seconds = self.collective(one.name, size_bytes, self.moving(layout, one.axis)) if size_bytes else 0.0
+            seconds = self.collective(one.name, size_bytes, self.moving(layout, one)) if size_bytes else 0.0
             by_operator.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
         unique = np.array([*by_operator, 0.0])
         # What goes round does so while all blocks but the last are computed.
         rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
-        behind = [(1 - 1 / self.moving(layout, one.axis).size) * talk.rounds_hide for one in parts.collectives]
+        behind = [(1 - 1 / self.moving(layout, one).size) * talk.rounds_hide for one in parts.collectives]
         hides = np.array([*behind, 0.0]) * rounds
         both = []
         for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, talk.shown, compute[1])):
@@ -181,9 +181,10 @@ class OperatorPricer:
             both.append(total + np.maximum(0.0, going - hidden * busy))
         return both[0], both[1]
 
-    def moving(self, layout: Layout, axis: str) -> Group:
-        """Ranks among which a collective along `axis` goes: what replicas sum is placed over data alone, for all of them."""
-        return self.group(layout, axis, *((EXPERT,) if axis_of(axis).cuts_samples else ()))
+    def moving(self, layout: Layout, one: Collective) -> Group:
+        """Ranks among which a collective goes: what replicas sum is placed over data alone, for all of them."""
+        group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).cuts_samples else ()))
+        return Group(one.among[0], one.among[1] * group.stride, group.num_ranks) if one.among else group
 
     def moved_bytes(self, layout: Layout) -> list[float]:
         """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 of what is not moved."""
@@ -193,7 +194,7 @@ class OperatorPricer:
             if axis_of(one.axis).cuts_experts:
                 size *= layout.expert  # the tokens of all of its ranks
             # Over samples only statistics are always float32.
-            moves = self.moving(layout, one.axis).size > 1 and not (one.wide and one.axis in layout.local_statistics)
+            moves = self.moving(layout, one).size > 1 and not (one.wide and one.axis in layout.local_statistics)
             amounts.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
         return amounts
 

@@ -20,7 +20,7 @@ from weft.cost.devices.recurrent import extra_bytes, in_units, single_steps
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places, Stored
 from weft.cost.memory.runs import NO_BYTES, Amount, Amounts
-from weft.cost.operators.rounds import ROUND, merged, on_the_way, rounds
+from weft.cost.operators.rounds import Span, around, kept, merged, on_the_way
 from weft.cost.pieces import cut, pieces, pieces_moving, shared_by_data, tensor_axes, work_ways
 from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Variable
@@ -60,6 +60,7 @@ class Collective:
     shared: bool
     narrow: bool
     wide: bool = False  # float32 whatever the precision
+    among: Span = None  # ranks of the axis, where not all
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,7 @@ class Parts:
 
 
 class _Unique:
-    """Numbers things in the order in which they first come."""
-
+    """Numbers things as they first come."""
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
 
@@ -173,11 +173,11 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     ways_of = cache(partial(pieces, sharding))
     axes = (DATA, *tensor_axes(sharding))
 
-    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: float = 0) -> int:
+    def moved(name: str, value: str, axis: str, size: float | None = None, by_row: bool = False, ways: float = 0, near: Span = None) -> int:
         shared = (shared_by_data(sharding, value) or by_row) and not (axis_of(axis).replicas and axis_of(axis).cuts <= {SAMPLES})
-        size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
-        follows = by_row or (size_bytes is None and value in inventory.batched)
-        return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
+        moves = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size is None else size
+        follows = by_row or (size is None and value in inventory.batched)
+        return collectives(Collective(name, axis, moves, follows, shared, value in narrow, size is not None, near))
 
     if sharding is not None:
         for move in sharding.moves:
@@ -213,7 +213,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         mine = inventory.kept[op.name]
         arriving = places.read(op)
         places.add(op, arriving)
-        stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op)))
+        stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op), *kept(places, op)))
         makes.append(tuple(places.storages[v] for v in op.outputs))
         reads.append(tuple((makers[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in makers))
         extra.append(extra_bytes(op, graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide))
@@ -376,10 +376,10 @@ def _inside(
     lies = sharding.forms[out].get(axis, R)
     is_replicated = is_full(lies)
     tensors = inventory.graph.tensors
-    for value in rounds(inventory, sharding, op).get(axis, ()):  # both ways, and its gradient, which is float32
-        size = tensors[value].size_bytes / pieces(sharding, value, axis)
-        forward.append((i, moved(ROUND, value, axis)))
-        backward += [(i, moved(ROUND, value, axis)), (i, moved(ROUND, value, axis, size, by_row=True))] * (out in inventory.grads)
+    for one in around(inventory, sharding, op, axis):
+        at = moved(one.name, one.value, axis, one.size_bytes, one.size_bytes is not None, one.ways, one.among)
+        forward += [(i, at)] * one.forward
+        backward += [(i, at)] * one.backward
     if cut(sharding, op.name, axis) and in_units(sharding, op):
         steps, state = gathered_steps(op, tensors)
         forward += [(i, moved("all_gather", out, axis, state, by_row=True))] * steps

@@ -22,7 +22,7 @@ from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
 from weft.ops.recurrent import UNITS, gathered_steps
 from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
-from weft.plan.axis import GATHER, RING, ULYSSES
+from weft.plan.axis import BOTH, GATHER, RING, ULYSSES
 from weft.plan.choice import AUTO
 from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, halo, is_cut, is_halo, is_shard, pieces
 
@@ -200,8 +200,8 @@ class AxisProblem(AxisValues):
             return choices
         heads = heads_of(rule) or None
         ways = {ULYSSES: [c for c in choices if c.label == heads], GATHER: [c for c in choices if c.label != heads]}
-        if self.attention == RING:
-            ways[RING] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
+        if self.attention in (RING, BOTH):
+            ways[self.attention] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
         return ways[self.attention] or choices
 
     def _passing_round(self, op: Operator, rule: Rule, choice: Choice) -> Choice | None:

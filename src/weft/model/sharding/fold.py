@@ -103,6 +103,7 @@ class Fold:
             tuple(sorted(expanded, key=lambda move: list(sharding.sizes).index(move.axis))),
             tuple(op.site for op in self.full.operators if self._small_operator[self.operator[op.name]].site in replicated),
             {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
+            attention=sharding.attention,
         )
 
     @cached_property

@@ -36,7 +36,7 @@ from weft.model.sharding.deferral import defer
 from weft.model.sharding.grid import heads_in_pieces, kept_for, nested, twice_cut
 from weft.model.sharding.owners import Taken, assign_owners
 from weft.model.sharding.sharding import Move, Owners, Prices, Sharding, Shards, move_collectives
-from weft.plan.axis import RING, Axis, axis_of, nothing_to_cut
+from weft.plan.axis import BOTH, RING, Axis, attention_kind, axis_of, nothing_to_cut
 from weft.plan.choice import AUTO
 from weft.plan.placement import D, Placement, R, hands_summands, is_halo, is_owned, is_piece, is_shard
 
@@ -102,14 +102,14 @@ def propagate(
     for axis in order:
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         row, cuts = axis_of(axis), planned[axis]
-        said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention)
+        said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention_kind(attention))
         others = _others(decided, sizes, order, axis, planned, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
         chosen, placed = _solved_first(problem) if axis == order[0] and not labels and not row.cuts_weights else solve(problem)
         taken = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
         decided.add(problem, taken, placed)
-    return decided.sharding(sizes)
+    return decided.sharding(sizes, attention)
 
 
 def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
@@ -163,10 +163,10 @@ def _check_axis(problem: AxisProblem) -> None:
         cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())
     if not cuts:
         raise LayoutError(f"{nothing_to_cut(row, n)}; leave it out, or use fewer ranks")
-    if row.cuts_sequences and problem.attention == RING and not passes_round(problem.rules):
+    if row.cuts_sequences and problem.attention in (RING, BOTH) and not passes_round(problem.rules):
         raise LayoutError(
-            f"{row.name}={n} attention=ring passes keys round where attention is one operator (scaled_dot_product_attention), and this "
-            "model has none; use attention=gather, or a fused implementation"
+            f"{row.name}={n} attention={problem.attention} passes keys round where attention is one operator "
+            "(scaled_dot_product_attention), and this model has none; use attention=gather, or a fused implementation"
         )
 
 
@@ -258,7 +258,7 @@ class _Found:
                 self.moves.append(Move(value, op.name, axis, source, need, forward, backward if value in problem.grads else ""))
                 have[value].append(need)
 
-    def sharding(self, sizes: Mapping[str, int]) -> Sharding:
+    def sharding(self, sizes: Mapping[str, int], attention: str) -> Sharding:
         graph = self.graph
         held = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         return Sharding(
@@ -271,6 +271,7 @@ class _Found:
             tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, held)),
             self.cut,
             self.regions,
+            attention,
         )
 
 

@@ -9,9 +9,11 @@ from math import inf, prod
 
 from weft.errors import LayoutError
 from weft.ops import Rule
+from weft.ops.attention import heads_of
 from weft.ops.operator import Operator
 from weft.ops.rule import KEYS, QUERIES
-from weft.plan.axis import axis_of, sample_axes
+from weft.plan.axis import BOTH, RING, axis_of, exchanging, sample_axes
+from weft.plan.choice import AUTO
 from weft.plan.placement import Halo, Placement, R, Shard, Strided, dual, is_cut, is_halo, is_piece, is_shard, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
@@ -89,6 +91,7 @@ class Sharding:
     replicated: tuple[str, ...]  # sites of operators that have no rule
     shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis; of one that owns, (name, owner)
     regions: tuple[Owners, ...] = ()
+    attention: str = AUTO  # how ranks that share sequences attend to one another's positions (`weft.plan.axis`)
 
     def shape(
         self, value: str, shape: tuple[int, ...], forms: Mapping[str, Placement] | None = None, at: Mapping[str, int] | None = None
@@ -174,6 +177,32 @@ def passed_round(sharding: Sharding, op: Operator, rule: Rule | None, axis: str)
         return ()
     read = zip(op.inputs, rule.inputs, (row[axis] for row in sharding.needs[op.name]), strict=True)
     return tuple(value for value, row, need in read if row and is_piece(need) and rule.kernels.get(row[need.dim]) == KEYS)
+
+
+def exchanged(sharding: Sharding, op: Operator, rule: Rule | None, axis: str, shape: tuple[int, ...]) -> int:
+    """Ranks of an axis, side by side, that exchange positions of attention for its heads before keys go round among such sets of ranks;
+    1 where none do. Where the layout does not say how many, as many as divide the axis and have a head each. `shape`: of its queries.
+
+    Raises:
+        LayoutError: fewer heads than the layout exchanges among so many ranks.
+    """
+    n = sharding.sizes.get(axis, 1)
+    said = exchanging(sharding.attention, n)
+    if said == 1 or rule is None or not passed_round(sharding, op, rule, axis):
+        return 1
+    label, row, heads = heads_of(rule), rule.inputs[0] or (), 1
+    if label in row:
+        at = row.index(label)
+        heads = shape[at]
+        for other, form in sharding.needs[op.name][0].items():
+            if is_shard(form) and form.dim == at:
+                heads = min(form.sizes(heads, sharding.sizes[other]))
+    if said > heads:
+        raise LayoutError(
+            f"attention={sharding.attention} exchanges heads among {said} ranks, and a rank has {heads} heads of {op.site}; "
+            f"use attention={BOTH}, which takes as many as there are, or attention={RING}"
+        )
+    return said or max(count for count in range(1, n + 1) if n % count == 0 and count <= heads)
 
 
 def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, int]:

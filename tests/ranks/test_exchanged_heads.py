@@ -1,0 +1,87 @@
+"""Heads exchanged inside of a ring, beside torch's attention on one rank in float64; whole models; what travels; broken twins."""
+
+from __future__ import annotations
+
+import pytest
+import test_context_layouts as layouts
+import test_ring_attention as rings
+from torch import Tensor
+
+import weft
+from weft.errors import LayoutError
+from weft.lower.kernels import exchanged
+from weft.lower.kernels.exchanged import exchange_of, exchanged_attention
+from weft.lower.kernels.ring import Ring
+from weft.plan.layout import Layout
+from weft.world.launch import launch
+from weft.world.world import World
+from weft.zoo.resolve import resolve
+
+NAMES = (
+    "causal", "causal over fewer keys", "causal, one head of keys", "padding, grouped heads", "bias that learns", "bias of all rows",
+    "blind rows", "crosswise", "dropout, causal",
+)  # fmt: skip
+
+
+def _difference(name: str, world: World) -> float:
+    """As `difference` of a ring, of 4 ranks of which 2 exchange heads."""
+    case, group = rings.CASES[name], world.everyone
+    beside, apart = world.group(group.ranks[:2] if group.index < 2 else group.ranks[2:]), world.group(group.ranks[group.index % 2 :: 2])
+
+    def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        by_row = case.mask is not None and case.mask(case.queries, case.keys).shape[-2] > 1
+        return exchanged_attention(exchange_of(beside, apart, ring, by_row), q, k, v, mask)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rings, "ring_attention", attention)
+        return rings.difference(case, world)
+
+
+def _as_they_came(members: list[Tensor], at: object) -> Tensor:
+    return exchanged.torch.cat(members, -2)
+
+
+def _all(world: World) -> dict[str, float]:
+    found = {name: _difference(name, world) for name in NAMES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanged, "_in_order", _as_they_came)
+        found["twin"] = _difference("causal", world)
+    return found
+
+
+def test_it_equals_attention_on_one_rank() -> None:
+    """Every kind of mask and of heads; a twin that takes positions as they came differs."""
+    for found in launch(_all, 4, show=False):
+        assert found.pop("twin") > 1e-3
+        assert {name: off for name, off in found.items() if not off < 1e-12} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "context=8 attention=ulysses+ring"),  # of 4 heads
+        ("t5", "context=4 zero=3 attention=ulysses:2+ring"),
+        ("gpt2", "context=4 attention=ulysses:2+ring microbatches=2 recompute=selective"),
+        ("llama", "tensor=2 context=4 attention=ulysses+ring"),  # of 4 heads 2 a rank
+    ],
+)
+def test_a_layout_with_both_equals_serial(name: str, layout: str) -> None:
+    found = layouts.verified(name, layout, cut_everything="tensor" in layout)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+    assert found.divided["context"]["flops"] > 0.999
+
+
+def test_more_ranks_than_heads_are_refused_by_name() -> None:
+    model = resolve("gpt-tiny")  # of 8 heads
+    with pytest.raises(LayoutError, match=r"among 16 ranks, and a rank has 8 heads of .*; use attention=ulysses\+ring, which"):
+        weft.plan(model.make, model.batch(8), loss=model.loss, cluster="2xdgx-h100", layout="context=16 attention=ulysses:16+ring")
+
+
+def test_a_layout_with_both_prints_and_parses() -> None:
+    for word in ("ulysses+ring", "ulysses:2+ring"):
+        layout = Layout.parse(f"context=4 attention={word}")
+        assert str(layout) == f"data=1 tensor=1 pipeline=1 context=4 attention={word}"
+    assert Layout.parse("context=4 attention=ulysses:1+ring") == Layout.parse("context=4 attention=ring")
+    with pytest.raises(LayoutError, match=r"attention=ulysses:3\+ring exchanges heads among ranks of context=4; use a number that divides"):
+        Layout.parse("context=4 attention=ulysses:3+ring")
