@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from weft.errors import LayoutError
 from weft.plan.layout import Layout
 from weft.run.step import compiling
 from weft.world.world import World
+from weft.zoo.resolve import resolve
 
 
 class Net(nn.Module):
@@ -49,6 +51,19 @@ def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiling.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
     found = weft.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
     assert found.ok, found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("gpt-tiny", "context=2 attention=ring"), ("spatial_models.py:unet_line", "data=2 spatial=2")]
+)
+def test_pieces_of_sequences_and_images_go_with_it(monkeypatch: pytest.MonkeyPatch, name: str, layout: str) -> None:
+    """Attention whose keys go round and windows over halos are kernels of weft's, at which a compiled run ends."""
+    right = torch.compile
+    monkeypatch.setattr(compiling.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    model = resolve(str(Path(__file__).parent / name) if ":" in name else name)
+    found = weft.verify(model.make, f"{layout} compile=on", model.batch(4), loss=model.loss, steps=2)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
 
 
 def runs(world: World) -> list[str]:

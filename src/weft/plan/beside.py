@@ -55,8 +55,6 @@ BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
 COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "branch": (1,),
-    "context": (1,),
-    "spatial": ("1",),
     "zero": (0, 1, 2),
     "recompute": ("none",),
     "offload": ("none", "optimizer"),
