@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.ops.keeps import mask, mask_of_channels, nothing, others
 from weft.ops.operator import Operator
 from weft.ops.pointwise import elements
-from weft.ops.record import Op, Shape, Tensors
+from weft.ops.record import COUNTS, LOWER, Op, Shape, Tensors
 from weft.ops.rule import BLOCKED, Rule
 
 # Of operators without a record, also of somebody else's: one of whose name these are a part is taken to draw.
@@ -55,7 +55,8 @@ def _chances(op: Operator, tensors: Tensors) -> Shape:
 
 
 OPS = (
-    Op("arange eye linspace", unsharded, kind="make", keeps=others),
+    Op("arange", unsharded, kind="make", keeps=others, tells=COUNTS),
+    Op("eye linspace", unsharded, kind="make", keeps=others),
     Op("tril_indices triu_indices hann_window", unsharded),
     Op("zeros", unsharded, kind="make", keeps=others, sample_invariant=True, shape_at=0, fill=0.0),
     Op("ones empty", unsharded, kind="make", keeps=others, sample_invariant=True, shape_at=0),
@@ -69,7 +70,8 @@ OPS = (
     Op("zeros_like", elements, kind="make", keeps=others, reads=False, learns=0, fill=0.0),
     Op("ones_like empty_like", elements, kind="make", keeps=others, reads=False, learns=0),
     Op("full_like", elements, kind="make", keeps=others, reads=False, learns=0, fill_at=1),
-    Op("tril triu", "b* !i !j -> b* !i !j", kind="make", keeps=others),
+    Op("tril", "b* !i !j -> b* !i !j", kind="make", keeps=others, tells=LOWER),
+    Op("triu", "b* !i !j -> b* !i !j", kind="make", keeps=others),
     Op("one_hot", "b* -> b* !c", kind="make", keeps=others),
     Op("rand randn", unsharded, draws=True, sample_invariant=True, shape_at=0),
     Op("randint", unsharded, draws=True, sample_invariant=True),

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from weft.ops.keeps import operands, others, output, quotient
 from weft.ops.operator import Operator, Ref
-from weft.ops.record import Op, Shape
+from weft.ops.record import ALL_HOLD, AT_LEAST, AT_MOST, FILLS, NOT, Op, Shape
 from weft.ops.rule import BLOCKED, Rule
 
 
@@ -53,11 +53,11 @@ def _not_filled(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
 OPS = (
     Op(
         """
-        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos acosh addcdiv addcmul
-        angle asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min
+        __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos acosh addcdiv addcmul
+        angle asin asinh atan atanh bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min
         clip complex copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward
         hardshrink hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0 igamma igammac isclose
-        isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_and logical_or
+        isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_or
         logical_xor logit logit_backward mish_backward mvlgamma nan_to_num nextafter polygamma positive rad2deg relu6 remainder resolve_neg
         sgn sigmoid_backward sign silu_backward sinc sinh softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr
         special_erfcx special_expit special_i0 special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri
@@ -65,8 +65,12 @@ OPS = (
         """,
         elements,
     ),
-    Op("bitwise_not ceil conj copy fill floor logical_not resolve_conj round", elements, keeps=others),
-    Op("eq ne not_equal lt less le less_equal gt greater ge greater_equal", elements, keeps=others),
+    Op("__and__ bitwise_and logical_and", elements, tells=ALL_HOLD),
+    Op("bitwise_not logical_not", elements, keeps=others, tells=NOT),
+    Op("ceil conj copy fill floor resolve_conj round", elements, keeps=others),
+    Op("eq ne not_equal", elements, keeps=others),
+    Op("lt less le less_equal", elements, keeps=others, tells=AT_MOST),
+    Op("gt greater ge greater_equal", elements, keeps=others, tells=AT_LEAST),
     Op("add sub subtract", elements, linear="sum", keeps=others, gradient="summed"),
     Op("rsub", elements, linear="sum", keeps=others),
     Op("neg negative", elements, linear="together", keeps=others),
@@ -74,7 +78,7 @@ OPS = (
     Op("div divide true_divide", elements, linear="numerator", keeps=quotient, gradient="broadcast"),
     Op("maximum minimum", elements, gradient="broadcast"),
     Op("where", elements, linear=_chosen, keeps=others, gradient="broadcast"),
-    Op("masked_fill", elements, linear=_not_filled, keeps=others),
+    Op("masked_fill", elements, linear=_not_filled, keeps=others, tells=FILLS),
     Op("relu reciprocal", elements, keeps=output),
     Op("exp sigmoid sqrt tanh", elements, kind="activation", keeps=output, conjugates=True),
     Op("exp2 expm1 rsqrt", elements, kind="activation", keeps=output),

@@ -75,6 +75,12 @@ class Windows:
     counts: int | None = None
 
 
+# What an operator tells those who ask what a mask of positions hides: its elements are numbers in order; the first operand is at most,
+# or at least, the second; all operands hold; the one operand does not; a number stands where the second operand holds; nothing stands
+# above the diagonal.
+COUNTS, AT_MOST, AT_LEAST, ALL_HOLD, NOT, FILLS, LOWER = "counts", "at most", "at least", "all hold", "not", "fills", "lower"
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One record, of all operators in `names` (torch's, without overload, separated by spaces). What a field asks stands above it."""
@@ -106,6 +112,8 @@ class Op:
     statistics: tuple[int, int, int] | None = None  # positions of running statistics and of the switch that has them written
     over_samples: bool = False  # its statistics are
     windows: Windows | None = None  # that slide along positions
+
+    tells: str = ""  # of positions: `COUNTS` and so on, above
 
     # What is made is a sum over a label that is contracted.
     contracts: bool = False

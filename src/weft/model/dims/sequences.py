@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from weft.model.dims.causal import hides_later
 from weft.model.dims.labels import labelled, places_of
 from weft.model.graph import Graph, Operator
 from weft.model.work import batched, operator_flops
 from weft.ops import Rule, draws, record_of
-from weft.ops.attention import heads_of, is_causal
+from weft.ops.attention import heads_of
 from weft.ops.rule import HALO, KEYS, QUERIES
 
 Place = tuple[str, int]  # value, dimension
@@ -117,7 +118,9 @@ def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[
 def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Place, Run]) -> bool:
     """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
     lies, and no window slides over positions (of numbers that learn; others are read whole)."""
-    if not any(is_causal(op) and heads_of(rules[op.name]) for op in graph.operators) or any(draws(op) for op in graph.operators):
+    made = graph.producer()
+    causal = (op for op in graph.operators if heads_of(rules[op.name]) and hides_later(graph, made, op))
+    if any(draws(op) for op in graph.operators) or next(causal, None) is None:
         return False
     for op in graph.operators:
         rule = rules[op.name]
