@@ -12,17 +12,19 @@ from test_narrow_verification import verified
 from weft.lower import call
 from weft.lower.kernels import scaled
 from weft.lower.kernels.scaled import fits, product, scaled_linear
+from weft.plan.layout import Layout
 from weft.world import private
 from weft.world.world import World
 
 
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """Each row in 8 bits and back, by its definition: 3 bits of fraction below the power of two that brings its largest to at most 448."""
+def _rounded(x: torch.Tensor, most: float = 448.0) -> torch.Tensor:
+    """Each row in 8 bits and back, by its definition: 3 bits of fraction below the power of two that brings its largest to at most 448, or
+    2 bits and 57,344."""
     largest = x.abs().amax(1, keepdim=True).float()
     scale = torch.ones_like(largest)
-    while (largest / scale > 448).any() or (largest / scale <= 224).any():
-        scale = torch.where(largest / scale > 448, scale * 2, torch.where(largest / scale <= 224, scale / 2, scale))
-    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    while (largest / scale > most).any() or (largest / scale <= most / 2).any():
+        scale = torch.where(largest / scale > most, scale * 2, torch.where(largest / scale <= most / 2, scale / 2, scale))
+    return (x.float() / scale).to(torch.float8_e4m3fn if most == 448.0 else torch.float8_e5m2).float() * scale
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (5, 16, 32), (7, 9, 11), (1, 1, 1)])
@@ -38,7 +40,7 @@ def test_gradients_are_of_rounded_operands_and_the_weights_of_16_bits() -> None:
     x, weight = torch.randn(8, 32).bfloat16().requires_grad_(), torch.randn(16, 32).requires_grad_()
     grad = torch.randn(8, 16).bfloat16()
     scaled_linear((), (), x, weight).backward(grad)
-    want = _rounded(grad) @ _rounded(weight.detach().bfloat16().T.contiguous()).T
+    want = _rounded(grad, 57344.0) @ _rounded(weight.detach().bfloat16().T.contiguous()).T
     assert torch.allclose(x.grad.float(), want, rtol=2**-6, atol=float(want.abs().max()) * 2**-7)
     assert torch.equal(weight.grad, (grad.T @ x.detach()).float())
     assert float((x.grad.float() - grad.float() @ weight.detach()).abs().max()) > 0.01  # which rounds in earnest
@@ -69,6 +71,24 @@ def test_ranks_with_pieces_of_a_row_round_alike(ranks: Callable[..., list[Any]])
 
 def test_broken_twin_scales_that_do_not_agree(ranks: Callable[..., list[Any]]) -> None:
     assert float(ranks(_in_pieces, 2, True)[0].abs().max()) > 1e-6
+
+
+def _doubled(a: torch.Tensor, b: torch.Tensor, over: Any, dtype: torch.dtype = scaled.DTYPE) -> torch.Tensor:
+    return product(a, b, over, dtype) * (2.0 if dtype is scaled.OF_GRADIENTS else 1.0)
+
+
+def test_a_wrong_gradient_is_noticed_in_the_noise_of_8_bits(subject: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is a tenth too large is no more than noise beside the serial run of 8 bits, and shows where the same layout does not
+    round; a product that is off is told from what its operands allow, whatever its layout."""
+    layout = Layout.parse("data=2 precision=float8")
+    found = subject("gpt-tiny").check(layout, sabotage={"layers.1.mlp.up.weight": 1.1}, steps=1)
+    assert not found.ok
+    assert "the same layout in float64: gradients of layers.1.mlp.up.weight" in str(found.first_difference)
+    monkeypatch.setattr(scaled, "product", _doubled)
+    found = verified("tensor=2 precision=float8", steps=1)
+    assert not found.ok
+    assert "the gradient of " in str(found.first_difference)
+    assert "times what operands of 8 bits allow" in str(found.first_difference)
 
 
 @pytest.mark.parametrize("layout", ["data=2 zero=2 microbatches=2", "tensor=2", "pipeline=2 microbatches=2"])

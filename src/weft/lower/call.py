@@ -89,7 +89,7 @@ class Call:
         """A call of the operator, or of what stands for it, under the autocast that it was traced with."""
         op, low = self.op, self.low
         if low.precision.linears and self.record.product == "linear":
-            target = self._scaled(target)
+            target = self.scaled() or target
         if low.device.type == "cpu" and not op.autocast and is_product(op, low.graph.tensors, low.sharding):
             return self._product(*args[:3])
         device, _, dtype = op.autocast.partition(":")
@@ -102,17 +102,21 @@ class Call:
             return self.nodes.add(called, tuple(args), kwargs)
         return self.nodes.add(within, (target, *args), kwargs)
 
-    def _scaled(self, target: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled(self) -> Callable[..., Any] | None:
         """A linear layer with operands of 8 bits, where it has sides for them; scales agree over the ranks that cut a row."""
         weight = self.low.graph.tensors[self.op.inputs[1]]
         if not fits(weight.shape):
-            return target
-        labels = self.rule.inputs[1] or ()
-        outputs = [axis for axis, label in self.cut.items() if labels and label == labels[0]]
-        over = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
-        kernel = bind(scaled_linear, *over)
+            return None
+        kernel = bind(scaled_linear, *self.scaled_over())
         kernel.__name__ = kernel.__qualname__ = "linear"
         return kernel
+
+    def scaled_over(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+        """The groups whose ranks have pieces of the rows of a linear layer's result, and of its gradient."""
+        labels = self.rule.inputs[1] or ()
+        outputs = [axis for axis, label in self.cut.items() if labels and label == labels[0]]
+        inputs, others = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
+        return inputs, others
 
     def _product(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         """A convolution whose windows are single elements, as one product over all samples and places."""

@@ -14,7 +14,8 @@ class Precision:
     small gradients vanish in the range of `products` (Micikevicius et al. 2018, section 3.2). `bits`: of the fraction that units for
     products keep of operands, where those are cast nowhere else. `elsewhere`: as what it computes on devices without such units that are
     no GPUs, and how fast; empty where it is a precision of every device or of none. `linears`: dtype of the operands of linear layers,
-    row by row with a scale of its own; their weights' gradients are products of `products`.
+    row by row with a scale of its own; gradients among them have more range (`float8_e5m2`), and their weights' gradients are products
+    of `products`.
     """
 
     name: str

@@ -2,9 +2,10 @@
 
 In: activations [..., K], weights [O, K]. Out: [..., O], and gradients. A row of what is multiplied, along the dimension that is summed,
 is divided by a power of two so that its largest element is just in range: x by rows and the weight by outputs forward; the gradient by
-rows and the weight by inputs for the gradient of x. So no sample's numbers depend on another's, and microbatches and data ranks change
-nothing. Where ranks have pieces of a row they agree on its largest element. The gradient of the weight, which is summed over samples, is
-a product of 16 bits. Sides are padded to multiples of 16, as the units want it.
+rows and the weight by inputs for the gradient of x. Gradients have more range and less fraction (e5m2), all else e4m3. So no sample's
+numbers depend on another's, and microbatches and data ranks change nothing. Where ranks have pieces of a row they agree on its largest
+element. The gradient of the weight, which is summed over samples, is a product of 16 bits. Sides are padded to multiples of 16, as the
+units want it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from torch.nn import functional
 from weft.world import private
 from weft.world.world import Group
 
-DTYPE, WIDE = torch.float8_e4m3fn, torch.bfloat16
+DTYPE, OF_GRADIENTS, WIDE = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SIDE = 16
-LARGEST = torch.finfo(DTYPE).max
 
 
 def fits(shape: Sequence[int]) -> bool:
@@ -53,23 +53,26 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1]).to(WIDE)
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_x = product(rows, weight.to(WIDE).t(), ctx.over_outputs).view(x.shape)
+                of_x = product(rows, weight.to(WIDE).t(), ctx.over_outputs, OF_GRADIENTS).view(x.shape)
             if ctx.needs_input_grad[1]:
                 of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
         return of_x, of_weight, None, None
 
 
-def product(a: Tensor, b: Tensor, over: Sequence[Group]) -> Tensor:
-    """a [M, K] @ b.T [K, N], of which `over` groups' ranks have pieces of K; the sum of this rank's."""
+def product(a: Tensor, b: Tensor, over: Sequence[Group], dtype: torch.dtype = DTYPE) -> Tensor:
+    """a [M, K] @ b.T [K, N], of which `over` groups' ranks have pieces of K; the sum of this rank's. `dtype`: of a."""
     largest = torch.cat([_largest(x) for x in (a, b)])
     for group in over:
         group.all_reduce(largest, op="max")
-    # Powers of two, so that scaling itself rounds nothing: the least with which the largest element is in range.
-    scales = torch.exp2(torch.ceil(torch.log2(largest / LARGEST))).clamp_(min=2.0**-126)
-    of_a, of_b = scales[: len(a), None], scales[len(a) :, None]
-    narrow = [_padded((x / scale).to(DTYPE)) for x, scale in ((a, of_a), (b, of_b))]
+    of_a, of_b = (_scale(x, of).unsqueeze(1) for x, of in ((largest[: len(a)], dtype), (largest[len(a) :], DTYPE)))
+    narrow = [_padded((x / scale).to(of)) for x, scale, of in ((a, of_a, dtype), (b, of_b, DTYPE))]
     wide = [functional.pad(scale, (0, 0, 0, -len(scale) % SIDE), value=1.0) for scale in (of_a, of_b)]
     return private.scaled_product(narrow[0], narrow[1], wide[0], wide[1])[: len(a), : len(b)].contiguous()
+
+
+def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Powers of two, so that scaling itself rounds nothing: the least with which the largest element is in range."""
+    return torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(dtype).max))).clamp_(min=2.0**-126)
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -83,4 +86,4 @@ def _padded(x: Tensor) -> Tensor:
         return x.contiguous()
     room = torch.zeros((x.shape[0] + rows, x.shape[1] + columns), dtype=torch.uint8, device=x.device)
     room[: x.shape[0], : x.shape[1]].copy_(x.view(torch.uint8))
-    return room.view(DTYPE)
+    return room.view(x.dtype)

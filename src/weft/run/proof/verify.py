@@ -45,6 +45,7 @@ from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.proof.division import division_of, warnings
+from weft.run.proof.eight_bits import wrong_product
 from weft.run.proof.everywhere import distances, farthest
 from weft.run.proof.lossy import Lossy
 from weft.run.proof.serial import EPSILON, SCALE, Noise, Serial, Traits, Values
@@ -346,12 +347,20 @@ def verify_on_rank(
 
     `source`: the model as it was made with the options' seed before the ranks were forked, which saves each of them from tracing it.
     """
+    exact, eight_bits = None, bool(PRECISIONS[plan.layout.precision].linears)
+    if eight_bits:  # whose own noise hides what is wrong: the same layout where it does not, and each product against its bound
+        wide = replace(plan, layout=replace(plan.layout, precision="float64"))
+        exact = verify_on_rank(world, wide, make, batch, loss, source, replace(options or Options(), tolerance=None))
     run = _Run(world, plan, make, batch, loss, source, options or Options())
+    wrong = wrong_product(run.engine.parts, world) if eight_bits else ""
     # As many steps as it takes to compute on weights whose update came late.
     for step in range(max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
         if not run.step(step):
             break
-    return run.verification(source)
+    found = run.verification(source)
+    if found is None or not found.ok or (not wrong and (exact is None or exact.ok)):
+        return found
+    return replace(found, ok=False, first_difference=wrong or f"the same layout in float64: {exact.first_difference if exact else ''}")
 
 
 def verify_plan(
