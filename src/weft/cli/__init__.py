@@ -63,7 +63,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", envvar="WEFT_DEBUG", hidden=True)] = False,
 ) -> None:
     """Train any PyTorch model in parallel: plan, predict, run and prove it.

@@ -16,7 +16,7 @@ from weft.units import format_bytes, format_count
 if TYPE_CHECKING:
     from weft.run.state.checkpoint.manifest import Manifest
 
-app = typer.Typer(help="Look into checkpoints, prove them whole.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 Where = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them (the newest counts), or a run folder.", show_default=False)
 ]

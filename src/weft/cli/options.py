@@ -12,7 +12,7 @@ _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or F
 _LAYOUT = 'The layout by hand: "data=2 tensor=2 pipeline=2 microbatches=4".'
 _CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, '4 devices of dgx-h100', or a file that probe wrote."
 _CONSTRAIN = (
-    'Restrict the search, as often as needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
+    'A constraint of the search; may be given several times: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
@@ -22,11 +22,11 @@ LayoutText = Annotated[str | None, typer.Option("--layout", metavar='"KEY=N ..."
 ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER)]
 Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
 DeviceMemory = Annotated[
-    str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank may hold: 2GiB. A run is held to it.", show_default=False)
+    str | None, typer.Option("--device-memory", metavar="SIZE", help="Memory limit of each rank, such as 2GiB; a run enforces it.", show_default=False)
 ]
 Trials = Annotated[
     int,
-    typer.Option("--trials", min=0, metavar="N", help="Of the plans predicted to be fastest, run N here for some steps; take the fastest."),
+    typer.Option("--trials", min=0, metavar="N", help="Run the N plans predicted fastest for some steps here; take the fastest."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 OutFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.", show_default=False)]

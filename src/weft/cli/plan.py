@@ -22,11 +22,11 @@ def plan(  # noqa: PLR0913
     layout: options.LayoutText = None,
     constrain: options.Constraints = None,
     objective: Annotated[
-        str, typer.Option("--objective", metavar="NAME", help="What is made least: time, cost, energy or memory.")
+        str, typer.Option("--objective", metavar="NAME", help="What to minimise: time, cost, energy or memory.")
     ] = "time",
     device_memory: options.DeviceMemory = None,
     trials: options.Trials = 0,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="Also what each layer costs under each way of cutting it.")] = False,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="Also show what each layer costs under each way of sharding it.")] = False,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:

@@ -38,9 +38,9 @@ def schedule(
 ) -> None:
     """Draw, prove and time a schedule.
 
-    In --times f is a forward, b a whole backward, or its input part where w (the weights' part) is given, and c a transfer; each of all
-    that a rank has of the model, so that a stage of interleaved and zb-v takes its share. The bubble is counted from a rank's first
-    compute to its last action.
+    In --times, f is a forward, b a backward (its input part where w, the weights' part, is given) and c a transfer. Each is the time of all
+    stages of a rank together, so a stage of interleaved or zb-v takes its share. The bubble is counted from a rank's first compute to its
+    last action.
 
     \b
     Example:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.cli.setting import Setting
     from weft.plan.plan import Plan
 
-_STRAGGLING = "So many steps of replicas alone (data=N), late by a part of a step in the mean: 20x0.5."
+_STRAGGLING = "Steps of data-parallel replicas (data=N), each late by this part of a step on average: 20x0.5."
 
 
 def simulate(

@@ -37,7 +37,7 @@ def train(
     device_memory: options.DeviceMemory = None,
     as_json: options.Json = False,
 ) -> None:
-    """Plan, launch and train; again, go on.
+    """Plan, launch and train; run again to resume.
 
     Run again with the same configuration, it goes on from the last checkpoint.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
 _DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
-_CUT = "Cut weights wherever the rules allow, however little it pays; small models are else not cut at all."
+_CUT = "Shard weights wherever the rules allow, even where it does not pay; small models are otherwise not sharded."
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
 
@@ -50,8 +50,8 @@ def verify(  # noqa: PLR0913
 ) -> None:
     """Compare layouts with the serial model.
 
-    It starts the ranks and compares loss, gradients and updated weights of every rank. It says how much of the model each axis divides:
-    of what is not divided nothing is proven. Without --layout, --ranks N means data=N.
+    It starts the ranks and compares loss, gradients and updated weights of every rank. It reports the share of the
+    model that each axis shards; sharding is proven only for that share. Without --layout, --ranks N means data=N.
 
     \b
     Example:

@@ -55,7 +55,7 @@ Planner = Callable[[Config, Plan | None], Planned]
 
 
 def train(config: Config, planner: Planner, world: World | None = None) -> dict[str, Any]:
-    """Train under `config`; again, go on from the last checkpoint. Returns the summary that `weft train --json` prints.
+    """Train under `config`, from the last checkpoint where there is one. Returns the summary that `weft train --json` prints.
 
     `planner(config, known)` is asked for a plan, or, where the run folder or `plan.file` has one, for what is known of the
     machines it runs on. `world`: the ranks where torchrun or srun has started them; otherwise they are started here.
