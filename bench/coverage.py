@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "coverage.md"
 LAYOUTS = ("tensor=2", "data=2 zero=3", "pipeline=2")
 IMAGES = "spatial=2"  # of models whose first input is one
 INTRO = """What weft shards and what it replicates. Shares are of parameters and of FLOPs: 1 where the ranks along the axis have equal
-parts, 0 where one of them has everything. `tensor` runs with `--cut-everything`, since the planner would replicate most of models this small."""
+parts, 0 where one of them has everything. `tensor` runs with `--cut-everything`, since the planner replicates most of such small models."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or F
 _LAYOUT = 'The layout by hand: "data=2 tensor=2 pipeline=2 microbatches=4".'
 _CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, '4 devices of dgx-h100', or a file that probe wrote."
 _CONSTRAIN = (
-    'Constrain the search, several times if needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
+    'Constrain the search; repeat as needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
@@ -22,7 +22,7 @@ LayoutText = Annotated[str | None, typer.Option("--layout", metavar='"KEY=N ..."
 ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER)]
 Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
 DeviceMemory = Annotated[
-    str | None, typer.Option("--device-memory", metavar="SIZE", help="Memory limit of a rank, also while it runs: 2GiB.", show_default=False)
+    str | None, typer.Option("--device-memory", metavar="SIZE", help="Memory limit of a rank, also in a run: 2GiB.", show_default=False)
 ]
 Trials = Annotated[
     int,
