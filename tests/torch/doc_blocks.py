@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENDINGS = {"python": ".py", "text": ".txt", "toml": ".toml"}
-_BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```|^(?P<heading>#+ [^\n]*)$", re.S | re.M)
+_BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```|^(?P<heading>#+ [^\n]*)$", re.S | re.M)
 _LIMIT_S = 900
 
 
@@ -54,7 +54,7 @@ def blocks(page: str) -> list[Block]:
     for match in _BLOCK.finditer((ROOT / page).read_text()):
         if match["heading"]:
             section += 1
-        else:
+        elif not match["language"].startswith("{"):  # those of the site: a table of contents, a reference
             found.append(Block(page, match["language"], match["text"], match["mark"] or "", section))
     return found
 
