@@ -31,7 +31,7 @@ from bench.tiny_models import model_of, planned, resolved
 from weft.api import plan as make_plan
 from weft.cost.devices.kept import ProcessorMemory
 from weft.cost.memory.memory import Inventory
-from weft.cost.operators.parts import gather
+from weft.cost.operators.gather import Unplaced, gather
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Sharding
 from weft.plan.patterns import expand_all
@@ -97,7 +97,7 @@ def library_cuts(model: Any, cls: Any, kind: Any, names: Sequence[str]) -> dict[
 def counted(graph: Graph, sharding: Sharding) -> tuple[float, int]:
     """(bytes that a rank sends in a step, collectives on the way), forward and backward."""
     n = sharding.sizes["tensor"]
-    parts = gather(Inventory.of(graph, ProcessorMemory), sharding, frozenset())
+    parts = gather(Unplaced(Inventory.of(graph, ProcessorMemory), frozenset()), sharding)
     share = {"all_reduce": sent_part(P, R, n), "all_gather": sent_part(Shard(0), R, n), "reduce_scatter": sent_part(P, Shard(0), n)}
     share["all_to_all"] = sent_part(Shard(0), Shard(1), n)
     entries = [*parts.forward[1], *parts.backward[1]]

@@ -14,7 +14,8 @@ from weft.cost.devices.compute import Rates, Seconds, optimizer_s
 from weft.cost.devices.processors import MICROBATCH_S
 from weft.cost.memory.memory import Inventory, state_bytes
 from weft.cost.network.network import FACTORS, Group, collective_s, ring_s, send_s
-from weft.cost.operators.parts import gather, kept_bytes
+from weft.cost.operators.gather import Unplaced, gather
+from weft.cost.operators.parts import kept_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
 from weft.model.sharding.propagate import propagate
@@ -152,7 +153,7 @@ def test_weights_are_what_does_not_follow_the_samples(ranks: int) -> None:
     layers, h, vocabulary = 3, 64, 512
     graph = gpt(layers, h, vocabulary=vocabulary)
     sharding = propagate(graph, {"data": 1, "tensor": ranks}) if ranks > 1 else None
-    parts = gather(Inventory.of(graph), sharding, frozenset())
+    parts = gather(Unplaced(Inventory.of(graph), frozenset()), sharding)
     found = sum(parts.compute[i].kernel.weight_bytes for i in parts.index)
     whole = 2 * h
     assert found == 4 * (layers * ((12 * h**2 + 7 * h) / ranks + whole) + vocabulary * h / ranks)
@@ -187,7 +188,7 @@ def test_zero_is_rajbhandaris(n: int, phi: float) -> None:
 
 def test_activations_follow_the_batch_and_the_width() -> None:
     graph = gpt(2)
-    parts = gather(Inventory.of(graph), None, frozenset())
+    parts = gather(Unplaced(Inventory.of(graph), frozenset()), None)
     kept = kept_bytes(parts, range(len(graph.operators)))
     assert kept.at(2.0, 1) - kept.fixed == pytest.approx(2 * (kept.at(1.0, 1) - kept.fixed))
     # Losses' logarithms stay float32, the rest is half as wide.

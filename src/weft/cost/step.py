@@ -102,7 +102,8 @@ class Pricer(OperatorPricer):
         return self._sharing(replace(self, bucket_bytes=bucket_bytes, _busy={}))
 
     def _sharing(self, varied: Pricer) -> Pricer:
-        varied.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_flops", "weighted")})
+        shared = ("inventory", "unplaced", "cuts", "_first_reads", "_narrow", "_flops", "weighted")
+        varied.__dict__.update({key: getattr(self, key) for key in shared})
         return varied
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
@@ -297,6 +298,24 @@ class Pricer(OperatorPricer):
         width = self._width(layout, narrow=False)
         # What does not follow the samples is each replica's.
         return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else layout.data) for v in values)
+
+    def least_received(self, layout: Layout) -> NDArray[np.float64]:
+        """By place where a stage may begin: bytes that it receives at the least of one whole microbatch, as `crossing` has them."""
+        follows, fixed = self._first_reads
+        received: NDArray[np.float64] = self._width(layout, narrow=False) * (self.microbatch(layout) * follows + layout.data * fixed)
+        return received
+
+    @cached_property
+    def _first_reads(self) -> NDArray[np.float64]:
+        """[whether it is each replica's, cut]: bytes made before a cut that operators read between it and the next cut."""
+        tensors, batched, free = self.graph.tensors, self.inventory.batched, self.graph.free
+        ends = [*(cut.index for cut in self.cuts[1:]), len(self.graph.operators)]
+        received = np.zeros((2, len(self.cuts)))
+        for at, (cut, end) in enumerate(zip(self.cuts, ends, strict=True)):
+            read = {v for op in self.graph.operators[cut.index : end] if op.name not in free for v in op.inputs}
+            for value in read.intersection(cut.values):
+                received[int(value not in batched), at] += tensors[value].size_bytes
+        return received
 
     def transfer_s(self, layout: Layout, size_bytes: float, here: int = 0, there: int = 1) -> float:
         """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; or every

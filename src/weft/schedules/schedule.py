@@ -198,12 +198,7 @@ class Schedule:
     @cached_property
     def ends(self) -> tuple[tuple[int, int | None], ...]:
         """[rank] -> the stage of its first compute, and of its last where that hands a gradient on."""
-        ends = []
-        for order, stages in zip(self.orders, self.stages_of, strict=True):
-            computes = np.flatnonzero(_COMPUTES[order.letters])
-            first, last = (stages[order.places[computes[at]]] for at in (0, -1))
-            ends.append((first, last if _BACKWARDS[order.letters[computes[-1]]] else None))
-        return tuple(ends)
+        return tuple((row[0].stage, row[-1].stage if row[-1].op in (Op.B, Op.I) else None) for row in self._few)
 
     def in_flight(self, stage: int) -> float:
         """The most microbatches that a rank keeps of a stage; of the stages of a rank that keeps several at once, their mean.

@@ -17,12 +17,14 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.axis import DATA, EXPERT
 from weft.plan.layout import Layout
+from weft.solve.handing import least_handed_s
 from weft.solve.lending import Host, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
 
 
 def work_s(pricer: Pricer, base: Layout, again: bool = False) -> float:
-    """Seconds that the busiest rank computes and talks inside layers, were the work divided evenly over all ranks of the pipeline.
+    """Seconds that the busiest rank computes, talks inside layers and waits for what it hands on, were that divided evenly over all ranks
+    of the pipeline.
 
     `again`: what full recomputation repeats is counted twice.
     """
@@ -32,7 +34,7 @@ def work_s(pricer: Pricer, base: Layout, again: bool = False) -> float:
             # Every part does its share of the layers in the time that all of them take.
             width = base.stage_ranks
             return base.microbatches / sum(one.cluster.num_devices / width / _once_s(one, base, again) for one in pricer.pricers)
-    return base.microbatches * _once_s(pricer, base, again) / base.pipeline
+    return base.microbatches * (_once_s(pricer, base, again) + least_handed_s(pricer, base)) / base.pipeline
 
 
 def _once_s(pricer: Pricer, base: Layout, again: bool) -> float:
@@ -117,7 +119,8 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
         return pricer.predict(layout, (single,), (), smaller=(lesser.single_stage(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
         single = lesser.single_stage(layout)
-    busy = layout.microbatches * (single.forward_s + single.backward_s) / layout.pipeline * waiting(pricer, layout, interleaved)
+    once = single.forward_s + single.backward_s + least_handed_s(pricer, layout)
+    busy = layout.microbatches * once / layout.pipeline * waiting(pricer, layout, interleaved)
     step = busy + single.optimizer_s / layout.pipeline + pricer.devices.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
 

@@ -297,8 +297,8 @@ def waits_to_fill(layout: Layout) -> bool:
 
 
 def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, float]]:
-    """Seconds at the least of every balanced stage for one microbatch, forward, and forward and back: of its operators alone, with what
-    full recomputation repeats (`again`) or without."""
+    """Seconds at the least of every balanced stage for one microbatch, forward, and forward and back: of its operators and of what its
+    ranks wait for at its borders, with what full recomputation repeats (`again`) or without."""
     ends = [0, len(pricer.graph.operators)]
     if layout.num_stages > 1:
         numbers = {cut.site: cut.index for cut in places(pricer, layout)}
@@ -316,6 +316,13 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
             sums = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
             cache[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
         trips.append(cache[id(one)][k])
+    exposed = 0.0 if isinstance(pricer, MixedPricer) or layout.inner or layout.microbatches == 1 else pricer.devices.exposed_sends
+    if exposed and layout.num_stages > 1:
+        for stage in pricer.split(balanced(pricer, layout)):
+            out = sum(handed_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
+            back = sum(handed_s(pricer, layout, source, stage.index, values) for source, values in stage.receives)
+            forward_s, trip_s = trips[stage.index]
+            trips[stage.index] = forward_s + exposed * out, trip_s + exposed * (out + back)
     return trips
 
 

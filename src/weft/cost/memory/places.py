@@ -7,10 +7,11 @@ that. So a product that reads gathered columns keeps those, and not the pieces f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
+from typing import NamedTuple
 
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.runs import Amount
@@ -21,8 +22,7 @@ from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import Placement, R, is_cut, is_halo, is_owned, is_shard
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A storage that backward keeps: its bytes after the tensor axis."""
 
     root: str
@@ -49,14 +49,22 @@ class Places:
     storages: dict[str, Stored] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._inputs = {v.value for v in self.inventory.graph.inputs}
+        self._as_read: dict[tuple[Hashable, int], Stored | None] = {}
         self._axes = [] if self.sharding is None else list(self.sharding.sizes)
         self._ways = cache(partial(pieces, self.sharding))
         for value in self.inventory.held:
             self.storages[value] = self.storage_of(value)
 
-    def read(self, op: Operator) -> dict[str, Stored]:
-        """By value that an operator reads."""
-        return {value: self._arriving(op, i, value) for i, value in enumerate(op.inputs)}
+    def read(self, op: Operator, key: Hashable) -> dict[str, Stored]:
+        """By value that an operator reads. `key`: the same for operators that read alike."""
+        arriving = {}
+        for at, value in enumerate(op.inputs):
+            if (key, at) not in self._as_read:
+                self._as_read[key, at] = self._apart(op, at, value)
+            apart = self._as_read[key, at]
+            arriving[value] = self.storages[value] if apart is None else apart._replace(root=f"{value}{apart.root}")
+        return arriving
 
     def ways_read(self, op: Operator, at: int) -> float:
         """Pieces along the inner axes into which an operator's operand is cut where the operator reads it; of windows, which overlap, the
@@ -85,16 +93,16 @@ class Places:
             return place
         ways = 0 if value in self.inventory.held else self.ways_read(op, op.inputs.index(value))
         stored = self.storage_of(value, ways)
-        return replace(stored, root=f"{place.root} {value}", size_bytes=times * stored.size_bytes, copy=copy)
+        return stored._replace(root=f"{place.root} {value}", size_bytes=times * stored.size_bytes, copy=copy)
 
     def padded(self, op: Operator) -> Iterator[Stored]:
         """What an operator keeps of an input of the batch whose windows it reads: padded at the image's edge, it is a tensor of its own."""
-        keeps, copied = self.inventory.works[op.name].keeps, {value for value, *_ in self.inventory.kept[op.name].storages}
-        inputs = {v.value for v in self.inventory.graph.inputs} if self._axes else set()
         for at, value in enumerate(op.inputs):
-            windows = any(is_halo(need) for _, need in self._forms(op, at).values())
-            if windows and value in inputs and value in keeps and value not in copied:
-                yield replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value} for {op.name}", held=False)
+            if value not in self._inputs or value not in self.inventory.works[op.name].keeps:
+                continue
+            copied = any(value == saved for saved, *_ in self.inventory.kept[op.name].storages)
+            if not copied and any(is_halo(need) for _, need in self._forms(op, at).values()):
+                yield self.storage_of(value, self.ways_read(op, at))._replace(root=f"{value} for {op.name}", held=False)
 
     def storage_of(self, value: str, ways: float = 0) -> Stored:
         """A storage of a value's own, in so many pieces, by default in those in which it is made."""
@@ -110,21 +118,22 @@ class Places:
             value in inventory.held,
         )
 
-    def _arriving(self, op: Operator, at: int, value: str) -> Stored:
+    def _apart(self, op: Operator, at: int, value: str) -> Stored | None:
+        """What an operand is as it is read where that is a tensor of its own, whose root is behind the value's name; None elsewhere."""
         forms = self._forms(op, at)
         axes = [axis for axis, (source, need) in forms.items() if need is not source and (is_cut(need) or is_cut(source))]
         moved = "".join(f" {axis}={forms[axis][1]}" for axis in axes)
         shared = is_cut(forms.get(DATA, (R, R))[1])
         if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
-            return replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
+            return self.storage_of(value, self.ways_read(op, at))._replace(root=moved, shared=shared, held=False)
         owned = any(is_owned(need) for _, need in forms.values())
         # On GPUs as in the measured runs of others, which gather again in backward what tensor ranks gather.
         apart = self.inventory.kernels.keeps_as_read or owned or any(axis_of(axis).cuts_sequences for axis in axes)
         if not moved or value in self.inventory.held or not apart:
-            return self.storages[value]
+            return None
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
-            return self.storages[value]  # measured on grids: what a convolution reads a slice of stays whole
-        return replace(self.storage_of(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
+            return None  # measured on grids: what a convolution reads a slice of stays whole
+        return self.storage_of(value, self.ways_read(op, at))._replace(root=moved, shared=shared)
 
     def _forms(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:
         """By axis: the form in which an operand is made, and that in which it is read."""

@@ -21,7 +21,8 @@ from weft.cost.devices.kernels import Kernel
 from weft.cost.memory.memory import Inventory
 from weft.cost.network.axes import group_of
 from weft.cost.network.network import Group, collective_s
-from weft.cost.operators.parts import Collective, Parts, gather
+from weft.cost.operators.gather import Unplaced, gather
+from weft.cost.operators.parts import Collective, Parts
 from weft.cost.operators.placed import placed, placed_sizes
 from weft.cost.operators.rounds import ROUND
 from weft.model.graph import Graph
@@ -71,6 +72,16 @@ class OperatorPricer:
     def cast_inventory(self) -> Inventory:
         """The inventory under autocast."""
         return Inventory.of(self.graph, self.devices.kernel_memory, is_cast=True)
+
+    @cached_property
+    def unplaced(self) -> Unplaced:
+        """What is asked of the inventory whatever the sharding."""
+        return Unplaced(self.inventory, self._narrow)
+
+    @cached_property
+    def cast_unplaced(self) -> Unplaced:
+        """The same under autocast."""
+        return Unplaced(self.cast_inventory, self._narrow)
 
     @cached_property
     def devices(self) -> Devices:
@@ -129,7 +140,7 @@ class OperatorPricer:
         """Unique operators and collectives under the layout's sharding."""
         key = self._cut(layout)
         if key not in self._parts:
-            self._parts[key] = gather(self.inventory, self.sharding(layout), self._narrow)
+            self._parts[key] = gather(self.unplaced, self.sharding(layout))
         return self._parts[key]
 
     def held_parts(self, layout: Layout) -> Parts:
@@ -138,7 +149,7 @@ class OperatorPricer:
             return self.parts(layout)
         key = self._cut(layout)
         if key not in self._cast_parts:
-            self._cast_parts[key] = gather(self.cast_inventory, self.sharding(layout), self._narrow)
+            self._cast_parts[key] = gather(self.cast_unplaced, self.sharding(layout))
         return self._cast_parts[key]
 
     def held_inventory(self, layout: Layout) -> Inventory:

@@ -8,7 +8,6 @@ Not modelled: that a block goes no further than it is seen, and blocks of window
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -113,7 +112,7 @@ def kept(places: Places, op: Operator) -> Iterator[Stored]:
             more = times - (value in op.inputs[:3])
             if more > 0:
                 stored = places.storage_of(value)
-                yield replace(stored, root=f"{value} by heads for {op.name}", size_bytes=more * stored.size_bytes, held=False)
+                yield stored._replace(root=f"{value} by heads for {op.name}", size_bytes=more * stored.size_bytes, held=False)
 
 
 def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tuple[float, float]:

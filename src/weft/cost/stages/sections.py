@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.memory.places import Stored
-from weft.cost.memory.runs import Amount, Amounts, Runs, starts_of
+from weft.cost.memory.runs import NO_BYTES, Amount, Amounts, Runs, starts_of
 from weft.cost.operators.parts import Held, Parts, Seen, keeps, kept_bytes, storages_bytes
 from weft.plan.residency import Residency, joined
 
@@ -85,7 +85,7 @@ class Groups:
         What one hands to the next is counted there: it is on the device unless that one moves.
         """
         seen = Seen()
-        amounts = dict.fromkeys(self.names, Amount())
+        amounts = dict.fromkeys(self.names, NO_BYTES)
         for name, mine in reversed(self.runs):
             if name in amounts:
                 amounts[name] += kept_bytes(self.parts, mine, self.half, seen)
@@ -95,7 +95,7 @@ class Groups:
     def enters(self) -> dict[str, Amount]:
         """By block: what comes into it that comes into none before it."""
         seen = Seen()
-        amounts = dict.fromkeys(self.names, Amount())
+        amounts = dict.fromkeys(self.names, NO_BYTES)
         for name, mine in self.runs:
             if name in amounts:
                 amounts[name] += self.entering(mine, seen)
@@ -132,11 +132,11 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     at_once: list[Amount] = []
     away: list[float] = []
     present: list[float] = []
-    total, host = Amount(), Seen()
+    total, host = NO_BYTES, Seen()
     num_runs = Counter(name for name, _ in groups.runs)  # of a layer that others interrupt there are several
     for part in cut:
         mine, goes = part.operators, part.goes
-        come, none = Amount(), [Amount()] * len(mine)
+        come, none = NO_BYTES, [NO_BYTES] * len(mine)
         again = asked = passing = none
         if part.name in repeated:
             items = set(seen)
@@ -159,7 +159,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         there += again
         back += asked
         forward += passing
-        at_once += [come, *[Amount()] * (len(part.blocks) - 1)]
+        at_once += [come, *[NO_BYTES] * (len(part.blocks) - 1)]
         gone = [(part.name in repeated or goes) * (name in groups.names) / num_runs[name] for name in part.blocks]
         away += gone
         present += accumulate(gone)
@@ -192,9 +192,9 @@ def _kept_amounts(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str]
     for part in cut:
         mine = part.operators
         if part.goes:
-            activations += [Amount()] * len(mine)
+            activations += [NO_BYTES] * len(mine)
         elif part.name in repeated:
-            activations += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+            activations += [groups.entering(mine, seen), *[NO_BYTES] * (len(mine) - 1)]
         elif selective:
             activations += _around_core(groups, mine, seen)
         else:
@@ -217,14 +217,14 @@ def _around_core(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]
     firsts = {mine[0]: mine for mine in _core_operators(parts, run).values()}
     for i in run:
         inside = parts.attention_core[i] >= 0
-        entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
+        entering = groups.entering(firsts[i], seen) if i in firsts else NO_BYTES
         amounts.append(entering if inside else kept_bytes(parts, [i], half, seen))
     return amounts
 
 
 def _core_recomputed(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what its core has made again while its backward is at it."""
-    parts, amounts = groups.parts, dict.fromkeys(run, Amount())
+    parts, amounts = groups.parts, dict.fromkeys(run, NO_BYTES)
     for mine in _core_operators(parts, run).values():
         amounts.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
     return [amounts[i] for i in run]
@@ -232,7 +232,7 @@ def _core_recomputed(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amo
 
 def _core_rerun(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
     """By operator of a run: what is there when its core has run again up to it."""
-    parts, amounts = groups.parts, dict.fromkeys(run, Amount())
+    parts, amounts = groups.parts, dict.fromkeys(run, NO_BYTES)
     for mine in _core_operators(parts, run).values():
         amounts.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
     return [amounts[i] for i in run]
@@ -242,12 +242,12 @@ def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> lis
     """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
     nothing, what enters it), and what it reads and makes."""
     parts, half, counted = groups.parts, groups.half, set(seen)
-    entering, amounts = Amount() if saves else groups.entering(run, counted), []
+    entering, amounts = NO_BYTES if saves else groups.entering(run, counted), []
     for i in run:
         if saves:
             entering += kept_bytes(parts, [i], half, counted)
         values = (*(item for _, item in parts.reads[i]), *parts.makes[i])
-        amounts.append(entering + storages_bytes(values, half, set(counted)))
+        amounts.append(entering + storages_bytes(values, half, set(), counted))
     return amounts
 
 
@@ -267,8 +267,8 @@ def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[A
             first.setdefault(key, at)
             last[key], items[key] = at, item
     for key, item in items.items():
-        size = storages_bytes([item], half, set(seen & {key}))
-        for at in range(first[key], min(last[key] + 1, sizes.get(key, len(run)))) if size != Amount() else ():
+        size = storages_bytes([item], half, set(), seen)
+        for at in range(first[key], min(last[key] + 1, sizes.get(key, len(run)))) if any(size) else ():
             amounts[at] += size
     return amounts
 
@@ -288,7 +288,7 @@ def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list
     counted = set(seen)
     for key, item in items.items():
         size = storages_bytes([item], half, counted)
-        for at in range(first[key], last[key] + 1) if size != Amount() else ():
+        for at in range(first[key], last[key] + 1) if any(size) else ():
             amounts[at] += size
     return amounts
 
