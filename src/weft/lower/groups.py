@@ -13,16 +13,16 @@ from weft.world.world import Group, World
 
 def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dict[str, Group]:
     """This rank's group of each axis by its name; also those that `beside` and `apart` name."""
-    found = {}
+    groups = {}
     for axis in sharding.sizes:
         ranks = mesh.group(world.rank, axis)
-        found[axis], at = world.group(ranks), ranks.index(world.rank)
+        groups[axis], at = world.group(ranks), ranks.index(world.rank)
         rows = graph.fused.rules
         counts = {exchanged(sharding, op, rows[op.name], axis, graph.tensors[op.inputs[0]].shape) for op in graph.operators if op.inputs}
         for n in counts - {1}:
-            found[beside(axis, n)] = world.group(ranks[at - at % n : at - at % n + n])
-            found[apart(axis, n)] = world.group(ranks[at % n :: n])
-    return found
+            groups[beside(axis, n)] = world.group(ranks[at - at % n : at - at % n + n])
+            groups[apart(axis, n)] = world.group(ranks[at % n :: n])
+    return groups
 
 
 def beside(axis: str, n: int) -> str:

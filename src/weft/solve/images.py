@@ -64,14 +64,14 @@ def attention_ways(graph: Graph) -> tuple[str, ...]:
 
 def fewest_heads(graph: Graph) -> int:
     """Heads of the attention that has fewest; 1 where it is no operator of its own."""
-    found = []
+    counts = []
     for op in graph.operators:
         rule = graph.rules[op.name]
         row = (rule.inputs[0] or ()) if rule is not None and passes_round({op.name: rule}) else ()
         if row:
             label = heads_of(rule)
-            found.append(graph.tensors[op.inputs[0]].shape[row.index(label)] if label in row else 1)
-    return min(found, default=1)
+            counts.append(graph.tensors[op.inputs[0]].shape[row.index(label)] if label in row else 1)
+    return min(counts, default=1)
 
 
 def both_ways(ways: Sequence[str], context: int, heads: int, near: int) -> tuple[str, ...]:

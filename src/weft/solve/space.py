@@ -353,9 +353,9 @@ class Space:
         if context == 1:
             return (AUTO,)
         named = [str(c.value) for c in self.constraints if c.key == "attention" and c.relation == "="]
-        known = (*self.attention, *both_ways(self.attention, context, self.heads // tensor, self.cluster.node_size // tensor))
-        words = [word for word in named or (*known, *ATTENTION) if self.admits("attention", word) and divides(word, context)]
-        return tuple(word for word in words if word in known) or tuple(words[:1])
+        ways = (*self.attention, *both_ways(self.attention, context, self.heads // tensor, self.cluster.node_size // tensor))
+        words = [word for word in named or (*ways, *ATTENTION) if self.admits("attention", word) and divides(word, context)]
+        return tuple(word for word in words if word in ways) or tuple(words[:1])
 
     def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):

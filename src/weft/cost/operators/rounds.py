@@ -67,8 +67,8 @@ def exchanges(inventory: Inventory, sharding: Sharding, op: Operator, sets: Sets
     yield from ((value, 1.0) for value in (op.inputs[0], op.outputs[0]))
     yield from ((value, sets.repeats) for value in op.inputs[1:3])
     if mask is not None and tensors[mask].shape[-2] > 1:
-        alike = len(tensors[mask].shape) < 3 or tensors[mask].shape[-3] == 1
-        yield mask, float(sets.beside if alike else 1)
+        for_all = len(tensors[mask].shape) < 3 or tensors[mask].shape[-3] == 1
+        yield mask, float(sets.beside if for_all else 1)
 
 
 class Around(NamedTuple):

@@ -47,8 +47,8 @@ def exchange_of(beside: Group, apart: Group, ring: Ring, masks_rows: bool) -> Ex
         drawing = drawing[0], _of_set(drawing[1], queries[first // n], beside)
     group = apart if apart.size > 1 else None
     round_ = replace(ring, group=group, queries=queries, keys=keys, drawing=drawing)
-    own = [tuple(at[i] for i in places) for at in (ring.queries, ring.keys)]
-    return Exchange(beside, own[0], own[1], round_, masks_rows)
+    places_of = [tuple(at[i] for i in places) for at in (ring.queries, ring.keys)]
+    return Exchange(beside, places_of[0], places_of[1], round_, masks_rows)
 
 
 def _of_set(where: Where, at: Ranges, beside: Group) -> Where:
@@ -68,13 +68,13 @@ def joined(members: Sequence[Ranges]) -> Ranges:
     >>> joined((((0, 2), (6, 8)), ((2, 4), (4, 6)))), joined((((0, 2), (14, 16)), ((2, 4), (12, 14))))
     (((0, 8),), ((0, 4), (12, 16)))
     """
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for start, stop in sorted(both for one in members for both in one):
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if pieces and pieces[-1][1] == start:
+            pieces[-1] = pieces[-1][0], stop
         else:
-            found.append((start, stop))
-    return tuple(found)
+            pieces.append((start, stop))
+    return tuple(pieces)
 
 
 def exchanged_attention(to: Exchange, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

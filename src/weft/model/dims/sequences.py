@@ -118,8 +118,8 @@ def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[
 def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Place, Run]) -> bool:
     """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
     lies, and no window slides over positions (of numbers that learn; others are read whole)."""
-    made = graph.producer()
-    causal = (op for op in graph.operators if heads_of(rules[op.name]) and hides_later(graph, made, op))
+    makers = graph.producer()
+    causal = (op for op in graph.operators if heads_of(rules[op.name]) and hides_later(graph, makers, op))
     if any(draws(op) for op in graph.operators) or next(causal, None) is None:
         return False
     for op in graph.operators:

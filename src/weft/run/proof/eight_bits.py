@@ -51,8 +51,8 @@ def _farthest(parts: Parts) -> tuple[float, int, int]:
                 continue
             of_inputs, of_outputs = call.scaled_over()
             errors = _errors(layer, _shape(low, call), of_inputs, of_outputs, low.device)
-            found = ((inf if isnan(error) else error, low.ordinal[op.name], way) for way, error in enumerate(errors))
-            worst = max(worst, *found)
+            errors_of = ((inf if isnan(error) else error, low.ordinal[op.name], way) for way, error in enumerate(errors))
+            worst = max(worst, *errors_of)
     return worst
 
 
@@ -90,10 +90,10 @@ def _off(x: Tensor, dtype: torch.dtype, over: tuple[Group, ...]) -> Tensor:
     return (x.abs().double() * info.eps / 2).add_(scale.double() * info.smallest_normal * info.eps / 2)
 
 
-def _over(found: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> float:
+def _over(gradient: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> float:
     """The largest error of a @ b.T, where its operands may be off by so much, over its bound."""
     a, b, of_a, of_b = (x.double() for x in (a, b, of_a, of_b))
     want, size = a @ b.T, a.abs() @ b.abs().T
     bound = of_a @ b.abs().T + a.abs() @ of_b.T + of_a @ of_b.T + ADDING * size
     bound += torch.finfo(WIDE).eps / 2 * (want.abs() + bound)
-    return float(((found.double() - want).abs() / bound.clamp(min=1e-300)).max())
+    return float(((gradient.double() - want).abs() / bound.clamp(min=1e-300)).max())

@@ -357,10 +357,10 @@ def verify_on_rank(
     for step in range(max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
         if not run.step(step):
             break
-    found = run.verification(source)
-    if found is None or not found.ok or (not wrong and (exact is None or exact.ok)):
-        return found
-    return replace(found, ok=False, first_difference=wrong or f"the same layout in float64: {exact.first_difference if exact else ''}")
+    checked = run.verification(source)
+    if checked is None or not checked.ok or (not wrong and (exact is None or exact.ok)):
+        return checked
+    return replace(checked, ok=False, first_difference=wrong or f"the same layout in float64: {exact.first_difference if exact else ''}")
 
 
 def verify_plan(
