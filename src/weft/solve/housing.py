@@ -180,7 +180,8 @@ def least_more_s(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int
     enough = (moved * most <= short * (1 + 1e-9)) & (short - moved * most <= freed[-1] * (1 + 1e-9))
     moved = np.unique(moved[(moved >= 0) & enough])
     repeats = np.interp(short - moved * most, freed, took)
-    return min((copies.around(compute, size).total - compute.total + more for size, more in zip(moved, repeats, strict=True)), default=inf)
+    steps = (copies.around(compute, size).total - compute.total + more for size, more in zip(moved.tolist(), repeats.tolist(), strict=True))
+    return min(steps, default=inf)
 
 
 def _moments(schedule: Schedule, rank: int, held: Sequence[StageMemory]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
