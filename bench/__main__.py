@@ -16,6 +16,8 @@ NAMES = {
     "faults": "ranks that are killed, stopped or hang: how long each fault is felt",
     "shares": "unequal shares of the batch where one rank is slower",
     "branches": "ranks that own parallel branches beside data parallelism",
+    "loader": "batches beside torch's DataLoader, and how long a loop waits for them",
+    "preprocess": "data prepared on the processor beside a GPU: pandas and cuDF, scikit-learn and cuML, Pillow and DALI",
     "draws": "what drawing random numbers costs in a step with dropout",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",

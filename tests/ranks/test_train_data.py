@@ -91,13 +91,15 @@ def serial(config: Config, tmp_path: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize(
+    ("packing", "layouts"), [("none", ["data=4"]), ("documents", ["data=2 microbatches=2", "tensor=2 pipeline=2 microbatches=2"])]
+)
 def test_instructions_learn_as_in_plain_pytorch_under_any_layout(
-    packing: str, tmp_path: Path, run: Callable[[Config], dict[str, Any]]
+    packing: str, layouts: list[str], tmp_path: Path, run: Callable[[Config], dict[str, Any]]
 ) -> None:
     """Ranks and microbatches have unequal numbers of tokens that count, by which their losses are weighed."""
     wanted = serial(configure(tmp_path / "s", "data=1", f"data.packing={packing}"), tmp_path)
-    for layout in ("data=4", "data=2 microbatches=2", "tensor=2 pipeline=2 microbatches=2"):
+    for layout in layouts:
         config = configure(tmp_path / layout.replace(" ", "_"), layout, f"data.packing={packing}")
         summary = run(config)
         assert losses(config) == pytest.approx(wanted, rel=2e-5)

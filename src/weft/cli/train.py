@@ -199,6 +199,8 @@ def summary_of(summary: dict[str, Any]) -> Table:
         rows.append(
             ("step time", format_seconds(summary["step_time_s"]) + (f"; predicted {format_seconds(predicted)}" if predicted else ""))
         )
+    if summary.get("data_wait_s") is not None and summary.get("step_time_s"):
+        rows.append(("waiting for data", f"{format_seconds(summary['data_wait_s'])} in all, on the rank that waited longest"))
     if summary.get("mfu"):
         rows.append(("MFU", format_percent(summary["mfu"])))
     return Table("Trained" if not summary.get("stopped") else "Stopped early; the same command goes on", ("", ""), tuple(rows))

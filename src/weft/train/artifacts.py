@@ -44,7 +44,7 @@ def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callabl
         if spans is not None:
             trace = spans.to_perfetto()
             jobs.append(lambda: _replace(job.folder / TIMELINE, trace))
-        if job.corpus is not None and job.config.run.sample and engine.num_parameters <= LARGEST_SAMPLED:
+        if job.corpus is not None and job.corpus.is_text and job.config.run.sample and engine.num_parameters <= LARGEST_SAMPLED:
             jobs.append(lambda: sample(state, job, subject, world))
         for do in jobs:
             try:

@@ -31,7 +31,8 @@ class ModelSection(_Section):
 
 class DataSection(_Section):
     """What is learned from. `text`: a file, a folder or several; by default the Python installation's own sources. `path` says the same of
-    the other sources; of "datasets" it is a folder or a name, with its `subset` and `split`.
+    the other sources; of "datasets" it is a folder or a name, with its `subset` and `split`; of "images" folders of classes, or tar shards,
+    with `validation` beside them; of "table" csv or parquet files, of whose columns `features` are learned from.
 
     `source = "synthetic"` repeats the batch that comes with the model, whatever the model is.
 
@@ -40,7 +41,7 @@ class DataSection(_Section):
     windows for text and none for instruction data. `format` says what records are: text, a prompt and its completion, or messages.
     """
 
-    source: Literal["text", "jsonl", "csv", "parquet", "webdataset", "datasets", "synthetic"] = "text"
+    source: Literal["text", "jsonl", "csv", "parquet", "webdataset", "datasets", "images", "table", "synthetic"] = "text"
     text: str | tuple[str, ...] = ()
     path: str | tuple[str, ...] = ()
     tokenizer: str = Field(default="bytes", min_length=1)
@@ -54,6 +55,14 @@ class DataSection(_Section):
     subset: str = ""
     split: str = "train"
     streaming: bool = False
+    validation: str | tuple[str, ...] = ()
+    augment: Literal["none", "flip", "crop"] = "none"
+    mean: tuple[FiniteFloat, ...] = ()
+    std: tuple[FiniteFloat, ...] = ()
+    features: tuple[str, ...] = ()
+    label_column: str = "label"
+    scale: bool = True
+    preprocess: Literal["cpu", "device"] = "cpu"
     validation_fraction: FiniteFloat = Field(default=0.05, gt=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
@@ -61,6 +70,11 @@ class DataSection(_Section):
     def _one_place(self) -> DataSection:
         if self.text and (self.path or self.source != "text"):
             raise ValueError(f'text is for source = "text" alone; with source = "{self.source}" the data is path')
+        for key in ("validation", "augment", "mean", "std"):
+            if self.source != "images" and getattr(self, key) not in ((), "none"):
+                raise ValueError(f'{key} is for source = "images", and this is source = "{self.source}"; leave it out')
+        if any(value <= 0 for value in self.std):
+            raise ValueError(f"std = {list(self.std)}; each is above 0")
         return self
 
     @property
@@ -73,6 +87,11 @@ class DataSection(_Section):
         """`text` or `path` as a tuple; empty for the default."""
         named = self.text or self.path
         return (named,) if isinstance(named, str) else named
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """`validation` as a tuple."""
+        return (self.validation,) if isinstance(self.validation, str) else self.validation
 
     @property
     def as_bytes(self) -> bool:
@@ -198,12 +217,14 @@ class PlanSection(_Section):
 class RunSection(_Section):
     """`folder`: by default `runs/` and the configuration's name. `sample`: tokens of the text that is written at the end.
 
-    A rank that takes longer than `hang_after_s`, and than ten median steps, for a step is named. With `protect = "memory"` each rank's
-    state is kept in memory that outlives it, twice, where there is room: a rank that is lost is replaced, and no step is.
+    Of each rank `workers` threads prepare batches while others are trained on. A rank that takes longer than `hang_after_s`, and than ten
+    median steps, for a step is named. With `protect = "memory"` each rank's state is kept in memory that outlives it, twice, where there is
+    room: a rank that is lost is replaced, and no step is.
     """
 
     folder: str = ""
     resume: bool = True
+    workers: int = Field(default=2, ge=1)
     hang_after_s: FiniteFloat = Field(default=5.0, gt=0)
     protect: Literal["memory", "none"] = "memory"
     sample: int = Field(default=300, ge=0)
@@ -282,7 +303,7 @@ OTHER_NAMES = {
     "lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay", "warmup": "warmup_steps", "batch_size": "batch",
     "max_steps": "steps", "num_steps": "steps", "iterations": "steps", "grad_clip": "clip", "max_grad_norm": "clip",
     "optim": "optimizer", "eval_every": "evaluate_every", "save_every": "checkpoint_every", "seq_len": "sequence",
-    "block_size": "sequence", "max_length": "sequence", "data_files": "path", "dataset": "path", "name": "subset",
+    "block_size": "sequence", "max_length": "sequence", "data_files": "path", "dataset": "path", "name": "subset", "num_workers": "workers",
 }  # fmt: skip
 
 

@@ -19,8 +19,10 @@ import numpy as np
 from weft.errors import ConfigError, RunError
 from weft.train.config import DataSection
 from weft.train.reading.documents import Columns, documents_of
-from weft.train.reading.files import digest_of, walk
+from weft.train.reading.files import digest_of, files_of, walk
+from weft.train.reading.images import FILES, INDEX, Found, digest_of_images, write_index
 from weft.train.reading.records import Record, files_in, huggingface, records_in
+from weft.train.reading.tables import FEATURES, LABELS, digest_of_rows, tables_of, write_rows
 from weft.train.reading.token_files import (
     ENDS,
     TOKENS,
@@ -47,7 +49,8 @@ PREPARED, DESCRIPTION = "data", "corpus.json"  # of token files in a run folder,
 class Corpus:
     """`size` tokens in `path`. `digest` tells whether they are the same as when a run began.
 
-    `written` is empty where the tokens are the bytes of the file `path`; else `path` is a folder of token files, and it describes them.
+    Where the tokens are the bytes of the file `path`, it alone is told of; else `path` is a folder of token files, with an index of images,
+    or with the rows of tables, as one of `written`, `images` and `rows` describes it, and `size` counts these.
     """
 
     path: str
@@ -55,11 +58,30 @@ class Corpus:
     digest: str
     origin: str
     written: dict[str, Any] | None = None
+    images: dict[str, Any] | None = None
+    rows: dict[str, Any] | None = None
 
     @property
     def file(self) -> Path:
-        """The file that the tokens are read from."""
-        return Path(self.path, TOKENS) if self.written else Path(self.path)
+        """The file that is read, or the first of them."""
+        inside = TOKENS if self.written else INDEX if self.images else FEATURES if self.rows else ""
+        return Path(self.path, inside)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether tokens are learned from."""
+        return not self.images and not self.rows
+
+    @property
+    def unit(self) -> str:
+        """What `size` counts."""
+        return "images" if self.images else "rows" if self.rows else "tokens" if self.written else "bytes"
+
+    @property
+    def found(self) -> Found:
+        """What images there are."""
+        assert self.images is not None
+        return Found(**self.images)
 
     @property
     def vocabulary(self) -> int:
@@ -92,6 +114,17 @@ def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
     """
     if data.as_bytes:
         return open_corpus(data.paths, folder)
+    if data.source == "images":
+        if not data.paths:
+            raise ConfigError('data.path is missing: data.source = "images" needs a folder, as in path = "photos"')
+        where = Path(folder, PREPARED)
+        found = write_index(data.paths, data.held_out, where)
+        return Corpus(str(where), found.num_train + found.num_validation, found.digest, ", ".join(data.paths), images=asdict(found))
+    if data.source == "table":
+        files = files_of(data.paths, lambda file: file.suffix in (".csv", ".parquet"), "data.path", "tables (*.csv, *.parquet)")
+        where = Path(folder, PREPARED)
+        rows = write_rows(files, data.features, data.label_column, tables_of(data.preprocess), where)
+        return Corpus(str(where), rows.num_rows, rows.digest, ", ".join(data.paths), rows=asdict(rows))
     tokenizer = tokenizer_of(data.tokenizer, model)
     columns = Columns(data.format, data.text_column, data.prompt_column, data.completion_column, data.messages_column)
     records, origin = _records(data)
@@ -117,6 +150,12 @@ def _records(data: DataSection) -> tuple[Iterator[Record], str]:
 
 def is_unchanged(corpus: Corpus) -> bool:
     """Whether what a run has prepared, or what it reads where it lies, is as it was when it was described."""
+    if corpus.images:
+        folder = Path(corpus.path)
+        return all((folder / name).is_file() for name in (FILES, INDEX)) and digest_of_images(folder) == corpus.digest
+    if corpus.rows:
+        folder = Path(corpus.path)
+        return all((folder / name).is_file() for name in (FEATURES, LABELS)) and digest_of_rows(folder) == corpus.digest
     if corpus.written:
         folder = Path(corpus.path)
         return all((folder / name).is_file() for name in (TOKENS, ENDS)) and digest_of_tokens(folder) == corpus.digest

@@ -280,10 +280,9 @@ def _gather_text(config: Config, folder: Path) -> None:
             return
         corpus = open_data(config.data, config.model.name, folder)
         if not describes_corpus(corpus, description):
-            unit = "tokens" if before.written else "bytes"
             raise ConfigError(
-                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({before.size} {unit} then, {corpus.size} "
-                "now); restore it, or choose another run.folder"
+                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({before.size} {before.unit} then, "
+                f"{corpus.size} now); restore it, or choose another run.folder"
             )
         save_description(corpus, description)
         return

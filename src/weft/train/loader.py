@@ -1,10 +1,11 @@
-"""Batches in time: which rows are whose, prefetched by a thread. In: a source and a step. Out: batches, step after step."""
+"""Batches in time: which rows are whose, prefetched by threads. In: a source and a step. Out: batches, step after step."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from weft.capture.nesting import with_samples
@@ -113,23 +114,23 @@ def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
 
 
 class Loader:
-    """Batches of steps `start <= step < stop` as `make(step)` gives them, made in a thread while others are used.
+    """Batches of steps `start <= step < stop` as `make(step)` gives them, in order, made by `workers` threads while others are used.
 
-    `pin`: tensors in page-locked memory, from which copies to a GPU overlap. An exception in `make` is raised where the batch is
-    taken. Use it in a `with`, or exhaust it: the thread ends with it.
+    `pin`: tensors in page-locked memory, from which copies to a GPU overlap. `waited_s`: seconds that the taker has waited for batches.
+    An exception in `make` is raised where the batch is taken. Use it in a `with`, or exhaust it: the threads end with it.
 
     >>> with Loader(lambda step: step * 10, 2, 5) as loader:
     ...     list(loader)
     [20, 30, 40]
     """
 
-    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, pin: bool = False) -> None:
-        self._make, self._start, self._stop, self._pin = make, start, stop, pin
-        self._queue: queue.Queue[tuple[Batch, BaseException | None]] = queue.Queue(_AHEAD)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="weft-loader", daemon=True)
-        self._left = max(0, stop - start)
-        self._thread.start()
+    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, pin: bool = False, workers: int = 1) -> None:
+        self._make, self._pin, self._steps = make, pin, iter(range(start, stop))
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="weft-loader")
+        self._pending: deque[Future[Batch]] = deque()
+        self.waited_s = 0.0
+        for _ in range(workers + _AHEAD - 1):
+            self._prepare_next()
 
     def __enter__(self) -> Loader:
         return self
@@ -141,35 +142,31 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if not self._left:
+        if not self._pending:
             self.close()
             raise StopIteration
-        self._left -= 1
-        batch, error = self._queue.get()
-        if error is not None:
-            self._left = 0
-            raise error
+        began = time.perf_counter()
+        try:
+            batch = self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self.waited_s += time.perf_counter() - began
+        self._prepare_next()
         return batch
 
     def close(self) -> None:
-        """End the thread."""
-        self._done.set()
-        self._thread.join()
+        """End the threads."""
+        self._steps = iter(())
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+        self._pool.shutdown()
 
-    def _work(self) -> None:
-        for step in range(self._start, self._stop):
-            try:
-                item: tuple[Any, BaseException | None] = (self._prepare(step), None)
-            except BaseException as error:
-                item = (None, error)
-            while not self._done.is_set():
-                try:
-                    self._queue.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if self._done.is_set() or item[1] is not None:
-                return
+    def _prepare_next(self) -> None:
+        for step in self._steps:
+            self._pending.append(self._pool.submit(self._prepare, step))
+            return
 
     def _prepare(self, step: int) -> Batch:
         batch = self._make(step)

@@ -30,7 +30,7 @@ from weft.run.state.fingerprints import Diverged, parameter_at
 from weft.run.state.snapshots import Snapshots, room_bytes
 from weft.run.step.result import StepResult
 from weft.train import artifacts
-from weft.train.components import Components
+from weft.train.components import NANOSECONDS, Components
 from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
@@ -135,6 +135,7 @@ class _Run:
         self.done = 0
         self.snapshots: Snapshots | None = None
         self.step_times: list[float] = []
+        self.waited_s: list[float] = []  # for the batch of each step
         self.eval_loss: float | None = None
         self._evaluates = True
         self.saved_step = -1
@@ -148,6 +149,7 @@ class _Run:
         self._interval = Interval(world.num_ranks, time.perf_counter()) if every == "auto" and not layout.staleness else None
         self._save_every = 0 if every == "auto" else every
         self.saving_s = 0.0
+        self.data_wait_s = 0.0  # of the rank that waited longest, but for the first batch
         self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
         self._untold: deque[tuple[Row, _Told]] = deque()
 
@@ -163,6 +165,7 @@ class _Run:
                 self.show.say(words)
             stopped = self._steps(start, row, token, write)
             self.measured = self.components.gather()
+            self.data_wait_s = self.world.maximum([round(NANOSECONDS * sum(self.waited_s[1:]))])[0] / NANOSECONDS
             self.memory = self.engine.fullest_memory()
             self._save(self.done, token, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
@@ -240,10 +243,14 @@ class _Run:
             self.step_times.append(float(untold["step_time_s"] or 0.0))
             if self._after(untold, _Loss(float(untold["loss"] or 0.0)), token, write):
                 return self.done < self.section.steps
-        with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
+        pin, workers = self.world.device.type == "cuda", self.job.config.run.workers
+        with Loader(make, start, self.section.steps, pin, workers) as loader:
             for step in range(start, self.section.steps):
-                began = time.perf_counter()  # waiting for data counts too
-                row, result = self._trusted(step, next(loader), began)
+                began, waited = time.perf_counter(), loader.waited_s  # waiting for data counts too
+                batch = next(loader)
+                self.waited_s.append(loader.waited_s - waited)
+                row, result = self._trusted(step, batch, began)
+                row["data_wait_s"] = self.waited_s[-1]
                 self.done = step + 1
                 if self.snapshots is not None:
                     self.snapshots.take(self.done, {**row, "loss": result.loss})
@@ -466,6 +473,7 @@ class _Run:
             "num_parameters": self.engine.num_parameters,
             "stopped": stopped,
             "saving_s": self.saving_s,
+            "data_wait_s": self.data_wait_s,
         }
 
 

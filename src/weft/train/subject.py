@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,14 @@ from weft.run.build import Traced
 from weft.train.config import Config
 from weft.train.corpus import Corpus, byte_frequency_loss
 from weft.train.data import Batch, Source, Synthetic, Text, TextRows, tensors
+from weft.train.images import Images, image_form
+from weft.train.order import Order
 from weft.train.packed import PackedText, packed_text
+from weft.train.reading.images import ImageFiles
+from weft.train.reading.pixels import preparer_of
+from weft.train.reading.tables import Rows as TableRows
+from weft.train.reading.tables import read_rows, tables_of
+from weft.train.tables import table_of
 from weft.zoo.resolve import Resolved, resolve
 
 Form = Callable[[TextRows], Batch]
@@ -45,7 +54,7 @@ class Subject:
 def sequence_of(config: Config) -> int | None:
     """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
     is_file = ".py:" in config.model.name or config.model.name.endswith(".py")
-    return None if is_file or config.data.source == "synthetic" else config.data.sequence
+    return None if is_file or config.data.source in ("images", "table", "synthetic") else config.data.sequence
 
 
 def subject_of(config: Config, corpus: Corpus | None) -> Subject:
@@ -61,6 +70,10 @@ def subject_of(config: Config, corpus: Corpus | None) -> Subject:
         first = next(tensors(example))
         tokens = first.numel() if first.dim() == 2 and not first.is_floating_point() else batch
         return Subject(resolved.make, resolved.loss, Synthetic(example), example, tokens)
+    if corpus.images:
+        return _of_images(config, corpus, resolved)
+    if corpus.rows:
+        return _of_table(config, corpus, resolved)
     text = rows_of_text(config, corpus)
     source = Formed(text, text_form(resolved, config.data.packing == "documents"))
     return Subject(
@@ -71,6 +84,35 @@ def subject_of(config: Config, corpus: Corpus | None) -> Subject:
         batch * config.data.sequence,
         byte_frequency_loss(text.validation_tokens()) if isinstance(text, Text) and corpus.written is None else 0.0,
     )
+
+
+def _of_images(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
+    data, batch, found = config.data, config.train.batch, corpus.found
+    if resolved.classes is not None and len(found.classes) > resolved.classes:
+        raise ConfigError(
+            f"{config.model.name} tells {resolved.classes} classes apart, and the images in {corpus.origin} have {len(found.classes)}: "
+            f"give it as many (classes={len(found.classes)} of a named model, num_labels in an hf: configuration)"
+        )
+    form, names = image_form(resolved, data.mean, data.std)
+    order = Order(found.num_train, batch, data.validation_fraction, data.seed, held_out=found.num_validation)
+    if order.num_samples < 1 or order.num_validation < 1:
+        raise ConfigError(f"{found.num_train} image in {corpus.origin}; training and validation need at least one each")
+    files = ImageFiles(Path(corpus.path))
+    source = Images(files, order, form, names, data.augment, preparer_of(data.preprocess))
+    return Subject(resolved.make, resolved.loss, source, source.validation(0, range(batch)), batch)
+
+
+def _of_table(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
+    data, batch = config.data, config.train.batch
+    features, labels = read_rows(Path(corpus.path))
+    order = Order(corpus.size, batch, data.validation_fraction, data.seed)
+    if order.num_samples < 1 or order.num_validation < 1:
+        raise ConfigError(f"{corpus.size} row in {corpus.origin}; training and validation need at least one each")
+    if data.scale:  # by what is trained on alone
+        held_out = np.isin(np.arange(corpus.size), order.first_validation(corpus.size))
+        features = tables_of(data.preprocess).scaled(features[~held_out], features)
+    source = table_of(resolved, order, features, labels, TableRows(**(corpus.rows or {})).features)
+    return Subject(resolved.make, resolved.loss, source, source.train(0, range(batch)), batch)
 
 
 def rows_of_text(config: Config, corpus: Corpus) -> Rows:

@@ -72,7 +72,7 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
             raise ModelError(f"{file}: {kind.__name__} cannot be made of this configuration: {said(error)}") from error
         return module
 
-    return Resolved(text, make, example_batch, None, batch or DEFAULT_BATCH)
+    return Resolved(text, make, example_batch, None, batch or DEFAULT_BATCH, classes=getattr(config, "num_labels", None))
 
 
 def _library(text: str) -> Any:

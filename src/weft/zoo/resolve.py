@@ -46,4 +46,5 @@ def _from_zoo(text: str, batch: int | None, sequence: int | None) -> Resolved:
             raise ModelError(f"a batch of {size} samples; it must have at least 1")
         return family.example_batch(config, size)
 
-    return Resolved(text, lambda: family.Model(config), example_batch, family.loss, batch or 8)
+    classes = getattr(config, "classes", None)
+    return Resolved(text, lambda: family.Model(config), example_batch, family.loss, batch or 8, classes=classes)

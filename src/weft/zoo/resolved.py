@@ -18,6 +18,7 @@ class Resolved:
 
     `batch(n)` is an example batch of n samples on the CPU, the same at every call; a dict is the module's keyword arguments, a
     tuple its positional ones. `loss(output, batch)` is a scalar; without it the output is the scalar loss or has `.loss`.
+    `classes`: how many it tells apart, where that is known.
     `form(n)` is a batch of the same shapes whose values nobody may ask for, to be called under a fake mode; by default `batch` is.
     """
 
@@ -27,6 +28,7 @@ class Resolved:
     loss: Loss | None
     default_batch: int
     form: Callable[[int], Any] | None = None
+    classes: int | None = None
 
     def example(self) -> Any:
         """The batch of the default size."""

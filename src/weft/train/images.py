@@ -1,0 +1,121 @@
+"""Images and their classes as batches of a model's shape. In: an index of images, an order. Out: rows by step.
+
+What a training image is cropped to follows from the seed and the sample's number through all epochs, and so from no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.train.data import Batch
+from weft.train.order import Numbers, Order
+from weft.train.reading.images import ImageFiles
+from weft.train.reading.pixels import Crop, PixelForm, Preparer
+from weft.zoo.resolved import Resolved
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision has them
+_LEAST_AREA, _SHAPE, _TRIES = 0.08, (3 / 4, 4 / 3), 10  # of a random crop (Szegedy et al. 2015), as torchvision's RandomResizedCrop
+
+
+@dataclass(frozen=True)
+class ImageNames:
+    """Where pixels and labels stand in a model's batch: names of a dict, or the places of a tuple."""
+
+    pixels: str | int
+    labels: str | int
+
+    def batch(self, pixels: Tensor, labels: Tensor) -> Batch:
+        """The batch that the model takes."""
+        if isinstance(self.pixels, str):
+            return {self.pixels: pixels, self.labels: labels}
+        return (pixels, labels) if self.pixels == 0 else (labels, pixels)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Batches of images; `augment` is "none", "flip" or "crop" (which flips too)."""
+
+    files: ImageFiles
+    order: Order
+    form: PixelForm
+    names: ImageNames
+    augment: str
+    preparer: Preparer
+
+    @property
+    def num_samples(self) -> int:
+        return self.order.num_samples
+
+    @property
+    def num_validation(self) -> int:
+        return self.order.num_validation
+
+    def train(self, step: int, rows: Sequence[int]) -> Batch:
+        """Rows of the global batch of `step`."""
+        numbers = self.order.number(step, rows).tolist()
+        return self._read(self.order.train(step, rows), [self._crop(number) for number in numbers])
+
+    def validation(self, number: int, rows: Sequence[int]) -> Batch:
+        """Rows of validation batch `number`; beyond the last it begins again."""
+        return self._read(self.order.validation(number, rows), [Crop(centre=True)] * len(rows))
+
+    def _read(self, samples: Numbers, crops: Sequence[Crop]) -> Batch:
+        contents, where = zip(*self.files.read(samples.tolist()), strict=True)
+        pixels = self.preparer(contents, where, crops, self.form)
+        return self.names.batch(pixels, torch.from_numpy(self.files.labels(samples).copy()))
+
+    def _crop(self, number: int) -> Crop:
+        if self.augment == "none":
+            return Crop(centre=True)
+        draw = np.random.Generator(np.random.Philox(key=self.order.seed, counter=number))
+        turned = bool(draw.random() < 0.5)
+        if self.augment == "flip":
+            return Crop(centre=True, turned=turned)
+        for _ in range(_TRIES):
+            area, shape = draw.uniform(_LEAST_AREA, 1), exp(draw.uniform(log(_SHAPE[0]), log(_SHAPE[1])))
+            width, height = sqrt(area * shape), sqrt(area / shape)
+            if width <= 1 and height <= 1:
+                left, top = draw.uniform(0, 1 - width), draw.uniform(0, 1 - height)
+                return Crop(left, top, left + width, top + height, turned)
+        return Crop(centre=True, turned=turned)
+
+
+def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) -> tuple[PixelForm, ImageNames]:
+    """What a model's batches of images are, read off its example batch: one tensor BCHW of numbers, one B of classes.
+
+    Raises:
+        ConfigError: any other batch.
+    """
+    example = resolved.batch(2)
+    entries: list[tuple[Any, Any]] = list(example.items() if isinstance(example, dict) else enumerate(example)) if _several(example) else []
+    pixels = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() and x.shape[1] in (1, 3)]
+    labels = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int64]
+    if len(entries) != 2 or len(pixels) != 1 or len(labels) != 1:
+        raise ConfigError(
+            f'{resolved.name} does not take batches of images (BCHW, of 1 or 3 channels) and their classes (B); use a classifier of '
+            'images, or data.source = "synthetic" to train on the batch that comes with the model'
+        )
+    channels, height, width = pixels[0][1].shape[1:]
+    means, stds = (_of_channels(values, channels) for values in (mean or MEAN, std or STD))
+    return PixelForm(channels, height, width, means, stds), ImageNames(pixels[0][0], labels[0][0])
+
+
+def _several(example: Any) -> bool:
+    return isinstance(example, dict | tuple | list)
+
+
+def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Values for so many channels: their mean for one."""
+    if len(values) == channels:
+        return tuple(values)
+    if channels == 1:
+        return (sum(values) / len(values),)
+    raise ConfigError(f"data.mean and data.std have {len(values)} values, and images have {channels} channels; give one for each")

@@ -1,0 +1,151 @@
+"""Image files with their classes, found once and read one at a time. In: folders of classes, or tar shards. Out: bytes and labels.
+
+A folder has a folder for each class, whose names in sorted order are the labels 0, 1, ... (torchvision's ImageFolder). A shard has an image
+and the number of its class (`.cls`) under one name. The index is `files.txt`, a name a line, and `images.bin`, four int64 each: which file,
+where the image begins in it, its size, its label.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import ConfigError, RunError
+from weft.train.reading.files import digest_of_all, walk
+from weft.train.reading.records import decoded, members
+
+Numbers = npt.NDArray[np.int64]
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+FILES, INDEX = "files.txt", "images.bin"
+
+
+@dataclass(frozen=True)
+class Found:
+    """`num_train` images come first, then those of `data.validation`. `classes`: their names; numbers where shards have no names."""
+
+    num_train: int
+    num_validation: int
+    classes: tuple[str, ...]
+    digest: str
+
+
+def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -> Found:
+    """Find all images and leave their index in a folder.
+
+    Raises:
+        ConfigError: no images, files outside of class folders, classes of validation that training has not, unreadable files.
+    """
+    files, rows, classes = _listed(train, "data.path")
+    more, further, others = _listed(validation, "data.validation") if validation else ([], [], classes)
+    if set(others) - set(classes):
+        strange = ", ".join(sorted(set(others) - set(classes))[:3])
+        raise ConfigError(f"data.validation has classes that data.path has not: {strange}; the names of class folders must agree")
+    label = {i: classes.index(name) for i, name in enumerate(others)}
+    rows += [(number + len(files), start, size, label[k]) for number, start, size, k in further]
+    files += more
+    index = np.asarray(rows, np.int64).reshape(-1, 4)
+    names = [str(file.resolve()) for file in files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in ((FILES, "".join(f"{name}\n" for name in names).encode()), (INDEX, index.tobytes())):
+            temporary = folder / f".{name}.new"
+            temporary.write_bytes(content)
+            os.replace(temporary, folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
+    return Found(len(index) - len(further), len(further), tuple(classes), digest_of_images(folder))
+
+
+def _listed(paths: Sequence[str], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
+    """Files, (which file, start, size, label) of every image, names of classes."""
+    roots = [Path(path) for path in paths]
+    for root in roots:
+        if not root.exists():
+            raise ConfigError(f"{key}: {root} does not exist; name a folder with a folder of images for each class, or tar shards")
+    shards = [file for root in roots for file in (walk(root) if root.is_dir() else [root]) if file.suffix == ".tar"]
+    return _in_shards(shards, key) if shards else _in_folders(roots, key)
+
+
+def _in_folders(roots: Sequence[Path], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
+    classes = sorted({entry.name for root in roots for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")})
+    files: list[Path] = []
+    rows: list[tuple[int, int, int, int]] = []
+    for root in roots:
+        for label, name in enumerate(classes):
+            for file in walk(root / name) if (root / name).is_dir() else ():
+                if file.suffix.lower() in ENDINGS:
+                    rows.append((len(files), 0, file.stat().st_size, label))
+                    files.append(file)
+    if not files:
+        raise ConfigError(
+            f"{key}: no images ({', '.join(ENDINGS)}) in class folders of {', '.join(map(str, roots))}; an image's class is the folder "
+            "that it lies in, as in photos/cat/1.jpg for path = \"photos\""
+        )
+    return files, rows, classes
+
+
+def _in_shards(shards: Sequence[Path], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
+    rows = []
+    for number, file in enumerate(shards):
+        with open(file, "rb") as data:
+            for name, group in members(file):
+                images = [m for m in group if f".{m.name.rpartition('.')[2]}" in ENDINGS]
+                labels = [m for m in group if m.name == "cls"]
+                if not images:
+                    continue
+                if not labels:
+                    raise ConfigError(f"{file}, {name}: no number of its class beside it ({name}.cls); write one, or leave the image out")
+                data.seek(labels[0].start)
+                label = decoded("cls", data.read(labels[0].size), f"{file}, {name}")
+                rows.append((number, images[0].start, images[0].size, int(label)))
+    if not rows:
+        raise ConfigError(f"{key}: no images ({', '.join(ENDINGS)}) in {', '.join(map(str, shards))}; write them beside .cls files")
+    if min(row[3] for row in rows) < 0:
+        raise ConfigError(f"{key}: a class below 0 in the .cls files; classes are numbered from 0")
+    return list(shards), rows, [str(i) for i in range(max(row[3] for row in rows) + 1)]
+
+
+def digest_of_images(folder: Path) -> str:
+    """Of the index and of all files that it names. Raises ConfigError where one cannot be read."""
+    images = ImageFiles(folder)
+    digest = hashlib.sha256(images.index.tobytes())
+    digest.update(digest_of_all([Path(name) for name in images.files], images.files).encode())
+    return digest.hexdigest()
+
+
+class ImageFiles:
+    """The images of an index: bytes and labels by number."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.files = (folder / FILES).read_text(encoding="utf-8").splitlines()
+            self.index: Numbers = np.frombuffer((folder / INDEX).read_bytes(), np.int64).reshape(-1, 4)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; remove {folder} to have the data found again") from error
+
+    def labels(self, numbers: Numbers) -> Numbers:
+        """Labels of images."""
+        found: Numbers = self.index[numbers, 3]
+        return found
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[bytes, str]]:
+        """(content, where it lies) of images. Raises RunError where one is not as it was when it was found."""
+        for number in numbers:
+            file, start, size, _ = self.index[number].tolist()
+            where = self.files[file]
+            try:
+                with open(where, "rb") as data:
+                    data.seek(start)
+                    content = data.read(size)
+                    grown = not start and os.fstat(data.fileno()).st_size != size and not where.endswith(".tar")
+            except OSError as error:
+                raise RunError(f"the image {where} cannot be read any more: {error.strerror}; put it back and run again") from error
+            if len(content) < size or grown:
+                raise RunError(f"the image {where} has changed while it was trained on; restore it and run the same command")
+            yield content, where

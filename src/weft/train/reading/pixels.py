@@ -1,0 +1,135 @@
+"""Bytes of images to tensors: decoded, cropped, resized, turned over, normalised. In: files' contents. Out: BCHW, float32.
+
+What is cropped is decided before, so that all ways of doing it do the same: Pillow on the processor, or DALI on a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError, RunError, said
+from weft.train.reading.records import needed
+
+
+class Crop(NamedTuple):
+    """A box in shares of an image's width and height, and whether it is turned over from left to right. `centre`: the largest box in the
+    middle of it that has the shape of what is made."""
+
+    left: float = 0.0
+    top: float = 0.0
+    right: float = 1.0
+    bottom: float = 1.0
+    turned: bool = False
+    centre: bool = False
+
+
+@dataclass(frozen=True)
+class PixelForm:
+    """What is made: channels (1 or 3), height and width; (value - mean) / std of each channel, values from 0 to 1."""
+
+    channels: int
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Preparer(Protocol):
+    """Makes BCHW of the contents of files; `where` names them in errors."""
+
+    def __call__(self, contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor: ...
+
+
+def box_of(crop: Crop, width: int, height: int, form: PixelForm) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) in whole pixels of an image, at least one.
+
+    >>> box_of(Crop(centre=True), 200, 100, PixelForm(3, 50, 50, (0,), (1,)))
+    (50, 0, 150, 100)
+    """
+    left, top, right, bottom = map(round, _box(crop, width, height, form))
+    left, top = min(left, width - 1), min(top, height - 1)
+    return left, top, max(left + 1, right), max(top + 1, bottom)
+
+
+def _box(crop: Crop, width: int, height: int, form: PixelForm) -> tuple[float, float, float, float]:
+    if crop.centre:
+        scale = min(width / form.width, height / form.height)
+        wide, high = scale * form.width, scale * form.height
+        left, top = (width - wide) / 2, (height - high) / 2
+        return left, top, left + wide, top + high
+    return crop.left * width, crop.top * height, crop.right * width, crop.bottom * height
+
+
+def on_processor(contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor:
+    """By Pillow, with its bilinear filter that averages what it makes smaller, as torchvision's `Resize` on images does."""
+    library = needed("PIL.Image", 'data.source = "images"')
+    made = np.empty((len(contents), form.height, form.width, form.channels), np.float32)
+    for row, (content, name, crop) in enumerate(zip(contents, where, crops, strict=True)):
+        try:
+            image = library.open(io.BytesIO(content)).convert("RGB" if form.channels == 3 else "L")
+            image = image.crop(box_of(crop, image.width, image.height, form))
+            image = image.resize((form.width, form.height), library.Resampling.BILINEAR)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise RunError(f"{name} is no image that Pillow can read: {said(error)}; mend it, or leave it out and begin again") from error
+        pixels = np.asarray(image, np.float32).reshape(form.height, form.width, form.channels)
+        made[row] = pixels[:, ::-1] if crop.turned else pixels
+    mean, std = (np.asarray(x, np.float32) for x in (form.mean, form.std))
+    return torch.from_numpy((made / np.float32(255) - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+class OnDevice:
+    """By DALI, which decodes, crops and resizes on the GPU. Not run where this was written: no GPU."""
+
+    def __init__(self) -> None:
+        self._fn: Any = needed("nvidia.dali.fn", 'data.preprocess = "device" for images')
+        self._types: Any = needed("nvidia.dali.types", 'data.preprocess = "device" for images')
+        self._pipeline: Any = needed("nvidia.dali.pipeline", 'data.preprocess = "device" for images')
+
+    def __call__(self, contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor:
+        torch_plugin = needed("nvidia.dali.plugin.pytorch", 'data.preprocess = "device" for images')
+        fn, types = self._fn, self._types
+        pipe = self._pipeline.Pipeline(batch_size=len(contents), num_threads=2, device_id=torch.cuda.current_device())
+        with pipe:
+            files = fn.external_source(name="files")
+            start, end, turned = (fn.external_source(name=name) for name in ("start", "end", "turned"))
+            kind = types.RGB if form.channels == 3 else types.GRAY
+            image = fn.decoders.image(files, device="mixed", output_type=kind)
+            image = fn.slice(image, start=start, end=end, axis_names="HW")
+            image = fn.resize(image, size=[form.height, form.width], interp_type=types.INTERP_LINEAR, antialias=True)
+            mean, std = ([255 * x for x in values] for values in (form.mean, form.std))
+            pipe.set_outputs(fn.crop_mirror_normalize(image, mean=mean, std=std, mirror=turned, output_layout="CHW", dtype=types.FLOAT))
+        pipe.build()
+        sizes = [fn_size(content) for content in contents]
+        boxes = [box_of(crop, width, height, form) for crop, (width, height) in zip(crops, sizes, strict=True)]
+        pipe.feed_input("files", [np.frombuffer(content, np.uint8) for content in contents])
+        pipe.feed_input("start", [np.asarray([top, left], np.int32) for left, top, _, _ in boxes])
+        pipe.feed_input("end", [np.asarray([bottom, right], np.int32) for _, _, right, bottom in boxes])
+        pipe.feed_input("turned", [np.asarray(int(crop.turned), np.int32) for crop in crops])
+        (found,) = pipe.run()
+        made = torch.empty((len(contents), form.channels, form.height, form.width), device="cuda")
+        torch_plugin.feed_ndarray(found.as_tensor(), made)
+        return made
+
+
+def fn_size(content: bytes) -> tuple[int, int]:
+    """(width, height) of an image, from its head."""
+    size: tuple[int, int] = needed("PIL.Image", 'data.source = "images"').open(io.BytesIO(content)).size
+    return size
+
+
+def preparer_of(where: str) -> Preparer:
+    """What `data.preprocess` names: "cpu" or "device". Raises ConfigError where a package is missing."""
+    if where == "cpu":
+        needed("PIL.Image", 'data.source = "images"')
+        return on_processor
+    try:
+        return OnDevice()
+    except ConfigError as error:
+        raise ConfigError(f'{error}; or use data.preprocess = "cpu", which makes the same of images') from error

@@ -1,0 +1,145 @@
+"""Tables to numbers: columns of csv and parquet files, read and scaled on the processor or on a GPU. In: files. Out: arrays.
+
+Both ways have one face: pandas and scikit-learn are the default, RAPIDS' cuDF and cuML make the same where they are installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import ConfigError, said
+from weft.train.reading.files import digest_of_all
+from weft.train.reading.records import needed
+
+Floats = npt.NDArray[np.float32]
+_KEY = 'data.preprocess = "device" for tables'
+
+
+class Tables(Protocol):
+    """Reads tables, and learns what scales their columns to mean 0 and variance 1."""
+
+    def read(self, file: Path) -> dict[str, npt.NDArray[Any]]:
+        """Columns by name, of numbers or of text."""
+        ...
+
+    def scaled(self, learn_from: Floats, values: Floats) -> Floats:
+        """`values`, scaled by mean and deviation of each column of `learn_from`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TablesOf:
+    """`frames` reads, `models` scales: modules with the names that pandas and scikit-learn gave them."""
+
+    frames: Any
+    models: Any
+
+    def read(self, file: Path) -> dict[str, npt.NDArray[Any]]:
+        try:
+            frame = self.frames.read_parquet(file) if file.suffix == ".parquet" else self.frames.read_csv(file)
+        except Exception as error:
+            raise ConfigError(f"{file} is no table that can be read: {said(error)}; mend it, or leave it out") from error
+        return {str(name): frame[name].to_numpy() for name in frame.columns}
+
+    def scaled(self, learn_from: Floats, values: Floats) -> Floats:
+        scaler = self.models.StandardScaler().fit(learn_from)
+        return np.asarray(scaler.transform(values), np.float32)
+
+
+def on_processor() -> TablesOf:
+    """By pandas and scikit-learn. Raises ConfigError where one is missing."""
+    return TablesOf(needed("pandas", 'data.source = "table"'), needed("sklearn.preprocessing", 'data.source = "table"'))
+
+
+def on_device() -> TablesOf:
+    """By cuDF and cuML, which have the same names. Not run where this was written: no GPU. Raises ConfigError where one is missing."""
+    return TablesOf(needed("cudf", _KEY), needed("cuml.preprocessing", _KEY))
+
+
+def tables_of(where: str) -> Tables:
+    """What `data.preprocess` names: "cpu" or "device"."""
+    if where == "cpu":
+        return on_processor()
+    try:
+        return on_device()
+    except ConfigError as error:
+        raise ConfigError(f'{error}; or use data.preprocess = "cpu", which makes the same of tables') from error
+
+
+def numbers(columns: dict[str, npt.NDArray[Any]], names: Sequence[str], file: Path) -> Floats:
+    """Columns side by side [rows, names].
+
+    Raises:
+        ConfigError: a column that is not there, holds text, or has gaps, with its row.
+    """
+    made = []
+    for name in names:
+        if name not in columns:
+            raise ConfigError(f'{file} has no column "{name}", which data.features or data.label_column names; it has {", ".join(columns)}')
+        try:
+            values = columns[name].astype(np.float32)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f'{file}: column "{name}" is no column of numbers: {said(error)}; leave it out of data.features') from error
+        if not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise ConfigError(f'{file}: column "{name}" has no number in row {row + 1}; fill the gap, or leave the row out')
+        made.append(values)
+    return np.stack(made, 1)
+
+
+FEATURES, LABELS = "features.npy", "labels.npy"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What `write_rows` wrote: `num_rows` of these columns."""
+
+    num_rows: int
+    features: tuple[str, ...]
+    digest: str
+
+
+def write_rows(files: Sequence[Path], features: Sequence[str], label: str, tables: Tables, folder: Path) -> Rows:
+    """Read tables one after the other and leave their numbers in a folder; without `features` all columns of numbers but the label's.
+
+    Raises:
+        ConfigError: columns that are missing, of text or with gaps; no rows; no room.
+    """
+    chosen, parts, labels = tuple(features), [], []
+    for file in files:
+        columns = tables.read(file)
+        if not chosen:
+            chosen = tuple(name for name, x in columns.items() if name != label and np.issubdtype(x.dtype, np.number))
+        parts.append(numbers(columns, chosen, file))
+        labels.append(numbers(columns, [label], file)[:, 0])
+    made = {FEATURES: np.concatenate(parts), LABELS: np.concatenate(labels)}
+    if not len(made[LABELS]) or not chosen:
+        raise ConfigError(f"data.path: no rows or no columns of numbers in {', '.join(map(str, files))}; name tables that hold some")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, values in made.items():
+            np.save(folder / f".new-{name}", values, allow_pickle=False)
+            os.replace(folder / f".new-{name}", folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
+    return Rows(len(made[LABELS]), chosen, digest_of_rows(folder))
+
+
+def digest_of_rows(folder: Path) -> str:
+    """SHA-256 of both arrays."""
+    return digest_of_all([folder / FEATURES, folder / LABELS], [FEATURES, LABELS])
+
+
+def read_rows(folder: Path) -> tuple[Floats, Floats]:
+    """(features [rows, columns], labels [rows]). Raises ConfigError where they cannot be read."""
+    try:
+        return np.load(folder / FEATURES, allow_pickle=False), np.load(folder / LABELS, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be read: {said(error)}; remove it to have the data prepared again") from error

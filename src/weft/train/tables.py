@@ -1,0 +1,80 @@
+"""Tables as batches: features of each row, scaled by those that are trained on, and what is to be told of it.
+
+In: tables, an order. Out: rows by step: features BF, labels B (or BL, of several columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.train.data import Batch
+from weft.train.order import Numbers, Order
+from weft.zoo.resolved import Resolved
+
+
+@dataclass(frozen=True)
+class Table:
+    """Batches of rows, in the form of a model's example: a dict of two tensors or a tuple."""
+
+    features: Tensor
+    labels: Tensor
+    order: Order
+    names: tuple[Any, Any]
+
+    @property
+    def num_samples(self) -> int:
+        return self.order.num_samples
+
+    @property
+    def num_validation(self) -> int:
+        return self.order.num_validation
+
+    def train(self, step: int, rows: Sequence[int]) -> Batch:
+        """Rows of the global batch of `step`."""
+        return self._read(self.order.train(step, rows))
+
+    def validation(self, number: int, rows: Sequence[int]) -> Batch:
+        """Rows of validation batch `number`; beyond the last it begins again."""
+        return self._read(self.order.validation(number, rows))
+
+    def _read(self, samples: Numbers) -> Batch:
+        index = torch.from_numpy(samples)
+        found = {self.names[0]: self.features[index], self.names[1]: self.labels[index]}
+        return found if isinstance(self.names[0], str) else tuple(found[place] for place in sorted(found))
+
+
+def table_of(
+    resolved: Resolved, order: Order, features: npt.NDArray[np.float32], labels: npt.NDArray[np.float32], names: Sequence[str]
+) -> Table:
+    """Rows in the form of a model's example batch: features BF, and labels B (numbers of classes, or what is measured) or B1.
+
+    Raises:
+        ConfigError: a model that takes other batches, or another number of features; classes that are no whole numbers.
+    """
+    example = resolved.batch(2)
+    entries: list[tuple[Any, Any]] = []
+    if isinstance(example, dict | tuple | list):
+        entries = list(example.items() if isinstance(example, dict) else enumerate(example))
+    wide = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()]
+    told = [(name, x) for name, x in entries[1:] if isinstance(x, Tensor) and x.dim() in (1, 2)]
+    if len(entries) != 2 or not wide or wide[0] != entries[0] or not told:
+        raise ConfigError(f"{resolved.name} takes no batches of features (BF) and labels (B); give a file.py:factory with such a batch")
+    if wide[0][1].shape[1] != features.shape[1]:
+        raise ConfigError(
+            f"{resolved.name} takes {wide[0][1].shape[1]} features, and the table has {features.shape[1]}: {', '.join(names)}; choose them "
+            "with data.features, or make the model for so many"
+        )
+    made = torch.from_numpy(labels.copy())
+    if not told[0][1].is_floating_point():
+        if not torch.equal(made, made.round()) or ((classes := resolved.classes) and float(made.max()) >= classes):
+            raise ConfigError(f"{resolved.name} learns classes, and the labels are no numbers of its classes: up to {float(made.max()):g}")
+        made = made.long()
+    return Table(torch.from_numpy(features), made.view(-1, *[1] * (told[0][1].dim() - 1)), order, (wide[0][0], told[0][0]))
