@@ -33,7 +33,8 @@ WHAT: tuple[tuple[str, str], ...] = (
     ("model.safetensors", "the trained weights, under the model's own names"),
     (SUMMARY, "the result in numbers, as `weft train --json` prints it"),
     ("corpus.bin", "the text that it learnt from"),
-    ("corpus.json", "where that text is from, and its digest"),
+    ("data", "what it learnt from, in numbers of tokens, or where images lie"),
+    ("corpus.json", "where the data is from, and its digest"),
     ("logs", "what each rank recorded last"),
     ("checkpoints", "to go on from, whole or not at all, with checksums"),
 )

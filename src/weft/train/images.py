@@ -77,7 +77,7 @@ class Images:
             return Crop(centre=True)
         draw = np.random.Generator(np.random.Philox(key=self.order.seed, counter=number))
         turned = bool(draw.random() < 0.5)
-        if self.augment == "flip":
+        if self.augment != "crop":
             return Crop(centre=True, turned=turned)
         for _ in range(_TRIES):
             area, shape = draw.uniform(_LEAST_AREA, 1), exp(draw.uniform(log(_SHAPE[0]), log(_SHAPE[1])))

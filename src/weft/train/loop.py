@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
+from weft.errors import CheckpointError, ConfigError, RunError
 from weft.model.batch.additive import microbatch_words
 from weft.plan.plan import Plan
 from weft.run.build import Traced
@@ -35,6 +35,7 @@ from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
+from weft.train.evaluation import Evaluation
 from weft.train.interval import Interval
 from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
@@ -137,7 +138,7 @@ class _Run:
         self.step_times: list[float] = []
         self.waited_s: list[float] = []  # for the batch of each step
         self.eval_loss: float | None = None
-        self._evaluates = True
+        self._evaluation = Evaluation(engine, subject, world, self.section.batch, self.section.evaluate_batches, self.rows)
         self.saved_step = -1
         self.components = Components(world, layout.mesh_of(world.rank))
         self.measured: dict[str, float] | None = None
@@ -309,7 +310,7 @@ class _Run:
         self._untold.append((row, result))
         if self._every(self.section.evaluate_every, done) or done == self.section.steps:
             with self.world.pace.long():
-                self.eval_loss = self._evaluate()
+                self.eval_loss = self._evaluation.loss(self.show.say)
             if self.eval_loss is not None:
                 row["eval_loss"] = self.eval_loss
         # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
@@ -369,29 +370,6 @@ class _Run:
     def _mfu(self, seconds: float) -> float | None:
         """Model FLOP a second over the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
         return self.engine.model_flops / seconds / self.job.peak_flops if self.job.peak_flops else None
-
-    def _evaluate(self) -> float | None:
-        """Mean loss over the first validation batches, the last of which may be smaller; None of a model that cannot be evaluated."""
-        source, batch = self.subject.source, self.section.batch
-        num_batches = max(1, source.num_validation // batch)
-        count = min(self.section.evaluate_batches, num_batches)
-        if not self._evaluates:
-            return None
-        try:
-            losses = [self.engine.evaluate(source.validation(number, self.rows), samples=batch) for number in range(count)]
-        except ModelError as error:  # of every rank, before any has sent: what was trained is no worse for it
-            self._evaluates = False
-            self.show.say(f"not evaluated: {error}")
-            return None
-        left = source.num_validation - num_batches * batch
-        if left > 0 and self.section.evaluate_batches > num_batches:
-            try:
-                last = self.engine.evaluate(source.validation(num_batches, range(left)), whole=True)
-            except (Infeasible, ModelError) as error:  # of every rank, before any has sent
-                self.show.say(f"the last {left} validation samples are left out: {error}")
-            else:
-                return (sum(losses) * batch + last * left) / (num_batches * batch + left)
-        return sum(losses) / len(losses)
 
     def _agree(self, done: int) -> tuple[bool, bool]:
         """Whether any rank was told to stop, and whether a save is due by the clock of any. Ranks agree about twice a second, not at every

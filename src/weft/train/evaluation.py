@@ -1,0 +1,75 @@
+"""The loss on held-out samples, as the model in evaluation computes it. In: an engine, a source. Out: a number.
+
+A model that cannot be followed in evaluation is evaluated as it is, on rank 0, with weights that are gathered there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.capture.capture import called, taken
+from weft.errors import Infeasible, ModelError
+from weft.run.engine import Engine
+from weft.train.subject import Subject
+from weft.world.world import World
+
+
+@dataclass
+class Evaluation:
+    """`rows`: this rank's of a batch of `batch` samples, `most` batches at most. Every rank calls it."""
+
+    engine: Engine
+    subject: Subject
+    world: World
+    batch: int
+    most: int
+    rows: Sequence[int]
+    _as_it_is: bool = False
+
+    def loss(self, say: Callable[[str], object]) -> float | None:
+        """Mean loss over the first validation batches, the last of which may be smaller; on rank 0 alone where the model runs as it is."""
+        whole = max(1, self.subject.source.num_validation // self.batch)
+        count = min(self.most, whole)
+        left = self.subject.source.num_validation - whole * self.batch if self.most > whole else 0
+        if not self._as_it_is:
+            try:
+                return self._sharded(count, max(0, left), say)
+            except ModelError as error:  # of every rank, before any has sent
+                self._as_it_is = True
+                say(f"evaluated on one rank, with all weights: {error}")
+        return self._gathered(count)
+
+    def _sharded(self, count: int, left: int, say: Callable[[str], object]) -> float:
+        source, batch = self.subject.source, self.batch
+        losses = [self.engine.evaluate(source.validation(number, self.rows), samples=batch) for number in range(count)]
+        if left:
+            try:
+                last = self.engine.evaluate(source.validation(count, range(left)), whole=True)
+            except (Infeasible, ModelError) as error:  # of every rank, before any has sent
+                say(f"the last {left} validation samples are left out: {error}")
+            else:
+                return (sum(losses) * batch + last * left) / (count * batch + left)
+        return sum(losses) / count
+
+    def _gathered(self, count: int) -> float | None:
+        state = self.engine.full_state_dict()
+        if state is None:
+            self.world.maximum([0])
+            return None
+        model = self.subject.make()
+        model.load_state_dict(state, strict=False)
+        model.to(self.world.device).eval()
+        with torch.no_grad():
+            losses = [self._one(model, self.subject.source.validation(number, range(self.batch))) for number in range(count)]
+        self.world.maximum([0])  # the others wait
+        return sum(losses) / count
+
+    def _one(self, model: torch.nn.Module, batch: Any) -> float:
+        if self.subject.loss is not None:
+            return float(self.subject.loss(called(model, taken(model, batch)), batch))
+        out = called(model, batch)
+        return float(getattr(out, "loss", out))
