@@ -268,7 +268,7 @@ def test_a_finished_run_starts_and_ends_at_once(job: Job) -> None:
     first, _ = run(job)
     again, (engine,) = run(job)
     assert engine.seen == []
-    assert again == {**first, "saving_s": 0.0}
+    assert again == {**first, "saving_s": 0.0, "data_wait_s": 0.0}
     assert len(curve(job)) == 12
 
 

@@ -109,7 +109,7 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
     from weft.run.build import Traced
     from weft.train.compiled_trial import compiling_may_pay, weighed
     from weft.train.flow import Planned
-    from weft.train.subject import sequence_of
+    from weft.train.subject import sequence_of, with_positions
     from weft.train.tokens import check_tokens
     from weft.train.trials import worthwhile
     from weft.train.updates import optimizer_of
@@ -117,7 +117,7 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
     cluster = load_cluster(config.plan.cluster, out)
     check_is_here(cluster, config, world)
     if ready is None or config.plan.file:
-        subject = load_model(config.model.name, config.train.batch, sequence_of(config))
+        subject = with_positions(load_model(config.model.name, config.train.batch, sequence_of(config)), config)
         source = Traced.of(subject.make)
         example = api.shapes_of(subject, config.train.batch, source)
         check_tokens(config, source, example, subject.loss)

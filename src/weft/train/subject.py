@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,20 @@ def text_form(resolved: Resolved, restart: bool = False) -> Form:
     raise ConfigError(
         f'{resolved.name} takes batches of {has} {takes}, or data.source = "synthetic" to train on the batch that comes with the model'
     )
+
+
+def with_positions(resolved: Resolved, config: Config) -> Resolved:
+    """A model whose example batches have the positions that a configuration's have."""
+    if config.data.packing != "documents" or config.data.source == "synthetic":
+        return resolved
+
+    def added(batch: Any) -> Any:
+        if not isinstance(batch, dict) or not isinstance(ids := batch.get("input_ids"), Tensor):
+            return batch  # which is refused when its form is asked for
+        return {**batch, POSITIONS: torch.arange(ids.shape[1]).expand_as(ids).contiguous()}
+
+    form = resolved.form
+    return replace(resolved, batch=lambda size: added(resolved.batch(size)), form=form and (lambda size: added(form(size))))
 
 
 def _check_positions(resolved: Resolved) -> None:
