@@ -52,7 +52,7 @@ def colour_of(image: torch.Tensor) -> int:
 
 def test_an_image_has_the_class_of_its_folder_and_comes_once_an_epoch(photos: Path) -> None:
     subject, corpus = opened(photos, "data.mean=[0.0, 0.0, 0.0]", "data.std=[1.0, 1.0, 1.0]")
-    assert (corpus.found.classes, corpus.size) == (("blue", "green", "red"), 24)
+    assert (corpus.image_set.classes, corpus.size) == (("blue", "green", "red"), 24)
     source = subject.source
     assert (source.num_samples, source.num_validation) == (18, 6)
     counts = [0, 0, 0]

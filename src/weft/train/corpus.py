@@ -20,7 +20,7 @@ from weft.errors import ConfigError, RunError
 from weft.train.config import DataSection
 from weft.train.reading.documents import Columns, documents_of
 from weft.train.reading.files import digest_of, files_of, walk
-from weft.train.reading.images import FILES, INDEX, Found, digest_of_images, write_index
+from weft.train.reading.images import FILES, INDEX, ImageSet, digest_of_images, write_index
 from weft.train.reading.records import Record, files_in, huggingface, records_in
 from weft.train.reading.tables import FEATURES, LABELS, digest_of_rows, tables_of, write_rows
 from weft.train.reading.token_files import (
@@ -78,10 +78,10 @@ class Corpus:
         return "images" if self.images else "rows" if self.rows else "tokens" if self.written else "bytes"
 
     @property
-    def found(self) -> Found:
+    def image_set(self) -> ImageSet:
         """What images there are."""
         assert self.images is not None
-        return Found(**self.images)
+        return ImageSet(**self.images)
 
     @property
     def vocabulary(self) -> int:
@@ -118,8 +118,8 @@ def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
         if not data.paths:
             raise ConfigError('data.path is missing: data.source = "images" needs a folder, as in path = "photos"')
         where = Path(folder, PREPARED)
-        found = write_index(data.paths, data.held_out, where)
-        return Corpus(str(where), found.num_train + found.num_validation, found.digest, ", ".join(data.paths), images=asdict(found))
+        images = write_index(data.paths, data.held_out, where)
+        return Corpus(str(where), images.num_train + images.num_validation, images.digest, ", ".join(data.paths), images=asdict(images))
     if data.source == "table":
         files = files_of(data.paths, lambda file: file.suffix in (".csv", ".parquet"), "data.path", "tables (*.csv, *.parquet)")
         where = Path(folder, PREPARED)

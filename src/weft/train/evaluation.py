@@ -32,9 +32,9 @@ class Evaluation:
 
     def loss(self, say: Callable[[str], object]) -> float | None:
         """Mean loss over the first validation batches, the last of which may be smaller; on rank 0 alone where the model runs as it is."""
-        whole = max(1, self.subject.source.num_validation // self.batch)
-        count = min(self.most, whole)
-        left = self.subject.source.num_validation - whole * self.batch if self.most > whole else 0
+        full = max(1, self.subject.source.num_validation // self.batch)
+        count = min(self.most, full)
+        left = self.subject.source.num_validation - full * self.batch if self.most > full else 0
         if not self._as_it_is:
             try:
                 return self._sharded(count, max(0, left), say)

@@ -87,16 +87,16 @@ def subject_of(config: Config, corpus: Corpus | None) -> Subject:
 
 
 def _of_images(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
-    data, batch, found = config.data, config.train.batch, corpus.found
-    if resolved.classes is not None and len(found.classes) > resolved.classes:
+    data, batch, images = config.data, config.train.batch, corpus.image_set
+    if resolved.classes is not None and len(images.classes) > resolved.classes:
         raise ConfigError(
-            f"{config.model.name} tells {resolved.classes} classes apart, and the images in {corpus.origin} have {len(found.classes)}: "
-            f"give it as many (classes={len(found.classes)} of a named model, num_labels in an hf: configuration)"
+            f"{config.model.name} tells {resolved.classes} classes apart, and the images in {corpus.origin} have {len(images.classes)}: "
+            f"give it as many (classes={len(images.classes)} of a named model, num_labels in an hf: configuration)"
         )
     form, names = image_form(resolved, data.mean, data.std)
-    order = Order(found.num_train, batch, data.validation_fraction, data.seed, held_out=found.num_validation)
+    order = Order(images.num_train, batch, data.validation_fraction, data.seed, held_out=images.num_validation)
     if order.num_samples < 1 or order.num_validation < 1:
-        raise ConfigError(f"{found.num_train} image in {corpus.origin}; training and validation need at least one each")
+        raise ConfigError(f"{images.num_train} image in {corpus.origin}; training and validation need at least one each")
     files = ImageFiles(Path(corpus.path))
     source = Images(files, order, form, names, data.augment, preparer_of(data.preprocess))
     return Subject(resolved.make, resolved.loss, source, source.validation(0, range(batch)), batch)

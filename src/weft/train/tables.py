@@ -47,8 +47,8 @@ class Table:
 
     def _read(self, samples: Numbers) -> Batch:
         index = torch.from_numpy(samples)
-        found = {self.names[0]: self.features[index], self.names[1]: self.labels[index]}
-        return found if isinstance(self.names[0], str) else tuple(found[place] for place in sorted(found))
+        batch = {self.names[0]: self.features[index], self.names[1]: self.labels[index]}
+        return batch if isinstance(self.names[0], str) else tuple(batch[place] for place in sorted(batch))
 
 
 def table_of(
@@ -72,9 +72,9 @@ def table_of(
             f"{resolved.name} takes {wide[0][1].shape[1]} features, and the table has {features.shape[1]}: {', '.join(names)}; choose them "
             "with data.features, or make the model for so many"
         )
-    made = torch.from_numpy(labels.copy())
+    targets = torch.from_numpy(labels.copy())
     if not told[0][1].is_floating_point():
-        if not torch.equal(made, made.round()) or ((classes := resolved.classes) and float(made.max()) >= classes):
-            raise ConfigError(f"{resolved.name} learns classes, and the labels are no numbers of its classes: up to {float(made.max()):g}")
-        made = made.long()
-    return Table(torch.from_numpy(features), made.view(-1, *[1] * (told[0][1].dim() - 1)), order, (wide[0][0], told[0][0]))
+        if not torch.equal(targets, targets.round()) or ((classes := resolved.classes) and float(targets.max()) >= classes):
+            raise ConfigError(f"{resolved.name} learns classes, and the labels are no numbers of its classes: up to {float(targets.max()):g}")
+        targets = targets.long()
+    return Table(torch.from_numpy(features), targets.view(-1, *[1] * (told[0][1].dim() - 1)), order, (wide[0][0], told[0][0]))

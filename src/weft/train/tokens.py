@@ -64,8 +64,8 @@ def blind_attention(graph: Graph) -> str:
 def least_table(graph: Graph) -> tuple[str, int] | None:
     """(name, rows) of the smallest parameter in whose rows the batch's tokens, whole numbers but positions, are looked up; None without."""
     names = {v.value: v.name for v in graph.parameters}
-    whole_numbers = [v for v in graph.inputs if v.tensor.dtype in ("int64", "int32")]
-    tokens = {v.value for v in whole_numbers if v.name.rpartition(".")[2] != POSITIONS}
+    integers = [v for v in graph.inputs if v.tensor.dtype in ("int64", "int32")]
+    tokens = {v.value for v in integers if v.name.rpartition(".")[2] != POSITIONS}
     tables = []
     for op in graph.operators:
         rule = graph.rules[op.name]

@@ -26,7 +26,7 @@ FILES, INDEX = "files.txt", "images.bin"
 
 
 @dataclass(frozen=True)
-class Found:
+class ImageSet:
     """`num_train` images come first, then those of `data.validation`. `classes`: their names; numbers where shards have no names."""
 
     num_train: int
@@ -35,7 +35,7 @@ class Found:
     digest: str
 
 
-def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -> Found:
+def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -> ImageSet:
     """Find all images and leave their index in a folder.
 
     Raises:
@@ -59,7 +59,7 @@ def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -
             os.replace(temporary, folder / name)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
-    return Found(len(index) - len(further), len(further), tuple(classes), digest_of_images(folder))
+    return ImageSet(len(index) - len(further), len(further), tuple(classes), digest_of_images(folder))
 
 
 def _listed(paths: Sequence[str], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
@@ -131,8 +131,8 @@ class ImageFiles:
 
     def labels(self, numbers: Numbers) -> Numbers:
         """Labels of images."""
-        found: Numbers = self.index[numbers, 3]
-        return found
+        labels: Numbers = self.index[numbers, 3]
+        return labels
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[bytes, str]]:
         """(content, where it lies) of images. Raises RunError where one is not as it was when it was found."""

@@ -70,7 +70,7 @@ def _box(crop: Crop, width: int, height: int, form: PixelForm) -> tuple[float, f
 def on_processor(contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor:
     """By Pillow, with its bilinear filter that averages what it makes smaller, as torchvision's `Resize` on images does."""
     library = needed("PIL.Image", 'data.source = "images"')
-    made = np.empty((len(contents), form.height, form.width, form.channels), np.float32)
+    batch = np.empty((len(contents), form.height, form.width, form.channels), np.float32)
     for row, (content, name, crop) in enumerate(zip(contents, where, crops, strict=True)):
         try:
             image = library.open(io.BytesIO(content)).convert("RGB" if form.channels == 3 else "L")
@@ -79,9 +79,9 @@ def on_processor(contents: Sequence[bytes], where: Sequence[str], crops: Sequenc
         except (OSError, ValueError, SyntaxError) as error:
             raise RunError(f"{name} is no image that Pillow can read: {said(error)}; mend it, or leave it out and begin again") from error
         pixels = np.asarray(image, np.float32).reshape(form.height, form.width, form.channels)
-        made[row] = pixels[:, ::-1] if crop.turned else pixels
+        batch[row] = pixels[:, ::-1] if crop.turned else pixels
     mean, std = (np.asarray(x, np.float32) for x in (form.mean, form.std))
-    return torch.from_numpy((made / np.float32(255) - mean) / std).permute(0, 3, 1, 2).contiguous()
+    return torch.from_numpy((batch / np.float32(255) - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
 class OnDevice:
@@ -112,10 +112,10 @@ class OnDevice:
         pipe.feed_input("start", [np.asarray([top, left], np.int32) for left, top, _, _ in boxes])
         pipe.feed_input("end", [np.asarray([bottom, right], np.int32) for _, _, right, bottom in boxes])
         pipe.feed_input("turned", [np.asarray(int(crop.turned), np.int32) for crop in crops])
-        (found,) = pipe.run()
-        made = torch.empty((len(contents), form.channels, form.height, form.width), device="cuda")
-        torch_plugin.feed_ndarray(found.as_tensor(), made)
-        return made
+        (outputs,) = pipe.run()
+        pixels = torch.empty((len(contents), form.channels, form.height, form.width), device="cuda")
+        torch_plugin.feed_ndarray(outputs.as_tensor(), pixels)
+        return pixels
 
 
 def fn_size(content: bytes) -> tuple[int, int]:

@@ -36,14 +36,14 @@ class Tables(Protocol):
 
 @dataclass(frozen=True)
 class TablesOf:
-    """`frames` reads, `models` scales: modules with the names that pandas and scikit-learn gave them."""
+    """`reader` reads, `models` scales: modules with the names that pandas and scikit-learn gave them."""
 
-    frames: Any
+    reader: Any
     models: Any
 
     def read(self, file: Path) -> dict[str, npt.NDArray[Any]]:
         try:
-            frame = self.frames.read_parquet(file) if file.suffix == ".parquet" else self.frames.read_csv(file)
+            frame = self.reader.read_parquet(file) if file.suffix == ".parquet" else self.reader.read_csv(file)
         except Exception as error:
             raise ConfigError(f"{file} is no table that can be read: {said(error)}; mend it, or leave it out") from error
         return {str(name): frame[name].to_numpy() for name in frame.columns}
@@ -79,7 +79,7 @@ def numbers(columns: dict[str, npt.NDArray[Any]], names: Sequence[str], file: Pa
     Raises:
         ConfigError: a column that is not there, holds text, or has gaps, with its row.
     """
-    made = []
+    side_by_side = []
     for name in names:
         if name not in columns:
             raise ConfigError(f'{file} has no column "{name}", which data.features or data.label_column names; it has {", ".join(columns)}')
@@ -90,8 +90,8 @@ def numbers(columns: dict[str, npt.NDArray[Any]], names: Sequence[str], file: Pa
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ConfigError(f'{file}: column "{name}" has no number in row {row + 1}; fill the gap, or leave the row out')
-        made.append(values)
-    return np.stack(made, 1)
+        side_by_side.append(values)
+    return np.stack(side_by_side, 1)
 
 
 FEATURES, LABELS = "features.npy", "labels.npy"
@@ -119,17 +119,17 @@ def write_rows(files: Sequence[Path], features: Sequence[str], label: str, table
             chosen = tuple(name for name, x in columns.items() if name != label and np.issubdtype(x.dtype, np.number))
         parts.append(numbers(columns, chosen, file))
         labels.append(numbers(columns, [label], file)[:, 0])
-    made = {FEATURES: np.concatenate(parts), LABELS: np.concatenate(labels)}
-    if not len(made[LABELS]) or not chosen:
+    arrays = {FEATURES: np.concatenate(parts), LABELS: np.concatenate(labels)}
+    if not len(arrays[LABELS]) or not chosen:
         raise ConfigError(f"data.path: no rows or no columns of numbers in {', '.join(map(str, files))}; name tables that hold some")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, values in made.items():
+        for name, values in arrays.items():
             np.save(folder / f".new-{name}", values, allow_pickle=False)
             os.replace(folder / f".new-{name}", folder / name)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
-    return Rows(len(made[LABELS]), chosen, digest_of_rows(folder))
+    return Rows(len(arrays[LABELS]), chosen, digest_of_rows(folder))
 
 
 def digest_of_rows(folder: Path) -> str:
