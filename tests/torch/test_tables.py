@@ -74,7 +74,7 @@ def test_columns_are_chosen(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='column "b" has no number in row 2; fill the gap'):
         opened(tmp_path, path)
     (tmp_path / "t.csv").write_text("a,b,label\n1,1,0.5\n2,3,0\n")
-    with pytest.raises(ConfigError, match="the labels are no numbers of its classes"):
+    with pytest.raises(ConfigError, match="labels are no numbers of its classes"):
         opened(tmp_path, path)
     (tmp_path / "t.csv").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"t.csv is no table that can be read"):
