@@ -75,6 +75,7 @@ def table_of(
     targets = torch.from_numpy(labels.copy())
     if not told[0][1].is_floating_point():
         if not torch.equal(targets, targets.round()) or ((classes := resolved.classes) and float(targets.max()) >= classes):
-            raise ConfigError(f"{resolved.name} tells classes apart, and labels are no numbers of its classes, up to {float(targets.max()):g}")
+            largest = float(targets.max())
+            raise ConfigError(f"{resolved.name} tells classes apart, and labels are no numbers of its classes, up to {largest:g}")
         targets = targets.long()
     return Table(torch.from_numpy(features), targets.view(-1, *[1] * (told[0][1].dim() - 1)), order, (wide[0][0], told[0][0]))
