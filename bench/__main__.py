@@ -24,7 +24,7 @@ NAMES = {
     "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",
     "serve": "placements of workflows: price beside others, planning time",
     "tensor-plans": "where weft cuts weights beside the tensor plans that transformers ships, 144 models",
-    "coverage": "docs/coverage.md: operators by labels, models by axes, with the share that is divided",
+    "coverage": "docs/coverage.md, as scripts/verify_all --axes makes it: operators by labels, models by axes, shares divided",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
 

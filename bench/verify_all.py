@@ -279,8 +279,13 @@ def _line(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments choose; see `--help`."""
+    if "--axes" in arguments:
+        from bench import coverage  # which is about the models of this one
+
+        return coverage.main([word for word in arguments if word != "--axes"])
     parser = argparse.ArgumentParser(prog="scripts/verify_all", description="Every model under every layout against the serial run.")
     parser.add_argument("models", nargs="*", help="models, or parts of their names; all of them by default")
+    parser.add_argument("--axes", action="store_true", help="each axis that a model admits: makes docs/coverage.md")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--choices", choices=("plain", "mixed", "grids", "all"), default="all", help="plain layouts, mixed, grids, or all")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random layouts of each model instead")

@@ -219,3 +219,23 @@ class Banded(nn.Module):
 def banded() -> Made:
     ids = _ids(4, 11)
     return _OfIds(Banded()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _classes
+
+
+class PositionsFirst(nn.Module):
+    """Attention that is written out, of positions in front of samples; what it makes is samples in front, in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x_SBD = self.tokens(ids.transpose(0, 1))
+        q, k, v = self.qkv(x_SBD).chunk(3, -1)
+        x_SBD = x_SBD + torch.einsum("bij,jbd->ibd", torch.einsum("ibd,jbd->bij", q, k).softmax(-1), v)
+        logits: Tensor = self.head(x_SBD.transpose(0, 1).contiguous())
+        return logits
+
+
+def positions_first() -> Made:
+    ids = _ids(4, 12)
+    return _OfIds(PositionsFirst()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _classes

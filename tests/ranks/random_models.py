@@ -1,4 +1,7 @@
-"""Random small models, each by its number: networks of images of any rank, and transformers with any mask. Numbers give the same model."""
+"""Random small models, each by its number: networks of images of any rank, and transformers with any mask, experts of any load.
+
+Numbers give the same model.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.capture.experts import from_experts, of_experts, to_experts
+from weft.plan.grid import grids_of
 from weft.plan.layout import Layout
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -17,6 +22,7 @@ SPREAD = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 MAX, MEAN = ({1: f"{kind}Pool1d", 2: f"{kind}Pool2d", 3: f"{kind}Pool3d"} for kind in ("Max", "Avg"))
 BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+DROP_CHANNELS = {1: nn.Dropout1d, 2: nn.Dropout2d, 3: nn.Dropout3d}
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)
 
 
@@ -64,7 +70,7 @@ class Images(nn.Module):
 
     def _layer(self, rng: random.Random) -> nn.Module:
         c, dims = self.channels, self.dims
-        kind = rng.choice(["conv", "conv", "conv", "pool", "norm", "act", "around", "beside", "up", "spread"])
+        kind = rng.choice(["conv", "conv", "conv", "pool", "norm", "act", "around", "beside", "beside", "up", "spread", "drop"])
         least = min(self.sizes)
         if kind == "pool" and least >= 4:
             k = rng.randint(2, 3)
@@ -77,6 +83,8 @@ class Images(nn.Module):
             return rng.choice([BATCH_NORM[dims](c), INSTANCE_NORM[dims](c, affine=True), nn.GroupNorm(group, c)])
         if kind == "act":
             return rng.choice(ACTIVATIONS)()
+        if kind == "drop":
+            return rng.choice([nn.Dropout, DROP_CHANNELS[dims]])(0.2)
         if kind == "around":
             k = rng.choice([1, 3, 5])
             return Around(nn.Sequential(CONV[dims](c, c, k, padding=k // 2), rng.choice(ACTIVATIONS)()))
@@ -115,6 +123,7 @@ class Attention(nn.Module):
         self.heads, self.width = heads, hidden // heads
         self.kv = rng.choice([g for g in range(1, heads + 1) if heads % g == 0])
         self.mask = rng.choice(["causal", "none", "padding", "window"])
+        self.dropout = rng.choice([0.0, 0.0, 0.2])
         bias = rng.random() < 0.5
         self.q, self.k = nn.Linear(hidden, hidden, bias=bias), nn.Linear(hidden, self.kv * self.width, bias=bias)
         self.v, self.o = nn.Linear(hidden, self.kv * self.width, bias=bias), nn.Linear(hidden, hidden, bias=bias)
@@ -129,12 +138,43 @@ class Attention(nn.Module):
             at = torch.arange(s)
             mask = (at[:, None] - at[None, :]).abs() <= 2
         k, v = (t.repeat_interleave(self.heads // self.kv, 1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.mask == "causal")
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.mask == "causal")
         return self.o(y.transpose(1, 2).reshape(b, s, -1))
 
 
+class Mixture(nn.Module):
+    """Each token through some of the experts: of any number, of which some have most tokens and some have none, with room or without."""
+
+    def __init__(self, rng: random.Random, hidden: int) -> None:
+        super().__init__()
+        self.experts = rng.randint(2, 9)
+        self.top = rng.randint(1, min(3, self.experts))
+        inner = rng.randint(2, 2 * hidden)
+        self.gate = nn.Linear(hidden, self.experts)
+        self.up, self.down = (nn.Parameter(0.3 * torch.randn(self.experts, *shape)) for shape in ((inner, hidden), (hidden, inner)))
+        with torch.no_grad():  # the first have most
+            self.gate.bias += rng.choice([0.0, 0.5, 5.0]) * torch.linspace(1, -1, self.experts)
+        self.bias = nn.Parameter(torch.randn(self.experts, inner)) if rng.random() < 0.5 else None
+        self.dense = rng.random() < 0.3
+        self.act = rng.choice(ACTIVATIONS)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, which = self.gate(x).softmax(-1).flatten(0, -2).topk(self.top, -1)
+        rows = x.flatten(0, -2)
+        if self.dense:  # every expert has all tokens, and a mask
+            weight = torch.zeros(len(rows), self.experts, dtype=x.dtype).scatter(1, which, best)
+            inner = self.act(torch.bmm(rows.expand(self.experts, -1, -1), self.up.transpose(1, 2)))
+            made = (torch.bmm(inner, self.down.transpose(1, 2)) * weight.t().unsqueeze(-1)).sum(0)
+        else:
+            sent, ids, order = to_experts(rows, which, self.experts)
+            inner = self.act(of_experts(sent, ids, self.up, self.bias, False))
+            made = from_experts(of_experts(inner, ids, self.down, None, False), order, best, self.experts)
+        y: Tensor = made.view_as(x)
+        return y
+
+
 class Text(nn.Module):
-    """Blocks of attention and of products of any width, before or behind norms."""
+    """Blocks of attention and of products of any width, before or behind norms, or of experts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -149,7 +189,9 @@ class Text(nn.Module):
         for _ in range(rng.randint(1, 3)):
             inner = rng.randint(3, 3 * hidden)
             self.attention.append(Attention(rng, hidden, heads))
-            self.mlp.append(nn.Sequential(nn.Linear(hidden, inner), rng.choice(ACTIVATIONS)(), nn.Linear(inner, hidden)))
+            drop, mixed = rng.choice([0.0, 0.0, 0.2]), rng.random() < 0.4
+            plain = nn.Sequential(nn.Linear(hidden, inner), rng.choice(ACTIVATIONS)(), nn.Linear(inner, hidden), nn.Dropout(drop))
+            self.mlp.append(Mixture(rng, hidden) if mixed else plain)
             self.norms.append(nn.ModuleList([norm(hidden), norm(hidden)]))
         self.head = nn.Linear(hidden, self.words, bias=rng.random() < 0.3)
         if rng.random() < 0.5:
@@ -174,7 +216,7 @@ def make(seed: int) -> nn.Module:
 def batch_of(seed: int) -> tuple[Tensor, Tensor]:
     """What it is called with."""
     rng, generator = random.Random(seed + 1), torch.Generator().manual_seed(seed)
-    size, model = rng.choice([4, 8, 8, 12]), make(seed)
+    size, model = rng.choice([4, 6, 8, 8, 12]), make(seed)
     if isinstance(model, Images):
         x = torch.randn((size, model.given, *model.image), generator=generator)
         return x, torch.randint(3, (size,), generator=generator)
@@ -190,28 +232,42 @@ def layout_of(seed: int, ranks: int) -> Layout:
     """A layout of so many ranks, every key drawn by itself; it may be one that weft refuses. Raises LayoutError for words that exclude
     each other."""
     rng = random.Random(seed + 2)
-    axes: dict[str, Any] = dict.fromkeys(("data", "tensor", "pipeline", "spatial"), 1)
-    names = ["data", "tensor", "pipeline", "spatial", "spatial"] if seed % 2 else ["data", "tensor", "tensor", "pipeline"]
-    while ranks > 1:
-        axes[rng.choice(names)] *= 2
-        ranks //= 2
+    axes: dict[str, Any] = dict.fromkeys(("data", "tensor", "pipeline", "spatial", "channel", "branch", "expert"), 1)
+    images = ["data", "tensor", "pipeline", "spatial", "spatial", "channel", "branch"]
+    text = ["data", "tensor", "tensor", "pipeline", "branch"]
+    mixed = seed % 2 == 0 and any(isinstance(part, Mixture) for part in make(seed).modules())
+    for prime in _primes(ranks):
+        axis = rng.choice(images if seed % 2 else [*text, *(["expert"] * 3 if mixed else [])])
+        for name in ("data", "expert") if axis == "expert" else (axis,):
+            axes[name] *= prime
     context, attention = _context_of(seed, axes)
-    spatial = axes["spatial"]
-    text = rng.choice([f"{spatial}", f"{spatial}x1", f"1x{spatial}"]) if spatial > 1 else "1"
+    spatial, tensor = axes["spatial"], axes["tensor"]
+    where = rng.choice([f"{spatial}", f"{spatial}x1", f"1x{spatial}"]) if spatial > 1 else "1"
     return Layout(
-        axes["data"], axes["tensor"], axes["pipeline"], rng.choice([1, 2, 4]) if axes["pipeline"] > 1 else rng.choice([1, 1, 2]),
+        axes["data"], tensor, axes["pipeline"], rng.choice([1, 2, 4]) if axes["pipeline"] > 1 else rng.choice([1, 1, 2]),
         rng.choice(["1f1b", "gpipe", "zb-h1"]) if axes["pipeline"] > 1 else "1f1b", rng.randrange(4), rng.choice(["none", "none", "full"]),
-        "float64", sequence_parallel=rng.choice(["off", "on"]) if axes["tensor"] > 1 else "off", spatial=text,
-        context=context, attention=attention,
+        "float64", sequence_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off", spatial=where,
+        context=context, attention=attention, channel=axes["channel"], branch=axes["branch"], expert=axes["expert"],
+        grid=rng.choice(["", *grids_of(tensor)]) if rng.random() < 0.5 else "",
     )  # fmt: skip
+
+
+def _primes(number: int) -> list[int]:
+    found = []
+    for prime in (2, 3, 5, 7):
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+    return found
 
 
 def _context_of(seed: int, axes: dict[str, int]) -> tuple[int, str]:
     """Ranks that share a sequence, in place of some along another axis: of half of the transformers."""
     rng = random.Random(seed + 3)
-    taken = rng.choice([axis for axis, n in axes.items() if n > 1])
-    if seed % 2 or rng.random() < 0.5:
+    free = [axis for axis, n in axes.items() if n > 1 and not (axis in ("data", "expert") and axes["expert"] > 1)]
+    if seed % 2 or not free or rng.random() < 0.5:
         return 1, "auto"
-    context = rng.choice([2, axes[taken]])
+    taken = rng.choice(free)
+    context = rng.choice([_primes(axes[taken])[0], axes[taken]])
     axes[taken] //= context
     return context, rng.choice(["ring", "ring", "ulysses", "gather", "auto"])

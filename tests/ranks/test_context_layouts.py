@@ -48,12 +48,14 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("gpt-tiny", "context=2 tensor=2 attention=ulysses"),
         ("llama", "context=3 data=2 attention=ulysses"),  # 4 heads: 2, 1 and 1
         ("gpt2", "context=4 attention=ulysses microbatches=2"),
+        ("gpt2", "context=2 tensor=2 attention=ulysses"),  # dropout of heads that both axes cut
         ("t5", "context=2 attention=ulysses"),
         ("placed", "context=2"),
         ("running", "context=3"),
         ("banded", "context=2 tensor=2 attention=ring"),
         ("banded", "context=3"),
         ("running", "data=2 context=2"),
+        ("positions_first", "context=2"),
         ("gpt-tiny", "context=2 tensor=2 attention=ring"),
         ("llama", "context=3 attention=ring"),
         ("llama_padded", "context=2 pipeline=2 microbatches=2 recompute=full attention=ring"),

@@ -21,10 +21,11 @@ from weft.zoo.names import FAMILIES, find, sizes
 TINY = sorted(name for name in sizes() if name.endswith("-tiny"))
 BIG = ("gpt-175b", "megatron-1t", "llama-405b")  # their layers are counted in closed form
 
-# As the authors' released weights have them (torchvision for images, the original checkpoints for text).
+# As the authors' released weights have them (torchvision for images, the original checkpoints for text), or as papers count them.
 PUBLISHED = {
     "bert-base": 109_514_298,
     "bert-large": 335_174_458,
+    "convlstm-7.6m": 7_585_296,
     "inception-v1": 6_624_904 + 16 * sum(before * filters for *_, before, filters, _ in inception.MODULES),  # whose 5x5 are 3x3 there
     "llama-8b": 8_030_261_248,
     "llama-70b": 70_553_706_496,
@@ -33,11 +34,14 @@ PUBLISHED = {
     "resnet-50": 25_557_032,
     "resnet-101": 44_549_160,
     "resnet-152": 60_192_808,
+    "resnext-50": 25_028_904,
+    "resnext-101": 44_177_704,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
     "t5-large": 737_668_096,
     "t5-3b": 2_851_598_336,
     "t5-11b": 11_307_321_344,
+    "unet3d-19m": 19_069_955,
     "vit-b": 86_567_656,
     "vit-l": 304_326_632,
     "vit-h": 632_045_800,
@@ -51,6 +55,8 @@ ROUNDED = {
     "wide-resnet-250m": 250e6, "wide-resnet-500m": 500e6, "wide-resnet-1b": 1e9, "wide-resnet-2b": 2e9, "wide-resnet-4b": 4e9,
     "wide-resnet-6.8b": 6.8e9, "wide-resnet-13b": 13e9,
     "lstm-medium": 20e6, "lstm-large": 66e6, "resnet-1k": 30e6, "unet-31m": 31e6,
+    "amoebanet-d-82m": 82e6, "amoebanet-d-318m": 318e6, "amoebanet-d-542m": 542e6, "amoebanet-d-1b": 1.05e9, "amoebanet-d-1.8b": 1.8e9,
+    "dlrm-540m": 540e6,
 }  # fmt: skip
 
 
@@ -82,7 +88,7 @@ def test_parameters_are_as_many_as_the_papers_say(name: str) -> None:
 
 def test_every_size_is_counted() -> None:
     assert {*PUBLISHED, *ROUNDED, *TINY, *BIG, *(f"megatron-{size}" for size in MEGATRON)} == set(sizes())
-    assert {name.removesuffix("-tiny") for name in TINY} == set(FAMILIES)
+    assert {name.removesuffix("-tiny") for name in TINY} - {"gshard", "resnext"} == set(FAMILIES)  # kinds of moe and resnet
 
 
 @pytest.mark.parametrize("name", [name for name in gpt.SIZES if name not in BIG])
@@ -226,7 +232,7 @@ def test_batches_are_in_range(name: str) -> None:
             most = config.classes if hasattr(config, "classes") else config.vocabulary
             kept = value[value != -100]
             assert kept.min() >= 0
-            assert most / 2 < kept.max() < most
+            assert most / 2 <= kept.max() < most
 
 
 def test_bert_hides_what_it_asks_for() -> None:

@@ -30,6 +30,7 @@ from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES
 from weft.ops.sliding_window import Resample
+from weft.plan.axis import axis_of
 from weft.plan.placement import Range, Shard, Strided, is_halo, is_piece, is_shard, pieces, positions_of
 from weft.world.world import Group
 
@@ -251,7 +252,8 @@ class Call:
         cuts: list[tuple[int, int, int]] = []
         runs: list[tuple[int, int, int, int]] = []
         left, forms = list(output.shape), low.sharding.forms[self.op.outputs[0]]
-        for axis, label in self.cut.items():
+        # Heads that two axes cut are tensor ranks' pieces, cut once more among ranks that share a sequence (`weft.lower.local`).
+        for axis, label in sorted(self.cut.items(), key=lambda cut: axis_of(cut[0]).cuts_sequences):
             form, group = forms[axis], low.groups[axis]
             if label in labels and isinstance(form, Strided):
                 start, count = form.run(group.size).part(form.size, group.size, group.index)

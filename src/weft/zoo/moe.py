@@ -164,6 +164,7 @@ def _alpa(hidden: int, layers: int, experts: int) -> Config:
 
 SIZES = {
     "moe-tiny": Config(vocabulary=96, sequence=32, hidden=64, layers=4, heads=8, inner=128),
+    "gshard-tiny": Config(vocabulary=96, sequence=32, hidden=64, layers=4, heads=8, inner=128, capacity=2.0),
     "moe-380m": _alpa(768, 8, 8),
     "moe-690m": _alpa(768, 8, 16),
     "moe-1.3b": _alpa(768, 16, 16),

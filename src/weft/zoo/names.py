@@ -13,7 +13,24 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.zoo import bert, gpt, inception, llama, lstm, moe, resnet, resnet_v2, t5, unet, vit, wide_resnet
+from weft.zoo import (
+    amoebanet,
+    bert,
+    convlstm,
+    dlrm,
+    gpt,
+    inception,
+    llama,
+    lstm,
+    moe,
+    resnet,
+    resnet_v2,
+    t5,
+    unet,
+    unet3d,
+    vit,
+    wide_resnet,
+)
 
 
 class Family(Protocol):
@@ -46,6 +63,10 @@ FAMILIES: dict[str, Family] = {
     "resnet-v2": cast(Family, resnet_v2),
     "unet": cast(Family, unet),
     "inception": cast(Family, inception),
+    "amoebanet-d": cast(Family, amoebanet),
+    "unet3d": cast(Family, unet3d),
+    "convlstm": cast(Family, convlstm),
+    "dlrm": cast(Family, dlrm),
 }
 
 

@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution. In: `pixels` BCHW. Out: logits BV.
+"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution; ResNeXt (Xie et al. 2017). In: `pixels` BCHW. Out: logits BV.
 
 The batch has `labels` B as well.
 
@@ -18,12 +18,14 @@ from weft.zoo import shared_layers
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `blocks` of each of the stages; `base` channels in the first; `width` widens the 3x3 convolution of a bottleneck."""
+    """Sizes. `blocks` of each of the stages; `base` channels in the first; `width` widens the 3x3 convolution of a bottleneck,
+    `groups` divides it."""
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)
     bottleneck: bool = True
     base: int = 64
     width: int = 1
+    groups: int = 1
     image: int = 224
     colours: int = 3
     classes: int = 1000
@@ -32,14 +34,16 @@ class Config:
         shared_layers.check_sizes(self)
         if self.width != 1 and not self.bottleneck:
             raise ModelError(f"width = {self.width} widens bottlenecks only; use bottleneck=true")
+        if self.base * self.width % self.groups or (self.groups > 1 and not self.bottleneck):
+            raise ModelError(f"groups = {self.groups} must divide base x width = {self.base * self.width} channels of a bottleneck")
 
 
 class ConvNorm(nn.Module):
     """Convolution without bias and batch norm; `relu` after it or not. BCHW -> BCHW, the image smaller by `stride`."""
 
-    def __init__(self, channels: int, out: int, kernel: int, stride: int = 1, relu: bool = True) -> None:
+    def __init__(self, channels: int, out: int, kernel: int, stride: int = 1, relu: bool = True, groups: int = 1) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
+        self.conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(out)
         self.relu = relu
         nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
@@ -56,9 +60,10 @@ class Block(nn.Module):
         super().__init__()
         out = inner * (4 if config.bottleneck else 1)
         if config.bottleneck:
+            into = inner * config.width if config.groups > 1 else inner  # groups are as wide as what they read
             convs = [
-                ConvNorm(channels, inner, 1),
-                ConvNorm(inner, inner * config.width, 3, stride),
+                ConvNorm(channels, into, 1),
+                ConvNorm(into, inner * config.width, 3, stride, groups=config.groups),
                 ConvNorm(inner * config.width, out, 1, relu=False),
             ]
         else:
@@ -92,7 +97,7 @@ class Model(nn.Module):
         return logits_BV
 
 
-# He et al. 2015, table 1.
+# He et al. 2015, table 1; Xie et al. 2017, table 1 and section 5.
 SIZES = {
     "resnet-tiny": Config(blocks=(1, 1, 1, 1), bottleneck=False, base=16, image=32, classes=16),
     "resnet-18": Config(blocks=(2, 2, 2, 2), bottleneck=False),
@@ -100,6 +105,9 @@ SIZES = {
     "resnet-50": Config(blocks=(3, 4, 6, 3)),
     "resnet-101": Config(blocks=(3, 4, 23, 3)),
     "resnet-152": Config(blocks=(3, 8, 36, 3)),
+    "resnext-tiny": Config(blocks=(1, 1), base=8, width=2, groups=4, image=32, classes=16),
+    "resnext-50": Config(blocks=(3, 4, 6, 3), width=2, groups=32),
+    "resnext-101": Config(blocks=(3, 4, 23, 3), width=2, groups=32),
 }
 
 

@@ -8,7 +8,7 @@ split into groups, behind which nothing is known of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,8 +58,16 @@ def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run
     for op in graph.operators:
         for value in dict.fromkeys((*op.inputs, *op.outputs)):
             users.setdefault(value, []).append(op)
+    samples = _followed(graph, rules, users, ((v.value, 0) for v in graph.inputs if v.batched))
+    return _followed(graph, rules, users, _seeds(graph, rules, samples))
+
+
+def _followed(
+    graph: Graph, rules: Mapping[str, Rule | None], users: Mapping[str, Sequence[Operator]], seeds: Iterable[Place]
+) -> dict[Place, Run]:
+    """Where the same positions are as in some dimensions, which are one run each."""
     runs: dict[Place, Run] = {}
-    waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in _seeds(graph, rules)]
+    waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in seeds]
     while waiting:
         place, run = waiting.pop()
         if place in runs or run.size < 2:
@@ -111,7 +119,8 @@ def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[
     source, target = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
     for dim in range(len(source)):
         run = runs.get((op.inputs[0], dim))
-        if run is not None and (there := reshaped(source, dim, run, target)) is not None:
+        there = None if run is None else reshaped(source, dim, run, target)
+        if there is not None and runs.get((op.outputs[0], there[0])) == there[1]:  # two that lie there are not both cut
             yield dim, there[0]
 
 
@@ -132,8 +141,8 @@ def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Plac
     return True
 
 
-def _seeds(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[Place]:
-    """Dimensions that are positions whatever else is."""
+def _seeds(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[Place, Run]) -> Iterator[Place]:
+    """Dimensions that are positions whatever else is. `samples`: where samples lie, as far as they can be followed."""
     follows, makers = batched(graph), {value: op for op in graph.operators for value in op.outputs}
     weights = {v.value for v in graph.parameters}
     for op in graph.operators:
@@ -145,7 +154,9 @@ def _seeds(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[Place]:
         if record.over_steps:
             yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps come whole, and samples do not
         if record.looks_up and op.inputs[1] in follows:
-            yield from ((op.inputs[1], dim) for dim in range(1, len(graph.tensors[op.inputs[1]].shape)))
+            dims = range(len(graph.tensors[op.inputs[1]].shape))
+            known = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
+            yield from ((op.inputs[1], dim) for dim in dims if dim not in known)
         if record.normalises and op.inputs[0] in follows:
             yield from _scores(graph, rules, makers, weights, op)
 

@@ -83,6 +83,8 @@ class AxisProblem(AxisValues):
             return bool(self._runs(*places_of(op, rule, label)[0])) and not draws(op)
         everywhere = places_of(op, rule, label)
         places = [place for place in everywhere if not self._stays_replicated(op, *place)]
+        if self.row.cuts_sequences and len({self.sequences[place] for place in places if place in self.sequences}) > 1:
+            return False  # positions that do not lie alike
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
         if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
             return False  # pieces of another axis' pieces of one operand beside all of another

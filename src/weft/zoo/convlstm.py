@@ -1,0 +1,106 @@
+"""ConvLSTM (Shi et al. 2015): the next frames of a sequence of images. In: `frames` BTCHW. Out: logits BNCHW.
+
+An encoder of ConvLSTM layers reads the frames; a forecaster begins with its states, in the opposite order, and reads nothing. What all of
+the forecaster's states hold makes a frame through a convolution of one place. The batch has `labels` BNCHW as well: the frames that follow.
+
+Shape letters: B batch, T frames, N frames to come, C channels, H and W image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.zoo import shared_layers
+
+State = tuple[Tensor, Tensor]  # hidden BCHW, cell BCHW
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. `hidden` channels of each layer of the encoder; `frames` are read and as many are told; `colours`: a patch of 4 x 4 places."""
+
+    hidden: tuple[int, ...] = (128, 64, 64)
+    kernel: int = 5
+    frames: int = 10
+    image: int = 16
+    colours: int = 16
+
+    def __post_init__(self) -> None:
+        shared_layers.check_sizes(self)
+
+    @property
+    def classes(self) -> int:
+        """Of a label: a place is zero or one."""
+        return 2
+
+
+class Cell(nn.Module):
+    """One layer's step: gates of input, forgetting, cell and output, three of which look at the cell, channel by channel."""
+
+    def __init__(self, channels: int, hidden: int, kernel: int) -> None:
+        super().__init__()
+        self.gates = nn.Conv2d(channels + hidden, 4 * hidden, kernel, padding=kernel // 2)
+        self.peep = nn.Parameter(torch.zeros(3, hidden, 1, 1))
+
+    def forward(self, x_BCHW: Tensor | None, state: State) -> State:
+        hidden, cell = state
+        gates = self.gates(hidden if x_BCHW is None else torch.cat((x_BCHW, hidden), 1))
+        enter, forget, new, leave = gates.chunk(4, 1)
+        kept = torch.sigmoid(forget + self.peep[0] * cell) * cell
+        cell = kept + torch.sigmoid(enter + self.peep[1] * cell) * torch.tanh(new)
+        return torch.sigmoid(leave + self.peep[2] * cell) * torch.tanh(cell), cell
+
+
+class Model(nn.Module):
+    """`frames` BTCHW -> logits BNCHW; `labels` are the loss's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        up, down = config.hidden, config.hidden[::-1]
+        self.encoder = nn.ModuleList(Cell(c, h, config.kernel) for c, h in pairwise((config.colours, *up)))
+        self.forecaster = nn.ModuleList(Cell(c, h, config.kernel) for c, h in pairwise((0, *down)))
+        self.head = nn.Conv2d(sum(config.hidden), config.colours, 1)
+
+    def forward(self, frames: Tensor, labels: Tensor | None = None) -> Tensor:
+        batch, _, _, height, width = frames.shape
+        states: list[State] = []
+        for h in self.config.hidden:
+            zero = frames.new_zeros((batch, h, height, width))
+            states.append((zero, zero))
+        for x in frames.unbind(1):
+            for i, cell in enumerate(self.encoder):
+                states[i] = cell(x, states[i])
+                x = states[i][0]
+        states.reverse()
+        told = []
+        for _ in range(self.config.frames):
+            above: Tensor | None = None
+            for i, cell in enumerate(self.forecaster):
+                states[i] = cell(above, states[i])
+                above = states[i][0]
+            told.append(self.head(torch.cat([hidden for hidden, _ in states], 1)))
+        return torch.stack(told, 1)
+
+
+SIZES = {
+    "convlstm-tiny": Config(hidden=(8, 8), kernel=3, frames=2, image=8, colours=4),
+    "convlstm-7.6m": Config(),  # Shi et al. 2015, table 1: 7,585,296 parameters
+}
+
+
+def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random frames of zeros and ones, which repeat: `frames` BTCHW, `labels` BNCHW."""
+    draw = torch.Generator().manual_seed(seed)
+    frames = torch.rand((batch_size, config.frames, config.colours, config.image, config.image), generator=draw).round()
+    return {"frames": frames, "labels": frames.clone()}
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of places that are zero or one, in nats."""
+    return F.binary_cross_entropy_with_logits(output, batch["labels"])

@@ -1,0 +1,94 @@
+"""DLRM (Naumov et al. 2019), a recommendation model. In: `dense` BF, `sparse` BT. Out: logits B.
+
+Numbers go through layers, categories through a table each; products of every two of the vectors and the numbers' vector go through more
+layers. The batch has `labels` B as well: clicked or not.
+
+Shape letters: B batch, F numbers, T tables, D width, P pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+from weft.zoo import shared_layers
+
+# Rows of the tables for Criteo's Kaggle data, as the authors' code counts them: 33,762,577.
+CRITEO = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18,
+    15, 286181, 105, 142572,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. `tables`: rows of each; `bottom` and `top`: widths of the layers of numbers and of pairs, the last of `bottom` is `width`."""
+
+    tables: tuple[int, ...] = CRITEO
+    numbers: int = 13
+    width: int = 16
+    bottom: tuple[int, ...] = (512, 256, 64, 16)
+    top: tuple[int, ...] = (512, 256)
+
+    def __post_init__(self) -> None:
+        shared_layers.check_sizes(self)
+        if self.bottom[-1] != self.width:
+            raise ModelError(f"bottom = {'x'.join(map(str, self.bottom))} must end with width = {self.width}, that of the tables")
+
+    @property
+    def classes(self) -> int:
+        """Of a label: clicked or not."""
+        return 2
+
+
+def _layers(*widths: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for before, behind in pairwise(widths):
+        parts += [nn.Linear(before, behind), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+class Model(nn.Module):
+    """`dense` BF and `sparse` BT, a row of each table -> logits B; `labels` are the loss's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.bottom = _layers(config.numbers, *config.bottom)
+        self.tables = nn.ModuleList(nn.Embedding(rows, config.width) for rows in config.tables)
+        vectors = len(config.tables) + 1
+        self.top = _layers(config.width + vectors * (vectors - 1) // 2, *config.top)
+        self.head = nn.Linear(config.top[-1], 1)
+
+    def forward(self, dense: Tensor, sparse: Tensor, labels: Tensor | None = None) -> Tensor:
+        numbers_BD = self.bottom(dense)
+        vectors_BTD = torch.stack([numbers_BD, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], 1)
+        products_BTT = torch.bmm(vectors_BTD, vectors_BTD.transpose(1, 2))
+        row, column = torch.tril_indices(vectors_BTD.shape[1], vectors_BTD.shape[1], -1, device=dense.device)
+        pairs_BP = products_BTT[:, row, column]
+        logits_B: Tensor = self.head(self.top(torch.cat((numbers_BD, pairs_BP), 1))).squeeze(1)
+        return logits_B
+
+
+SIZES = {
+    "dlrm-tiny": Config(tables=(32, 16, 8, 24), numbers=6, width=8, bottom=(16, 8), top=(16, 8)),
+    "dlrm-540m": Config(),  # Naumov et al. 2019, section 5.2: roughly 540 million parameters
+}
+
+
+def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random numbers and rows, and clicks: `dense` BF, `sparse` BT, `labels` B."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.stack([torch.randint(n, (batch_size,), generator=draw) for n in config.tables], 1)
+    dense = torch.randn((batch_size, config.numbers), generator=draw)
+    return {"dense": dense, "sparse": rows, "labels": (dense.sum(1) > 0).float()}
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of clicks, in nats."""
+    return F.binary_cross_entropy_with_logits(output, batch["labels"])
