@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from twins import not_summed_over
 
 import weft
 from weft.errors import LayoutError
+from weft.ops.experts import ranks_reached
 from weft.plan.layout import Layout
+from weft.plan.placement import piece
 from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
@@ -151,11 +154,14 @@ def _rows_sent(world: World, name: str) -> list[int]:
     def chosen(module: Any, given: Any) -> None:
         x, which, _ = given
         ranks = which // (module.num_experts // n)
-        of_token = torch.arange(len(x)).unsqueeze(1) // (len(x) // n)
-        away = ranks != of_token
-        mine = (away & (of_token == index)).sum() + (away & (ranks == index)).sum()  # rows that leave, and what comes back of others'
-        counts = module.num_experts // n * (n - 1) * 8
-        elsewhere[0] += 2 * int(mine) * x.shape[1] * 4 + counts
+        home = (torch.arange(len(x)) // (len(x) // n)).unsqueeze(1)
+        out, back = ((ranks != home) & (home == index)), ((ranks != home) & (ranks == index))
+        reached = torch.zeros(len(x), n, dtype=torch.bool).scatter_(1, ranks, True)  # a token goes once to each rank
+        away = reached & (torch.arange(n) != home)
+        tokens = (away & (home == index)).sum() + away[:, index].sum()  # those that leave, and what comes back of others'
+        counts = (module.num_experts // n + 1) * (n - 1) * 8
+        # Of each choice which token it is of, its weight, and the weight's gradient.
+        elsewhere[0] += 2 * int(tokens) * x.shape[1] * 4 + counts + int(out.sum()) * (4 + 4) + int(back.sum()) * 4
 
     for module in net.modules():
         if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
@@ -164,11 +170,20 @@ def _rows_sent(world: World, name: str) -> list[int]:
     return [sum(sent), elsewhere[0]]
 
 
-def test_rows_travel_to_the_ranks_of_their_experts_and_no_others() -> None:
-    """Forward a row goes there and what is made of it comes back; backward gradients take the same ways; and each layer says how many."""
+def test_tokens_travel_once_to_each_rank_of_their_experts_and_to_no_others() -> None:
+    """Forward a token goes there and what is made of it comes back; backward gradients take the same ways; and each layer says how many."""
     pytest.importorskip("transformers")
     for counted, formula in launch(_rows_sent, 2, "qwen3_moe", show=False):
         assert counted == formula
+
+
+@pytest.mark.parametrize(("experts", "top", "ranks"), [(8, 2, 4), (7, 3, 2), (5, 1, 3), (6, 6, 2)])
+def test_how_many_ranks_a_token_reaches_is_the_mean_over_all_choices(experts: int, top: int, ranks: int) -> None:
+    """Counted for each choice of experts that there is; at most as many as it has experts, which is what is saved."""
+    of = [rank for rank in range(ranks) for _ in range(piece(experts, ranks, rank)[1])]
+    counts = [len({of[e] for e in chosen}) for chosen in combinations(range(experts), top)]
+    assert ranks_reached(experts, top, ranks) == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+    assert max(counts) <= min(top, ranks)
 
 
 def test_a_layout_with_experts_prints_and_its_replicas_lie_along_two_axes() -> None:

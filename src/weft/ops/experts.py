@@ -7,11 +7,13 @@ taken apart (`ragged`). What lies in pieces of rows over ranks that have experts
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from math import comb
 
 from weft.ops.keeps import Kept, inputs
 from weft.ops.operator import Operator, Tensor
 from weft.ops.record import Op, Shape, Tensors
 from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.plan.placement import piece
 
 EXPERT = "e"  # the label of what there is one of for each expert
 
@@ -55,6 +57,23 @@ def _operands(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> K
 def num_experts(op: Operator, tensors: Tensors) -> int:
     """Of one of these operators."""
     return next((arg for arg in op.args if type(arg) is int), 0) or tensors[op.inputs[2]].shape[0]
+
+
+def choices(op: Operator, tensors: Tensors) -> tuple[int, int]:
+    """(experts, how many of them a token goes to) of what begins or ends rows of experts."""
+    rows, tokens = sorted((tensors[v].shape[0] for v in (op.inputs[0], op.outputs[0])), reverse=True)
+    return num_experts(op, tensors), rows // max(1, tokens)
+
+
+def ranks_reached(experts: int, top: int, ranks: int) -> float:
+    """To how many of `ranks`, which have experts in pieces that differ by one, a token goes whose `top` experts are drawn evenly.
+
+    A rank with e of E experts has none of them with probability C(E - e, top) / C(E, top).
+
+    >>> ranks_reached(8, 2, 4), ranks_reached(8, 1, 4), ranks_reached(4, 4, 2)
+    (1.8571428571428572, 1.0, 2.0)
+    """
+    return sum(1 - comb(experts - piece(experts, ranks, rank)[1], top) / comb(experts, top) for rank in range(ranks))
 
 
 OPS = (

@@ -380,7 +380,7 @@ class Space:
         threads = self._threads(mesh.num_ranks)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
         equal = self.batch_size % data == 0 and mesh.branch == 1
-        experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
+        experts = [e for e in divisors(data) if e <= self.experts and self.admits("expert", e)]
         experts = experts if equal else [e for e in experts if e == 1]  # which cut the samples of replicas once more
         each = -(-self.batch_size // data) // mesh.branch
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.

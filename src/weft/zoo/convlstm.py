@@ -1,4 +1,4 @@
-"""ConvLSTM (Shi et al. 2015): the next frames of a sequence of images. In: `frames` BTCHW. Out: logits BNCHW.
+"""ConvLSTM (Shi et al. 2015): the next frames of a sequence of images. In: `video` BTCHW. Out: logits BNCHW.
 
 An encoder of ConvLSTM layers reads the frames; a forecaster begins with its states, in the opposite order, and reads nothing. What all of
 the forecaster's states hold makes a frame through a convolution of one place. The batch has `labels` BNCHW as well: the frames that follow.
@@ -22,11 +22,11 @@ State = tuple[Tensor, Tensor]  # hidden BCHW, cell BCHW
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `hidden` channels of each layer of the encoder; `frames` are read and as many are told; `colours`: a patch of 4 x 4 places."""
+    """Sizes. `hidden` channels of each layer of the encoder; `steps` frames are read and as many predicted; `colours`: 4 x 4 places."""
 
     hidden: tuple[int, ...] = (128, 64, 64)
     kernel: int = 5
-    frames: int = 10
+    steps: int = 10
     image: int = 16
     colours: int = 16
 
@@ -51,13 +51,13 @@ class Cell(nn.Module):
         hidden, cell = state
         gates = self.gates(hidden if x_BCHW is None else torch.cat((x_BCHW, hidden), 1))
         enter, forget, new, leave = gates.chunk(4, 1)
-        kept = torch.sigmoid(forget + self.peep[0] * cell) * cell
-        cell = kept + torch.sigmoid(enter + self.peep[1] * cell) * torch.tanh(new)
+        remembered = torch.sigmoid(forget + self.peep[0] * cell) * cell
+        cell = remembered + torch.sigmoid(enter + self.peep[1] * cell) * torch.tanh(new)
         return torch.sigmoid(leave + self.peep[2] * cell) * torch.tanh(cell), cell
 
 
 class Model(nn.Module):
-    """`frames` BTCHW -> logits BNCHW; `labels` are the loss's."""
+    """`video` BTCHW -> logits BNCHW; `labels` are the loss's."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -67,19 +67,19 @@ class Model(nn.Module):
         self.forecaster = nn.ModuleList(Cell(c, h, config.kernel) for c, h in pairwise((0, *down)))
         self.head = nn.Conv2d(sum(config.hidden), config.colours, 1)
 
-    def forward(self, frames: Tensor, labels: Tensor | None = None) -> Tensor:
-        batch, _, _, height, width = frames.shape
+    def forward(self, video: Tensor, labels: Tensor | None = None) -> Tensor:
+        batch, _, _, height, width = video.shape
         states: list[State] = []
         for h in self.config.hidden:
-            zero = frames.new_zeros((batch, h, height, width))
+            zero = video.new_zeros((batch, h, height, width))
             states.append((zero, zero))
-        for x in frames.unbind(1):
+        for x in video.unbind(1):
             for i, cell in enumerate(self.encoder):
                 states[i] = cell(x, states[i])
                 x = states[i][0]
         states.reverse()
         told = []
-        for _ in range(self.config.frames):
+        for _ in range(self.config.steps):
             above: Tensor | None = None
             for i, cell in enumerate(self.forecaster):
                 states[i] = cell(above, states[i])
@@ -89,16 +89,16 @@ class Model(nn.Module):
 
 
 SIZES = {
-    "convlstm-tiny": Config(hidden=(8, 8), kernel=3, frames=2, image=8, colours=4),
+    "convlstm-tiny": Config(hidden=(8, 8), kernel=3, steps=2, image=8, colours=4),
     "convlstm-7.6m": Config(),  # Shi et al. 2015, table 1: 7,585,296 parameters
 }
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random frames of zeros and ones, which repeat: `frames` BTCHW, `labels` BNCHW."""
+    """Random frames of zeros and ones, which repeat: `video` BTCHW, `labels` BNCHW."""
     draw = torch.Generator().manual_seed(seed)
-    frames = torch.rand((batch_size, config.frames, config.colours, config.image, config.image), generator=draw).round()
-    return {"frames": frames, "labels": frames.clone()}
+    video = torch.rand((batch_size, config.steps, config.colours, config.image, config.image), generator=draw).round()
+    return {"video": video, "labels": video.clone()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

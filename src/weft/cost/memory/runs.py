@@ -102,7 +102,7 @@ class Runs:
         trained: Mapping[str, float],
         experts: frozenset[str],
         learns: Set[str],
-        spread: int,
+        spread: float,
     ) -> Runs:
         """`trained`: the elements that a tensor rank has of each trainable parameter; of
         `experts` it has one part in `spread`. `learns`: values that have a gradient."""

@@ -5,7 +5,7 @@ Operators of layers that repeat are alike, and a fold places them alike (`model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -18,10 +18,10 @@ from weft.cost.devices.recurrent import extra_bytes, in_units, single_steps
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places
 from weft.cost.memory.runs import Amount, Amounts
+from weft.cost.operators.dispatch import ANY, dispatched
 from weft.cost.operators.parts import Collective, Local, Parts, block
 from weft.cost.operators.rounds import Span, around, kept, merged, on_the_way
 from weft.cost.pieces import cut, pieces, pieces_moving, shared_by_data, tensor_axes, work_ways
-from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator
 from weft.model.sharding.fold import operator_classes
 from weft.model.sharding.pointwise import is_product
@@ -155,6 +155,8 @@ class _Gathering:
         self.compute, self.collectives = _Unique(), _Unique()
         self.places = Places(self.inventory, self.sharding)
         self.axes = (DATA, *tensor_axes(self.sharding))
+        self.travels = dispatched(self.inventory)
+        self._experts = dict(self.travels.values())
         self._ways = cache(partial(pieces, self.sharding))
 
     def moved(
@@ -164,7 +166,8 @@ class _Gathering:
         shared = (shared_by_data(self.sharding, value) or by_row) and not (axis_of(axis).replicas and axis_of(axis).cuts <= {SAMPLES})
         moves = self.graph.tensors[value].size_bytes / (ways or self._ways(value, axis)) if size is None else size
         follows = by_row or (size is None and value in self.inventory.batched)
-        return self.collectives(Collective(name, axis, moves, follows, shared, value in self.source.narrow, size is not None, among))
+        of = self._experts[value] if axis == EXPERT else ANY
+        return self.collectives(Collective(name, axis, moves, follows, shared, value in self.source.narrow, size is not None, among, of))
 
     def moves(self) -> Iterator[tuple[int, int | None, int | None]]:
         """(operator, entries forward and backward) of every `Move`."""
@@ -215,8 +218,6 @@ def gather(source: Unplaced, sharding: Sharding | None) -> Parts:
     for at, there, back in work.moves():
         forward += [] if there is None else [(at, there)]
         backward += [] if back is None else [(at, back)]
-    dispatched: set[str] = set()
-    by_expert = set(expert_weights(graph).values())
     alone: dict[Hashable, _Alone] = {}
     each, stored, reads, makes = [], [], [], []
     for i, (op, key) in enumerate(zip(graph.operators, keys, strict=True)):
@@ -225,11 +226,9 @@ def gather(source: Unplaced, sharding: Sharding | None) -> Parts:
         each.append(mine := alone[key])
         forward += [(i, entry) for entry in mine.forward]
         backward += [(i, entry) for entry in mine.backward]
-        value = _travels(inventory, op, by_expert)
-        if value and value not in dispatched:
-            dispatched.add(value)
-            forward.append((i, work.moved("all_to_all", value, EXPERT)))
-            backward.append((i, work.moved("all_to_all", value, EXPERT)))
+        if op.name in work.travels:
+            for entries in (forward, backward):
+                entries.append((i, work.moved("all_to_all", work.travels[op.name][0], EXPERT)))
         arriving = places.read(op, key)
         places.add(op, arriving)
         saved = (places.kept(op, arriving, *one) for one in inventory.kept[op.name].storages)
@@ -255,19 +254,6 @@ def gather(source: Unplaced, sharding: Sharding | None) -> Parts:
         source.blocks,
         source.attention_core,
     )
-
-
-def _travels(inventory: Inventory, op: Operator, by_expert: Container[str]) -> str:
-    """What of tokens goes to the ranks of their experts, or back, where these are spread; "" for nothing.
-
-    Into the first product and out of the last it is the narrower of what that reads and writes; of ragged rows all that begin or end.
-    """
-    if ragged := record_of(op).ragged:
-        return op.outputs[0] if ragged == "begins" else op.inputs[0] if ragged == "ends" else ""
-    if op.name not in by_expert:
-        return ""
-    ends = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
-    return min(ends, key=lambda v: inventory.graph.tensors[v].size, default="")
 
 
 def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: float) -> float:

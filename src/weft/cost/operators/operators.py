@@ -25,9 +25,11 @@ from weft.cost.operators.gather import Unplaced, gather
 from weft.cost.operators.parts import Collective, Parts
 from weft.cost.operators.placed import placed, placed_sizes
 from weft.cost.operators.rounds import ROUND
+from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Sharding, weighed
 from weft.model.work import model_flops
+from weft.ops.experts import ranks_reached
 from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
 from weft.plan.microbatches import most_rows
@@ -197,6 +199,15 @@ class OperatorPricer:
         group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).cuts_samples else ()))
         return Group(one.among[0], one.among[1] * group.stride, group.num_ranks) if one.among else group
 
+    def expert_ways(self, layout: Layout) -> float:
+        """All experts of the widest layer over those of the rank that has most: as many as there are ranks, where these divide."""
+        most = -(-self._most_experts // layout.expert)
+        return max(1.0, self._most_experts / most) if layout.expert > 1 else 1.0
+
+    @cached_property
+    def _most_experts(self) -> int:
+        return max((self.graph.tensors[value].shape[0] for value in expert_weights(self.graph)), default=1)
+
     def moved_bytes(self, layout: Layout) -> list[float]:
         """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 of what is not moved."""
         scale, amounts = self.microbatch(layout), []
@@ -204,6 +215,8 @@ class OperatorPricer:
             size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
             if axis_of(one.axis).cuts_experts:
                 size *= layout.expert  # the tokens of all of its ranks
+                if one.of[1]:  # which go once to each rank that has any of their experts
+                    size *= ranks_reached(*one.of, layout.expert) / one.of[1]
             # Over samples only statistics are always float32.
             moves = self.moving(layout, one).size > 1 and not (one.wide and one.axis in layout.local_statistics)
             amounts.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)

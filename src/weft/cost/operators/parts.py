@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from weft.cost.devices.kernels import Kernel
 from weft.cost.memory.places import Stored
 from weft.cost.memory.runs import NO_BYTES, Amount, Amounts
+from weft.cost.operators.dispatch import ANY, Choices
 from weft.cost.operators.rounds import Span
 from weft.cost.pieces import pieces
 from weft.model.graph import Variable
@@ -37,7 +38,8 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective on `size_bytes` (float32, whole along `axis`, the graph's batch). `narrow`: in 16 bits under autocast."""
+    """A collective on `size_bytes` (float32, whole along `axis`, the graph's batch). `narrow`: in 16 bits under autocast. `of`: the experts
+    that its rows are of."""
 
     name: str
     axis: str
@@ -47,6 +49,7 @@ class Collective:
     narrow: bool
     wide: bool = False  # float32 whatever the precision
     among: Span = None  # ranks of the axis, where not all
+    of: Choices = ANY
 
 
 @dataclass(frozen=True)

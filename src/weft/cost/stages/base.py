@@ -90,7 +90,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
 
     scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.devices.keeps_scores else 0.0
     held, scale = section.held, pricer.microbatch(layout)
-    elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
+    elsewhere = held.expert * (1 - 1 / pricer.expert_ways(layout))  # experts of other ranks
     incoming = sum(pricer.crossing(layout, values) for _, values in stage.receives) / layout.data
     learn = pricer.inventory.grads
     leaving = sum(pricer.crossing(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
@@ -197,7 +197,7 @@ def like(base: Base, index: int, names: Callable[[], Sequence[str]], make: Calla
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
     """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: nothing
     where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
-    parts, ops, runs = pricer.held_parts(layout), section.operators, section.runs(layout.expert)
+    parts, ops, runs = pricer.held_parts(layout), section.operators, section.runs(pricer.expert_ways(layout))
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout.precision)
     narrow = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout.precision) else 1.0

@@ -93,7 +93,7 @@ def summing_s(
         if group.size == 1 or not count:
             continue
         if DATA in axes and EXPERT not in axes:  # of experts, of which a rank has some
-            count /= layout.expert
+            count /= pricer.expert_ways(layout)
         size = widths.gradient * count
         bucket = min(size, pricer.bucket_bytes) if devices.buckets else size
         full, rest = divmod(size, bucket)

@@ -313,12 +313,12 @@ class Section:
     held: Held
     activations: Amounts  # by operator, what none before it keeps
     score_bytes: Amount  # float32
-    runs: Callable[[int], Runs]  # by the ranks among which experts are spread
+    runs: Callable[[float], Runs]  # by how many pieces experts are in
     groups: Groups
     staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
 
 
-def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, runs: Callable[[int], Runs]) -> Section:
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, runs: Callable[[float], Runs]) -> Section:
     """`half` as for `keeps`."""
     scores = []
     for shared in (True, False):

@@ -1,67 +1,129 @@
 """Rows of tokens sent to the ranks that have their experts, and back; as many to each as the tokens ask for.
 
 In: this rank's tokens and which experts each is sent to. Out: the rows of this rank's experts, of all ranks' tokens, sorted by expert; and
-what of it brings them back. Counts are exchanged first. Backward takes the same way.
+what of it brings them back. A token goes once to each rank that has any of its experts, and what these make of it is summed there, with
+the token's weights, so that it comes back once. Counts are exchanged first. Backward takes the same ways.
+
+Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens that came here, V tokens sent from here,
+C choices of this rank's tokens, D model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.plan.placement import piece
-from weft.world.world import Group
+from weft.world.group import Group
 
 
-class _Exchanged(torch.autograd.Function):
-    """Rows in order of their experts to the ranks of these, where they are sorted again (`there`), or back. `sort`: where each of the rows
-    there lies among those that came, rank after rank."""
+@dataclass(frozen=True)
+class _Way:
+    """`token_V`: which token each that is sent is; `sent` and `came`: how many to and from each rank. `choice_C`: choices in order of their
+    experts; `asked` and `asks`: how many are of each rank's experts, and of this rank's in each rank's tokens. Of the rows here: `row_M` is
+    the token that came, `sort_M` the choice."""
+
+    token_V: Tensor
+    choice_C: Tensor
+    row_M: Tensor
+    sort_M: Tensor
+    sent: list[int]
+    came: list[int]
+    asked: list[int]
+    asks: list[int]
+
+    def pack(self) -> Tensor:
+        """As one tensor, which goes along beside the rows."""
+        sizes = [len(self.token_V), *self.sent, *self.came, *self.asked, *self.asks]
+        return torch.cat((self.choice_C, self.token_V, self.row_M, self.sort_M, self.choice_C.new_tensor(sizes)))
+
+    @classmethod
+    def unpack(cls, way: Tensor, choices: int, rows: int, ranks: int) -> _Way:
+        """What `pack` made, of so many choices, rows and ranks."""
+        body, sizes = way[: -4 * ranks - 1], way[-4 * ranks - 1 :].tolist()
+        choice, token, row, sort = torch.split(body, [choices, sizes[0], rows, rows])
+        return cls(token, choice, row, sort, *(sizes[1 + i * ranks : 1 + (i + 1) * ranks] for i in range(4)))
+
+
+def _exchange(group: Group, x: Tensor, sent: list[int], came: list[int]) -> Tensor:
+    return torch.cat(group.exchange(torch.split(x.contiguous(), sent), [(n, *x.shape[1:]) for n in came]))
+
+
+def _summed(x: Tensor, at: Tensor, size: int) -> Tensor:
+    """The sum of the rows that belong to each of `size`."""
+    return x.new_zeros((size, *x.shape[1:])).index_add_(0, at, x)
+
+
+class _There(torch.autograd.Function):
+    """Tokens ND to the ranks of their experts, a row MD for each expert there."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sort: Tensor, sent: list[int], arrived: list[int], group: Group, there: bool) -> Tensor:
-        ctx.save_for_backward(sort)
-        ctx.way = sent, arrived, group, there
-        return _exchange(rows, sort, sent, arrived, group, there)
+    def forward(ctx: Any, x_ND: Tensor, way: _Way, group: Group) -> Tensor:
+        ctx.way, ctx.group, ctx.tokens = way, group, len(x_ND)
+        return _exchange(group, x_ND[way.token_V], way.sent, way.came)[way.row_M]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (sort,), (sent, arrived, group, there) = ctx.saved_tensors, ctx.way
-        return _exchange(grad, sort, sent, arrived, group, not there), None, None, None, None, None
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        way = ctx.way
+        grad_VD = _exchange(ctx.group, _summed(grad_MD, way.row_M, sum(way.came)), way.came, way.sent)
+        return _summed(grad_VD, way.token_V, ctx.tokens), None, None
 
 
-def _exchange(rows: Tensor, sort: Tensor, sent: list[int], arrived: list[int], group: Group, there: bool) -> Tensor:
-    behind = rows.shape[1:]
-    if there:
-        parts = group.exchange(torch.split(rows.contiguous(), sent), [(n, *behind) for n in arrived])
-        return torch.cat(parts)[sort]
-    came = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    came[sort] = rows
-    return torch.cat(group.exchange(torch.split(came, arrived), [(n, *behind) for n in sent]))
+class _Back(torch.autograd.Function):
+    """Rows MD times their weights, summed for each token here, and then for each token at home, ND."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weight_NT: Tensor, way: _Way, group: Group) -> Tensor:
+        weight_M = _exchange(group, weight_NT.reshape(-1)[way.choice_C], way.asked, way.asks)[way.sort_M]
+        ctx.save_for_backward(rows_MD, weight_M)
+        ctx.way, ctx.group, ctx.shape = way, group, weight_NT.shape
+        sums_UD = _summed(rows_MD * weight_M.unsqueeze(-1), way.row_M, sum(way.came))
+        sums_VD = _exchange(group, sums_UD.to(rows_MD.dtype), way.came, way.sent)
+        return _summed(sums_VD.to(torch.result_type(rows_MD, weight_NT)), way.token_V, len(weight_NT))
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        (rows_MD, weight_M), way, group = ctx.saved_tensors, ctx.way, ctx.group
+        grad_MD = _exchange(group, grad_ND[way.token_V].to(rows_MD.dtype), way.sent, way.came)[way.row_M]
+        of_weight_M = (grad_MD * rows_MD).sum(-1).to(weight_M.dtype)
+        of_weight_C = _exchange(group, torch.empty_like(of_weight_M).index_copy_(0, way.sort_M, of_weight_M), way.asks, way.asked)
+        of_weight = torch.empty_like(of_weight_C).index_copy_(0, way.choice_C, of_weight_C)
+        return (grad_MD * weight_M.unsqueeze(-1)).to(rows_MD.dtype), of_weight.view(ctx.shape), None, None
 
 
 def to_ranks(group: Group, x_ND: Tensor, which_NT: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(rows MD of this rank's experts, the expert of each, the way back): how many rows there are follows from all ranks' tokens."""
-    rows, ids, order = torch.ops.weft.to_experts(x_ND, which_NT, experts)
-    counts = torch.bincount(ids, minlength=experts)
     parts = [piece(experts, group.size, rank) for rank in range(group.size)]
     first, mine = parts[group.index]
-    here = torch.stack(group.exchange([counts[start : start + n] for start, n in parts], [(mine,)] * group.size))  # [rank, expert]
-    sent, arrived = [int(counts[start : start + n].sum()) for start, n in parts], here.sum(1).tolist()
-    numbers = torch.arange(first, first + mine, device=ids.device).repeat(group.size)
+    ids_C, choice_C = torch.sort(which_NT.reshape(-1), stable=True)
+    token_C = choice_C // which_NT.shape[1]
+    counts = torch.bincount(ids_C, minlength=experts)
+    asked = [int(counts[start : start + n].sum()) for start, n in parts]
+    tokens, slots = [], []
+    for token in torch.split(token_C, asked):  # of each rank's experts
+        once, slot = torch.unique(token, return_inverse=True)
+        tokens.append(once)
+        slots.append(slot)
+    sent = [len(once) for once in tokens]
+    told = [torch.cat((counts[start : start + n], counts.new_tensor([many]))) for (start, n), many in zip(parts, sent, strict=True)]
+    here = torch.stack(group.exchange(told, [(mine + 1,)] * group.size))  # [rank, expert], and tokens
+    here, came = here[:, :-1], here[:, -1]
+    asks = here.sum(1).tolist()
+    slot = _exchange(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(here.sum(1))
+    numbers = torch.arange(first, first + mine, device=ids_C.device).repeat(group.size)
     ids, sort = torch.sort(numbers.repeat_interleave(here.reshape(-1)), stable=True)
-    rows = _Exchanged.apply(rows, sort, sent, arrived, group, True)  # type: ignore[no-untyped-call]
-    return rows, ids, torch.cat((order, sort, order.new_tensor([*sent, *arrived])))
+    way = _Way(torch.cat(tokens), choice_C, slot[sort], sort, sent, came.tolist(), asked, asks)
+    return _There.apply(x_ND, way, group), ids, way.pack()  # type: ignore[no-untyped-call]
 
 
 def from_ranks(group: Group, rows_MD: Tensor, way: Tensor, weight_NT: Tensor, experts: int) -> Tensor:
     """What this rank's tokens got from the experts of all ranks, ND. `way`: of `to_ranks`."""
-    order, sort, counts = torch.split(way, [weight_NT.numel(), len(rows_MD), 2 * group.size])
-    sent, arrived = counts.view(2, -1).tolist()
-    rows = _Exchanged.apply(rows_MD, sort, sent, arrived, group, False)  # type: ignore[no-untyped-call]
-    rows_out: Tensor = torch.ops.weft.from_experts(rows, order, weight_NT, experts)
-    return rows_out
+    packed = _Way.unpack(way, weight_NT.numel(), len(rows_MD), group.size)
+    out_ND: Tensor = _Back.apply(rows_MD, weight_NT, packed, group)  # type: ignore[no-untyped-call]
+    return out_ND
 
 
 def product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int, shares: int) -> Tensor:

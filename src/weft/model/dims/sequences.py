@@ -155,8 +155,8 @@ def _seeds(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[Plac
             yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps come whole, and samples do not
         if record.looks_up and op.inputs[1] in follows:
             dims = range(len(graph.tensors[op.inputs[1]].shape))
-            known = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
-            yield from ((op.inputs[1], dim) for dim in dims if dim not in known)
+            of_samples = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
+            yield from ((op.inputs[1], dim) for dim in dims if dim not in of_samples)
         if record.normalises and op.inputs[0] in follows:
             yield from _scores(graph, rules, makers, weights, op)
 
