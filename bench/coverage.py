@@ -51,7 +51,7 @@ INTRO = """What weft shards, and what it replicates. Each model runs under each 
 on four, where the axis stands beside another: two steps of AdamW in float64. A figure says that loss, every gradient and every
 weight equal the serial run's to 1e-9 relative; it is the share of parameters and of FLOPs that the axis divides: 1 where every rank
 along it has equal parts, 0 where one of them has everything (`weft verify`). An empty cell: the model has nothing that the axis
-could cut. `tensor` runs with `--cut-everything`, since the planner replicates most of such small models."""
+could cut; a dot: not run yet. `tensor` runs with `--cut-everything`, since the planner replicates most of such small models."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,16 @@ def operators() -> list[str]:
 
 def document(rows: Sequence[Row], top: Mapping[str, Any]) -> str:
     """The page."""
-    lines = ["# Coverage", "", INTRO, "", f"`{top['command']}` on {top['machine']}, {top['date']}.", "", "## Models x axes", ""]
+    lines = [
+        "# Coverage",
+        "",
+        INTRO,
+        "",
+        f"`{top['command']}` on {top['machine']}, {top['date']}. {top['note']}",
+        "",
+        "## Models x axes",
+        "",
+    ]
     ran = [row for row in rows if row.layout and row.status != "nothing"]
     names = dict.fromkeys(row.model for row in rows if row.layout)
     lost = [row for row in rows if not row.layout]
@@ -169,23 +178,35 @@ def document(rows: Sequence[Row], top: Mapping[str, Any]) -> str:
     lines += [f"The worst relative error of those that are equal is {worst:.1e}. Shares: parameters, FLOPs.", ""]
     lines += ["On two ranks, on four: " + "; ".join(" and ".join(f"`{one}`" for one in pair if one) for pair in AXES.values()) + ".", ""]
     lines += [f"| model | {' | '.join(AXES)} |", "|---" * (1 + len(AXES)) + "|"]
-    by = {(row.model, row.layout): row for row in ran}
+    by = {(row.model, *_column(row.layout)): row for row in rows if row.layout}
     for name in (n for n in names if n not in whole):
-        cells = (_cell([by.get((name, one)) for one in pair if one]) for pair in AXES.values())
+        cells = (_cell(by.get((name, axis, 2)), by.get((name, axis, 4))) for axis in AXES)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     bad = [row for row in ran if row.status != "equal"]
     if bad:
         lines += ["", "Not equal, with the reason:", "", *(f"- {r.model}, {r.layout}: {r.status}, {r.note}" for r in bad)]
     if lost:
         lines += ["", f"Not captured ({len(lost)}); these train by whole replicas, each on its own samples (`{WHOLE}`):", ""]
-        lines += [f"- {row.model}{_replicas(by.get((row.model, WHOLE)))}: {row.note}" for row in lost]
+        lines += [f"- {row.model}{_replicas(by.get((row.model, 'data', 2)))}: {row.note}" for row in lost]
     return "\n".join([*lines, "", *operators()]) + "\n"
 
 
-def _cell(rows: Sequence[Row | None]) -> str:
+def _column(layout: str) -> tuple[str, int]:
+    """(the axis that a layout is about, its ranks): on two ranks the only one, or the one that lies inside the other."""
+    told = next((axis for axis, pair in AXES.items() if layout == pair[1]), "")
+    parsed = Layout.parse(layout)
+    return told or [axis for axis, n in parsed.axes if n > 1][-1], parsed.num_ranks
+
+
+def _cell(two: Row | None, four: Row | None) -> str:
     """Shares of parameters and FLOPs on two ranks, and on four."""
-    words = [f"{row.parameters:.2f}, {row.flops:.2f}" if row.status == "equal" else row.status for row in rows if row is not None]
-    return " \\| ".join(words)
+    return f"{_shares(two)} \\| {_shares(four)}" if four is not None and four.status != "nothing" else _shares(two)
+
+
+def _shares(row: Row | None) -> str:
+    if row is None:
+        return "."
+    return f"{row.parameters:.2f}, {row.flops:.2f}" if row.status == "equal" else row.status.removeprefix("nothing")
 
 
 def _replicas(row: Row | None) -> str:
@@ -200,6 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", metavar="STATUS,...", default="", help="of the file's rows those run again: failed,differs,refused")
     parser.add_argument("--part", metavar="I/N", default="0/1", help="every Nth model from the Ith on")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin nothing after so long; 75 if there is more")
+    parser.add_argument("--note", default="", metavar="TEXT", help="a sentence for the page")
     parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: write the page of the rows of these files")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
@@ -222,7 +244,8 @@ def main(arguments: Sequence[str]) -> int:
             if time.perf_counter() - began > given.seconds:
                 return 75
     if given.merge or not (given.models or parts > 1):
-        page = document(list(rows.values()), header("scripts/verify_all --axes", versions(("torch", "transformers"))))
+        top = header("scripts/verify_all --axes", versions(("torch", "transformers")), note=given.note)
+        page = document(list(rows.values()), top)
         PAGE.write_text(page, encoding="utf-8")
     return 4 if any(row.status in ("differs", "failed") for row in rows.values()) else 0
 
