@@ -13,6 +13,7 @@ NAMES = {
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "staleness": "late updates where ranks are late by chance",
+    "start": "seconds from the command to the end of the first step, beside plain PyTorch",
     "faults": "ranks that are killed, stopped or hang: how long each fault is felt",
     "shares": "unequal shares of the batch where one rank is slower",
     "branches": "ranks that own parallel branches beside data parallelism",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["WEFT_CACHE"] = "off"  # tests of tracing trace
     if config.getoption("--record") and not hasattr(config, "workerinput"):  # the process that hears of every test
         config.pluginmanager.register(Recorder())
 

@@ -50,7 +50,8 @@ _HOMES = {
     "print": "weft.world.current:print_once",
     **dict.fromkeys(("load", "save"), "weft.run.loop.checkpoints"),
     **dict.fromkeys(("compare", "estimate", "explain", "whatif"), "weft.api_verbs"),
-    **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
+    **dict.fromkeys(("comm_hook", "parallelize", "verify"), "weft.api"),
+    **dict.fromkeys(("auto_parallelize", "shard"), "weft.api_loop"),  # a plain loop waits for no more than it needs
 }
 PACKAGES = ("plan", "report", "simulate")  # which are verbs too
 

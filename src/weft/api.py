@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import weft.report.notebook  # noqa: F401 - registers how notebooks show plans and timelines
-from weft.api_loop import any_cluster, auto_parallelize
+from weft.api_loop import any_cluster, auto_parallelize, shard
 from weft.capture.capture import Loss
 from weft.capture.nesting import batch_size_of
 from weft.capture.once import called_once
@@ -40,10 +40,9 @@ from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
 from weft.solve.stragglers import straggler_steps
 from weft.solve.uncaptured import without_graph
-from weft.train.loader import Sharded
 from weft.train.trials import Trial, distinct, fastest, trial_words, try_all, try_in
 from weft.units import parse_bytes
-from weft.world.current import current_place, current_world
+from weft.world.current import current_world
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
@@ -293,21 +292,6 @@ def _agreed(text: str, world: World) -> Layout:
         return Layout.parse(text)
     actions = world.told(lambda: actions_of(name))
     return Layout.parse(text, {name: actions} if actions else {})
-
-
-def shard(loader: Iterable[Any], engine: Engine | None = None) -> Sharded:
-    """This data coordinate's samples of every batch of a loader, epoch after epoch; ranks that differ in another axis get the same ones.
-
-    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's. A batch need not divide, and may
-    have fewer samples than there are ranks. What else is asked of it (`len`, `.dataset`) the loader answers.
-
-    Raises:
-        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0.
-    """
-    where = engine or current_place()
-    if where is None:
-        raise UsageError("weft.shard divides batches as the model is divided; use it after weft.auto_parallelize, or give it the engine")
-    return Sharded(loader, where)
 
 
 def verify(  # noqa: PLR0913

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -26,8 +26,12 @@ from weft.run.loop.divide import divide
 from weft.run.rank_agreement import check_model_agrees, synchronize_generators
 from weft.solve.search import search
 from weft.solve.uncaptured import without_graph
-from weft.world.current import Place, current_world, set_place
+from weft.train.loader import Sharded
+from weft.world.current import Place, current_place, current_world, set_place
 from weft.world.world import World
+
+if TYPE_CHECKING:
+    from weft.run.engine import Engine
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -170,6 +174,21 @@ def _best_without_pipeline(
     if not plans:
         raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
     return min(plans, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
+
+
+def shard(loader: Iterable[Any], engine: Engine | None = None) -> Sharded:
+    """This data coordinate's samples of every batch of a loader, epoch after epoch; ranks that differ in another axis get the same ones.
+
+    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's. A batch need not divide, and may
+    have fewer samples than there are ranks. What else is asked of it (`len`, `.dataset`) the loader answers.
+
+    Raises:
+        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0.
+    """
+    where = engine or current_place()
+    if where is None:
+        raise UsageError("weft.shard divides batches as the model is divided; use it after weft.auto_parallelize, or give it the engine")
+    return Sharded(loader, where)
 
 
 def _arguments(model: nn.Module, batch: Any) -> Any:

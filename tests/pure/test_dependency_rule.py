@@ -56,7 +56,7 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")
 
 TORCH_PARTS = {"capture", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py", "api_verbs.py"}
-ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
+ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current", "capture/kept/store")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import (
+    cache,
     check,
     checkpoint,
     cluster,
@@ -91,6 +92,7 @@ app.command("check")(check.check)
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
+app.command("cache")(cache.cache)
 app.command("demo", hidden=True)(demo.demo)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(cluster.app, name="cluster")

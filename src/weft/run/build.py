@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from weft.capture.capture import Captured, Loss, capture
 from weft.capture.fakes import fake_mode
 from weft.capture.init import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
+from weft.capture.kept import kept
 from weft.capture.modes import Modes, in_modes, training_modes
 from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
@@ -92,16 +93,21 @@ class Source:
         """
         refuse_hooks(self.model)
         loss = self.loss_of(loss)
-        with in_modes(self.model, training_modes(self.model) if modes is None else modes):
-            if self.deferred is not None:
-                deferred = self.deferred
-                captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
-                # A tensor that is a plain attribute of the module comes out as the fake that it is here.
-                constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
-                return replace(captured, constants=constants)
-            mode, originals = fake_mode(), dict[int, Tensor]()
-            captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
-            return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
+        modes = training_modes(self.model) if modes is None else modes
+        with in_modes(self.model, modes):
+            asked = (modes, batch_size, outputs, self.deferred is None)
+            return kept(self.model, loss, batch, asked, lambda: self._capture(batch, loss, batch_size, outputs))
+
+    def _capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool) -> Captured:
+        if self.deferred is not None:
+            deferred = self.deferred
+            captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
+            # A tensor that is a plain attribute of the module comes out as the fake that it is here.
+            constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
+            return replace(captured, constants=constants)
+        mode, originals = fake_mode(), dict[int, Tensor]()
+        captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+        return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
     def part(self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None) -> Part:
         """A microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""

@@ -1,0 +1,318 @@
+"""What a capture depends on, as one number. In: a module, a loss, plain values. Out: a digest; `Unknown` where something cannot be told.
+
+The walk goes from the modules over their attributes to their classes, and over the bytecode of every function that these reach to the
+globals that it names; source files of the user's that are met are taken whole. What is installed is known by the packages' versions.
+Values of parameters and buffers are left out, since a graph has none of them.
+
+Not modelled: a function of an installed package that was replaced and is not called by name from the user's code; what code reads
+from files. Code that reads the environment, opens files, or imports what is not there yet is `Unknown`.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import hashlib
+import importlib.machinery
+import os
+import platform
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.fakes import Fake
+
+_MOST = 300_000  # objects
+_LARGEST_BYTES = 1 << 24  # of a tensor whose values count
+_ASKS = {"environ", "getenv", "open", "exec", "eval", "globals", "__import__", "import_module", "input"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl", "__firstlineno__"}
+_HERE = Path(__file__).parents[2]
+
+
+class Unknown(Exception):
+    """Something of which nobody can say whether it is the same the next time."""
+
+
+def fingerprint(model: nn.Module, loss: object, more: object) -> str:
+    """The digest, 64 hexadecimal digits. Raises `Unknown`, RecursionError.
+
+    >>> one = fingerprint(nn.Linear(2, 2), None, 1)
+    >>> one == fingerprint(nn.Linear(2, 2), None, 1), one == fingerprint(nn.Linear(2, 3), None, 1)
+    (True, False)
+    """
+    walk = _Walk()
+    walk.add(_versions())
+    walk.add(_settings())
+    walk.add(model)
+    walk.add(loss)
+    walk.add(more)
+    return walk.digest()
+
+
+def _settings() -> tuple[Any, ...]:
+    """What torch does otherwise by a switch."""
+    cuda: Any = torch.backends.cuda
+    attention = (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    cast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
+    return (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), attention, cast,
+        torch.backends.mha.get_fastpath_enabled(), torch.cuda.is_available(),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    """Of Python, of what is installed, of weft's own code that makes graphs."""
+    installed = [name for folder in _folders() if os.path.isdir(folder) for name in os.listdir(folder) if name.endswith("-info")]
+    own = [
+        f"{path.relative_to(_HERE)} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for part in ("capture", "model", "ops")
+        for path in (_HERE / part).rglob("*.py")
+    ]
+    return platform.python_version(), platform.machine(), *sorted(installed), *sorted(own)
+
+
+@lru_cache(maxsize=1)
+def _folders() -> tuple[str, ...]:
+    """Where what is installed lies."""
+    paths = sysconfig.get_paths()
+    found = {os.path.realpath(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted(found | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__)))}))
+
+
+@lru_cache(maxsize=4096)
+def _installed(name: str) -> bool:
+    """Whether a module belongs to what is installed, whose versions are known."""
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        spec = getattr(module, "__spec__", None)
+        own: tuple[Any, ...] = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
+        return bool(spec is not None and spec.loader in own)
+    return os.path.realpath(file).startswith(tuple(f"{folder}{os.sep}" for folder in _folders()))
+
+
+class _Walk:
+    """A digest of all that is added; an object that was added before is its number."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []  # so that no identity is used again
+        self._files: set[str] = set()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def _say(self, *words: object) -> None:
+        self._hash.update(repr(words).encode())
+
+    def add(self, x: Any) -> None:
+        """Add an object, with all that it reaches."""
+        if isinstance(x, _PLAIN) and type(x).__module__ in ("builtins", "torch"):
+            self._say(type(x).__name__, x)
+            return
+        if id(x) in self._numbers:
+            self._say("again", self._numbers[id(x)])
+            return
+        self._numbers[id(x)] = len(self._numbers)
+        self._alive.append(x)
+        if len(self._alive) > _MOST:
+            raise Unknown("too much")
+        if not (self._add_code(x) or self._add_container(x)):
+            self._add_object(x)
+
+    def _add_code(self, x: Any) -> bool:
+        match x:
+            case type():
+                self._class(x)
+            case FunctionType():
+                self._function(x)
+            case CodeType():
+                self._code(x)
+            case MethodType():
+                self._many("method", x.__func__, x.__self__)
+            case staticmethod() | classmethod():
+                self._many(type(x).__name__, x.__func__)
+            case property():
+                self._many("property", x.fget, x.fset, x.fdel)
+            case functools.partial():
+                self._many("partial", x.func, x.args, x.keywords)
+            case ModuleType():
+                self._say("module", x.__name__)
+            case BuiltinFunctionType():
+                self._many("builtin", x.__qualname__, None if isinstance(x.__self__, ModuleType) else x.__self__)
+            case _ if callable(x) and not hasattr(x, "__dict__") and _installed(type(x).__module__):  # descriptors of C
+                self._say(type(x).__name__, getattr(x, "__qualname__", ""))
+            case _:
+                return False
+        return True
+
+    def _add_container(self, x: Any) -> bool:
+        match x:
+            case torch.Tensor():
+                self._tensor(x)
+            case enum.Enum():
+                self._many("enum", type(x), x.name)
+            case tuple() | list() | deque():
+                self._many(type(x).__name__, type(x), *x)
+            case AbstractSet() if all(isinstance(item, _PLAIN) for item in x):
+                self._say("set", sorted(map(repr, x)))
+            case Mapping() if type(x).__module__ in ("builtins", "collections", "types"):
+                self._many("dict", type(x).__name__, *(item for pair in x.items() for item in pair))
+            case _:
+                return False
+        return True
+
+    def _many(self, *items: Any) -> None:
+        self._say("many", len(items))
+        for item in items:
+            self.add(item)
+
+    def _tensor(self, x: torch.Tensor) -> None:
+        form = (type(x).__name__, tuple(x.shape), str(x.dtype), x.device.type, x.requires_grad, str(x.layout))
+        self._say("tensor", form, tuple(x.stride()) if x.layout is torch.strided else ())
+        if isinstance(x, nn.Parameter):
+            return
+        if isinstance(x, Fake) or x.is_meta or x.layout is not torch.strided or x.numel() * x.element_size() > _LARGEST_BYTES:
+            raise Unknown("the values of a tensor")
+        self._hash.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+
+    def _module(self, x: nn.Module) -> None:
+        own = {key: value for key, value in vars(x).items() if key not in ("training", "_buffers", "_parameters")}
+        self._say("nn", sorted(own))
+        for table in (x._parameters, x._buffers):
+            for name, tensor in table.items():
+                self._say(name)
+                if tensor is None:
+                    self._say(None)
+                elif id(tensor) in self._numbers:
+                    self._say("again", self._numbers[id(tensor)])
+                else:
+                    self._numbers[id(tensor)] = len(self._numbers)
+                    self._alive.append(tensor)
+                    self._say(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, tuple(tensor.stride()), type(tensor).__name__)
+        self.add(type(x))
+        for key in sorted(own):
+            self._say(key)
+            self.add(own[key])
+
+    def _add_object(self, x: Any) -> None:
+        if isinstance(x, nn.Module):
+            self._module(x)
+            return
+        slots = [name for cls in type(x).__mro__ for name in _slots(cls) if hasattr(x, name)]
+        if not hasattr(x, "__dict__") and not slots:
+            raise Unknown(type(x).__qualname__)
+        if type(x).__module__.partition(".")[0] in ("_thread", "threading", "io", "_io", "socket", "random", "numpy"):
+            raise Unknown(type(x).__qualname__)
+        if isinstance(x, Mapping):
+            self._many("mapping", *(item for pair in x.items() for item in pair))
+        self.add(type(x))
+        for key, value in sorted({**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots}}.items()):
+            self._say(key)
+            if not (key.endswith("hash") and _installed(type(x).__module__)):  # a library's: of the other attributes, anew in each process
+                self.add(value)
+
+    def _class(self, x: type) -> None:
+        self._say("class", x.__module__, x.__qualname__)
+        if _installed(x.__module__):
+            return
+        self._file(x.__module__)
+        for base in x.__mro__[1:]:
+            self.add(base)
+        for key, value in sorted(vars(x).items()):
+            if key not in _SKIPPED:
+                self._say(key)
+                self.add(value)
+
+    def _function(self, x: FunctionType) -> None:
+        self._say("function", x.__module__, x.__qualname__)
+        self.add(x.__defaults__)
+        self.add(x.__kwdefaults__)
+        for cell in x.__closure__ or ():
+            try:
+                self.add(cell.cell_contents)
+            except ValueError:  # nothing is in it yet
+                self._say("empty")
+        if _installed(x.__module__):
+            return
+        self._file(x.__module__)
+        self.add(x.__code__)
+        names = _names(x.__code__)
+        if names & _ASKS:
+            raise Unknown(f"{x.__qualname__} asks for {', '.join(sorted(names & _ASKS))}")
+        for name in sorted(names & x.__globals__.keys()):
+            self._say(name)
+            value = x.__globals__[name]
+            self.add(value)
+            self._inside(value, names)
+
+    def _inside(self, module: Any, names: set[str]) -> None:
+        """Of a module that code names, what else it names that is the user's."""
+        if not isinstance(module, ModuleType):
+            return
+        foreign = _installed(module.__name__)
+        if not foreign:
+            self._file(module.__name__)
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            home = getattr(value, "__module__", None)
+            if isinstance(value, ModuleType):
+                if not foreign and value is not module and id(value) not in self._numbers:
+                    self.add(value)
+                    self._inside(value, names)
+            elif not foreign or (isinstance(value, FunctionType | type) and not _installed(home or "")):
+                self._say(name)
+                self.add(value)
+
+    def _code(self, x: CodeType) -> None:
+        self._say("code", x.co_code, x.co_names, x.co_varnames, x.co_freevars, x.co_flags, x.co_argcount, x.co_kwonlyargcount)
+        for constant in x.co_consts:
+            self.add(sorted(constant) if isinstance(constant, frozenset) and all(isinstance(c, str) for c in constant) else constant)
+        if _IMPORT in x.co_code[::2]:
+            for one in dis.get_instructions(x):
+                if one.opcode == _IMPORT and (module := sys.modules.get(one.argval)) is None:
+                    raise Unknown(f"{one.argval} is imported when it is called")
+                if one.opcode == _IMPORT and not _installed(one.argval):
+                    self._file(one.argval)
+                    self._inside(module, _names(x))
+
+    def _file(self, name: str) -> None:
+        """The source of a module of the user's, whole."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or file in self._files:
+            return
+        self._files.add(file)
+        try:
+            self._hash.update(Path(file).read_bytes())
+        except OSError as error:
+            raise Unknown(file) from error
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return tuple(s for s in ((slots,) if isinstance(slots, str) else slots) if s not in ("__dict__", "__weakref__"))
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found

@@ -1,0 +1,120 @@
+"""A capture as bytes. In: a capture. Out: a safetensors file of its constants whose metadata is the graph as JSON, and back. No pickle.
+
+Not written: calls of functions of the user's own, constants without values, values of other kinds than JSON has. An object in an output is its class's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from weft.capture.capture import Captured
+from weft.capture.fakes import Fake
+from weft.capture.nesting import is_value
+from weft.model.graph import Graph, Operator, Ref, Tensor, Variable, Word
+from weft.ops.operator import Slot
+
+_KEY = "weft"
+_CLASSES = {cls.__name__: cls for cls in (Graph, Operator, Ref, Tensor, Variable, Word, Slot)}
+_FIELDS = {cls: [f.name for f in dataclasses.fields(cls) if f.init] for cls in _CLASSES.values()}
+
+
+class _Unwritable(Exception):
+    pass
+
+
+def dump(captured: Captured) -> bytes | None:
+    """As bytes; None of what cannot be written."""
+    constants = {name: x.detach().contiguous() for name, x in captured.constants.items() if not isinstance(x, Fake)}
+    if len(constants) < len(captured.constants) or any(x.is_meta or x.layout is not torch.strided for x in constants.values()):
+        return None
+    if any(x.dtype is torch.complex128 for x in constants.values()):  # which safetensors does not have
+        return None
+    shared = len({x.untyped_storage().data_ptr() for x in constants.values()}) < len(constants)
+    try:
+        text = json.dumps([_packed(captured.graph), _packed(captured.structure)])
+    except _Unwritable:
+        return None
+    return save_tensors({name: x.clone() if shared else x for name, x in constants.items()}, metadata={_KEY: text})
+
+
+def load(data: bytes) -> Captured | None:
+    """What `dump` wrote; None where it holds classes that are not there now."""
+    try:
+        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        graph, structure = (_unpacked(one) for one in json.loads(head["__metadata__"][_KEY]))
+        return Captured(graph, load_tensors(data), structure)
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError):
+        return None
+
+
+def _packed(x: Any) -> Any:
+    if type(x) in (int, str, bool, type(None)) or (type(x) is float and math.isfinite(x)):
+        return x
+    if type(x) in _FIELDS:
+        return ["=", type(x).__name__, *(_packed(getattr(x, name)) for name in _FIELDS[type(x)])]
+    if type(x) in (tuple, list):
+        return [type(x).__name__, *map(_packed, x)]
+    if type(x) is dict:
+        return ["dict", *([_packed(key), _packed(value)] for key, value in x.items())]
+    if type(x) in (float, complex):
+        return [type(x).__name__, repr(x)]
+    if isinstance(x, torch.Tensor):
+        return ["tensor", list(x.shape), str(x.dtype).removeprefix("torch.")]
+    if isinstance(x, torch.Size):
+        return ["tuple", *x]
+    return _packed_container(x)
+
+
+def _packed_container(x: Any) -> Any:
+    """Named tuples, and mappings that are dataclasses, as libraries' outputs are."""
+    where = [type(x).__module__, type(x).__qualname__]
+    if isinstance(x, tuple) and hasattr(x, "_make"):
+        return ["named", *where, *map(_packed, x)]
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        items = x if isinstance(x, Mapping) else {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        return ["data", *where, *([key, _packed(value)] for key, value in items.items())]
+    if is_value(x):
+        raise _Unwritable(type(x).__name__)
+    return ["object", type(x).__name__]  # it is not returned, only named
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of the user's that is there already: nothing is imported."""
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or hasattr(found, "_make")):
+        raise LookupError(name)
+    return found
+
+
+def _data(module: str, name: str, *items: Any) -> Any:
+    return _class(module, name)(**{key: _unpacked(value) for key, value in items})
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "=": lambda name, *rest: _CLASSES[name](*map(_unpacked, rest)),
+    "tuple": lambda *rest: tuple(map(_unpacked, rest)),
+    "list": lambda *rest: list(map(_unpacked, rest)),
+    "dict": lambda *rest: {_unpacked(key): _unpacked(value) for key, value in rest},
+    "float": float,
+    "complex": complex,
+    "tensor": lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device="meta"),
+    "named": lambda module, name, *rest: _class(module, name)._make(map(_unpacked, rest)),
+    "data": _data,
+    "object": lambda name: type(name, (), {})(),
+}
+
+
+def _unpacked(x: Any) -> Any:
+    return _MAKERS[x[0]](*x[1:]) if isinstance(x, list) else x

@@ -1,0 +1,40 @@
+"""`weft cache`: captures that are kept on disk. In: nothing. Out: where they lie, how many and how large; `--clear` removes them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.units import format_bytes
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show the captures of models that are kept on disk, or clear them.
+
+    A model is traced once; the next start finds its capture, if code, configuration and versions are the same. WEFT_CACHE=off keeps none,
+    WEFT_CACHE=FOLDER keeps them there.
+
+    \b
+    Example:
+      weft cache
+      weft cache --clear
+    """
+    with output(as_json) as out:
+        from weft.capture.kept.store import OFF, VARIABLE, Store
+
+        store = Store.usual()
+        if store is None:
+            out.text(f"{VARIABLE} is one of {', '.join(OFF)}: nothing is kept")
+            out.answer({"folder": None, "files": 0, "bytes": 0, "removed": 0})
+            return
+        removed = store.clear() if clear else 0
+        sizes = [about.st_size for _, about in store.files()]
+        said = f", {removed} removed" if clear else ""
+        out.text(f"{store.folder}: {len(sizes)} captures, {format_bytes(sum(sizes))} of at most {format_bytes(store.most_bytes)}{said}")
+        out.answer({"folder": str(store.folder), "files": len(sizes), "bytes": sum(sizes), "removed": removed})
