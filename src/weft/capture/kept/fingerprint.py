@@ -103,7 +103,7 @@ def _installed(name: str) -> bool:
         spec = getattr(module, "__spec__", None)
         own: tuple[Any, ...] = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
         return bool(spec is not None and spec.loader in own)
-    return os.path.realpath(file).startswith(tuple(f"{folder}{os.sep}" for folder in _folders()))
+    return str(os.path.realpath(file)).startswith(tuple(f"{folder}{os.sep}" for folder in _folders()))
 
 
 class _Walk:

@@ -1,6 +1,6 @@
 """A capture as bytes. In: a capture. Out: a safetensors file of its constants whose metadata is the graph as JSON, and back. No pickle.
 
-Not written: calls of functions of the user's own, constants without values, values of other kinds than JSON has. An object in an output is its class's name.
+Not written: calls of functions of the user's own, constants without values. An object in an output is its class's name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import save as save_tensors
 
 from weft.capture.capture import Captured
 from weft.capture.fakes import Fake
-from weft.capture.nesting import is_value
+from weft.capture.nesting import is_value, leaves, rebuild
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable, Word
 from weft.ops.operator import Slot
 
@@ -32,6 +32,13 @@ class _Unwritable(Exception):
     pass
 
 
+@dataclasses.dataclass
+class _Object:
+    """An object in an output: it is not returned, only named."""
+
+    name: str
+
+
 def dump(captured: Captured) -> bytes | None:
     """As bytes; None of what cannot be written."""
     constants = {name: x.detach().contiguous() for name, x in captured.constants.items() if not isinstance(x, Fake)}
@@ -40,8 +47,12 @@ def dump(captured: Captured) -> bytes | None:
     if any(x.dtype is torch.complex128 for x in constants.values()):  # which safetensors does not have
         return None
     shared = len({x.untyped_storage().data_ptr() for x in constants.values()}) < len(constants)
+    named = {
+        path: leaf if isinstance(leaf, torch.Tensor) or is_value(leaf) else _Object(type(leaf).__name__)
+        for path, leaf in leaves(captured.structure)
+    }
     try:
-        text = json.dumps([_packed(captured.graph), _packed(captured.structure)])
+        text = json.dumps([_packed(captured.graph), _packed(rebuild(captured.structure, named))])
     except _Unwritable:
         return None
     return save_tensors({name: x.clone() if shared else x for name, x in constants.items()}, metadata={_KEY: text})
@@ -72,6 +83,8 @@ def _packed(x: Any) -> Any:
         return ["tensor", list(x.shape), str(x.dtype).removeprefix("torch.")]
     if isinstance(x, torch.Size):
         return ["tuple", *x]
+    if type(x) is _Object:
+        return ["object", x.name]
     return _packed_container(x)
 
 
@@ -83,9 +96,7 @@ def _packed_container(x: Any) -> Any:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         items = x if isinstance(x, Mapping) else {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
         return ["data", *where, *([key, _packed(value)] for key, value in items.items())]
-    if is_value(x):
-        raise _Unwritable(type(x).__name__)
-    return ["object", type(x).__name__]  # it is not returned, only named
+    raise _Unwritable(type(x).__name__)
 
 
 def _class(module: str, name: str) -> Any:
