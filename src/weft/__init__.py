@@ -14,7 +14,7 @@ from weft import errors
 
 if TYPE_CHECKING:
     from weft.api import auto_parallelize, comm_hook, parallelize, plan, shard, simulate, verify
-    from weft.api_verbs import compare, estimate, explain, report, whatif
+    from weft.api_verbs import compare, estimate, explain, report, scaling, whatif
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook", "compare", "errors",
-    "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save", "shard",
-    "simulate", "verify", "whatif",
+    "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save",
+    "scaling", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -49,7 +49,7 @@ _HOMES = {
     "launch": "weft.world.launch",
     "print": "weft.world.current:print_once",
     **dict.fromkeys(("load", "save"), "weft.run.loop.checkpoints"),
-    **dict.fromkeys(("compare", "estimate", "explain", "whatif"), "weft.api_verbs"),
+    **dict.fromkeys(("compare", "estimate", "explain", "scaling", "whatif"), "weft.api_verbs"),
     **dict.fromkeys(("comm_hook", "parallelize", "verify"), "weft.api"),
     **dict.fromkeys(("auto_parallelize", "shard"), "weft.api_loop"),  # a plain loop waits for no more than it needs
 }

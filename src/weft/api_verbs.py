@@ -20,11 +20,13 @@ from weft.cli.compare import say_plans, say_timelines
 from weft.cli.estimate import say_estimate
 from weft.cli.explain import MOST_CANDIDATES, say_why
 from weft.cli.report import about_plan, write, write_page
+from weft.cli.scaling import device_counts, say_scaling
 from weft.cli.setting import Setting, named
 from weft.cli.whatif import say_changes
 from weft.cluster.cluster import Cluster
 from weft.cluster.resize import resized
 from weft.errors import UsageError
+from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan
 from weft.plan.timeline import Timeline
@@ -136,17 +138,46 @@ def estimate(  # noqa: PLR0913
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if gpus is not None:
         machines = resized(machines, gpus)
-    size = batch if isinstance(batch, int) else None if batch is None else batch_size_of(batch)
-    if isinstance(model, str):
-        name, sequence = named(model, sequence)
-        first = Setting(name, machines, size or resolve(name, None, sequence).default_batch, sequence)
-    else:
-        resolved, module = _resolved(model, batch, loss)
-        name, size = resolved.name, size or resolved.default_batch
-        first = Setting(name, machines, size, None, resolved, module)
+    name, first, size = _first(model, batch, loss, machines, sequence)
     out = Answer()
     words = [constraints] if isinstance(constraints, str) else constraints
     say_estimate(first, name, size, None if tokens is None else str(tokens), epochs, words, out)
+    return out
+
+
+def scaling(  # noqa: PLR0913
+    model: Model,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str = "here",
+    devices: Sequence[int] = (),
+    weak: bool = False,
+    sequence: int | None = None,
+    layout: Layout | str | None = None,
+    constraints: str | Sequence[str] = "",
+) -> Answer:
+    """What more devices bring: the best plan of each size, its speed-up and efficiency.
+
+    Args:
+        model, batch, loss: as of `weft.plan`. devices: numbers of them; by default one machine, two, four, ... up to the cluster.
+        weak: the batch grows with the devices. layout: priced as it is, with as many data replicas as fill the devices.
+
+    Raises:
+        UsageError: a batch that the devices do not divide.
+
+    >>> import weft
+    >>> weft.scaling("gpt-tiny", 8, cluster="1xcpu-2", devices=[1, 2])["sizes"][0]["speedup"]
+    1.0
+    """
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    words = ",".join(map(str, devices)) if devices else None
+    counts = device_counts(words, machines.node_size, machines.num_devices)
+    name, first, _ = _first(model, batch, loss, machines, sequence)
+    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    out = Answer()
+    limits = [constraints] if isinstance(constraints, str) else constraints
+    say_scaling(first, name, counts, out, weak=weak, layout=given, constraints=limits)
     return out
 
 
@@ -162,6 +193,17 @@ def report(subject: Plan | str | Path, target: str | Path = "report.html") -> Pa
     else:
         write_page(Path(subject), page, timeline=True)
     return page
+
+
+def _first(model: Model, batch: Any, loss: Loss | None, machines: Cluster, sequence: int | None) -> tuple[str, Setting, int | None]:
+    """A model's name, the setting in which it is first asked for, and the samples that were given; None of a name without any."""
+    size = batch if isinstance(batch, int) else None if batch is None else batch_size_of(batch)
+    if isinstance(model, str):
+        name, sequence = named(model, sequence)
+        return name, Setting(name, machines, size or resolve(name, None, sequence).default_batch, sequence), size
+    resolved, module = _resolved(model, batch, loss)
+    size = size or resolved.default_batch
+    return resolved.name, Setting(resolved.name, machines, size, None, resolved, module), size
 
 
 def _plan(source: Plan | str | Path) -> Plan:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -54,8 +55,10 @@ class Tags(HTMLParser):
         (["whatif", "PLAN", "zero=1", "gpus=1"], lambda plan: weft.whatif(plan, "zero=1", "gpus=1")),
         (["estimate", "gpt-tiny", "--cluster", "1xcpu-2", "--tokens", "1e6", "--batch", "8"],
          lambda plan: weft.estimate("gpt-tiny", 8, cluster="1xcpu-2", tokens=1e6)),
+        (["scaling", "gpt-tiny", "--cluster", "1xcpu-2", "--devices", "1,2", "--batch", "8"],
+         lambda plan: weft.scaling("gpt-tiny", 8, cluster="1xcpu-2", devices=[1, 2])),
     ],
-    ids=["explain", "whatif", "estimate"],
+    ids=["explain", "whatif", "estimate", "scaling"],
 )  # fmt: skip
 def test_a_verb_says_in_python_what_it_says_on_the_command_line(
     words: list[str], call: object, plan: weft.Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -83,6 +86,20 @@ def test_a_plan_and_a_timeline_show_in_a_notebook(plan: weft.Plan) -> None:
     assert "svg" in Tags(timeline._repr_html_()).seen
     many = weft.Timeline("many", 100, tuple(s._replace(rank=r) for r in range(100) for s in timeline.spans))
     assert "the first 32 of 100 ranks" in many._repr_html_()
+
+
+def test_plans_timelines_and_proofs_are_a_line_each_and_show_a_picture(plan: weft.Plan) -> None:
+    timeline = weft.simulate(plan)
+    errors = {"loss": 1e-16, "gradients": 3e-12, "weights": 1e-6}
+    proof = weft.Verification(False, errors, "weight", (), 1e-9, layout="data=2", steps=2)
+    for one in (plan, timeline, proof):
+        assert "\n" not in repr(one)
+        assert len(repr(one)) < 200
+        assert "svg" in Tags(one._repr_html_()).seen
+    assert str(plan.layout) in repr(plan)
+    page = proof._repr_html_()
+    assert page.count("#e45756") == 1  # of three bars the one above the tolerance
+    assert replace(proof, worst={"loss": 0.0}, ok=True)._repr_html_().count("#e45756") == 0
 
 
 def test_two_plans_and_two_timelines_compare_and_one_of_each_does_not(plan: weft.Plan) -> None:

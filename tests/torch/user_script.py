@@ -17,6 +17,7 @@ def main() -> None:
     print(timeline.total_s)
     print(weft.explain(chosen).record, weft.whatif(chosen, "zero=1").tables, weft.compare(chosen, chosen))
     print(weft.estimate("gpt-tiny", tokens="1e9")["time_s"], weft.report(chosen, "page.html").name)
+    print(weft.scaling("gpt-tiny", 8, cluster="1xcpu-2", devices=[1, 2], weak=True)["sizes"])
     proof: weft.Verification = weft.verify("gpt-tiny", "data=2")
     print(proof.ok)
     engine: weft.Engine = weft.parallelize(lambda: nn.Linear(4, 2), (torch.zeros(8, 4),), loss=loss, plan=chosen)

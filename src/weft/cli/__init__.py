@@ -27,6 +27,7 @@ from weft.cli import (
     doctor,
     estimate,
     explain,
+    launch,
     plan,
     probe,
     report,
@@ -78,6 +79,7 @@ def _options(
 
 
 app.command("train")(train.train)
+app.command("launch")(launch.launch)
 app.command("plan")(plan.plan)
 app.command("explain")(explain.explain)
 app.command("whatif")(whatif.whatif)

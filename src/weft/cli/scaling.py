@@ -55,24 +55,42 @@ def scaling(  # noqa: PLR0913
         from weft.cli.setting import Setting, named
         from weft.plan.layout import Layout
         from weft.report.canvas import check_suffix
-        from weft.report.economy import unit_of
 
         if target is not None and target.suffix != PAGE:
             check_suffix(target)
         fixed = Layout.parse(layout) if layout is not None else None
         machines = load_cluster(cluster, out)
-        counts = _counts(devices, machines.node_size, machines.num_devices)
+        counts = device_counts(devices, machines.node_size, machines.num_devices)
         name, sequence = named(model, sequence)
         first = Setting(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
-        variants: list[Variant] = []
-        for count in counts:
-            with out.working(f"planning {model} on {count} devices"):
-                variants.append(_at(first, count, counts[0], weak, fixed, constrain or ()))
-        rows = _show(out, f"{model} on {machines.device.name}, {'weak' if weak else 'strong'} scaling", counts, variants, target)
-        out.answer({"model": model, "weak": weak, "unit": unit_of(first.graph).name, "sizes": rows})
+        rows = say_scaling(first, model, counts, out, weak=weak, layout=fixed, constraints=constrain or (), target=target)
         if not any(row["efficiency"] for row in rows):
             out.message("none of these sizes has a plan; the notes say why, and what would")
             raise typer.Exit(Infeasible.exit_code)
+
+
+def say_scaling(
+    first: Setting,
+    model: str,
+    counts: Sequence[int],
+    out: Output,
+    *,
+    weak: bool = False,
+    layout: Layout | None = None,
+    constraints: Sequence[str] = (),
+    target: Path | None = None,
+) -> list[dict[str, object]]:
+    """Plan each size and say what came of it; a record of each. `first`: the model with the batch of the least number of devices."""
+    from weft.report.economy import unit_of
+
+    variants: list[Variant] = []
+    for count in counts:
+        with out.working(f"planning {model} on {count} devices"):
+            variants.append(_at(first, count, counts[0], weak, layout, constraints))
+    title = f"{model} on {first.cluster.device.name}, {'weak' if weak else 'strong'} scaling"
+    rows = _show(out, title, counts, variants, target)
+    out.answer({"model": model, "weak": weak, "unit": unit_of(first.graph).name, "sizes": rows})
+    return rows
 
 
 def _show(out: Output, title: str, counts: Sequence[int], variants: Sequence[Variant], target: Path | None) -> list[dict[str, object]]:
@@ -96,10 +114,10 @@ def _show(out: Output, title: str, counts: Sequence[int], variants: Sequence[Var
     ]
 
 
-def _counts(text: str | None, node: int, most: int) -> list[int]:
+def device_counts(text: str | None, node: int, most: int) -> list[int]:
     """The numbers of devices, ascending.
 
-    >>> _counts("64,8", 8, 64), _counts(None, 8, 48)
+    >>> device_counts("64,8", 8, 64), device_counts(None, 8, 48)
     ([8, 64], [8, 16, 32, 48])
     """
     if text is None:

@@ -65,7 +65,7 @@ class Candidate:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """How to train `model` on `cluster`, `batch_size` samples a step.
 
@@ -99,6 +99,10 @@ class Plan:
             check_equal(self.batch_size, self.layout, f"this model runs whole ({self.uncaptured})")
         if self.bucket_bytes < 0:
             raise Infeasible(f"bucket_bytes = {self.bucket_bytes} is below zero; use 0 for the usual size, or bytes such as 4194304")
+
+    def __repr__(self) -> str:
+        step = f", {format_seconds(self.prediction.step_time_s)} a step" if self.prediction is not None else ""
+        return f"Plan({self.layout}; {self.model} on {self.cluster}, {self.batch_size} samples{step})"
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from weft.errors import UsageError
 from weft.plan.shown import html
+from weft.units import format_seconds
 
 FORMAT_VERSION = 1
 COMPUTE_LANE = "compute"
@@ -40,7 +41,7 @@ class Span(NamedTuple):
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """Spans of `num_ranks` ranks; `name` says of what.
 
@@ -62,6 +63,9 @@ class Timeline:
                 raise UsageError(f"timeline {self.name}: span {span.name} is of rank {span.rank}, there are {self.num_ranks} ranks")
             if not span.start_s <= span.end_s:
                 raise UsageError(f"timeline {self.name}: span {span.name} of rank {span.rank} goes from {span.start_s} s to {span.end_s} s")
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.name}: {self.num_ranks} ranks, {len(self.spans)} spans, {format_seconds(self.total_s)})"
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from weft.plan.bars import bars
 from weft.plan.plan import Plan
 from weft.plan.shown import html
 from weft.plan.timeline import Timeline
 from weft.report.gantt import svg
 from weft.report.tables import Table, candidates_table, memory_table, parts_table, reasons_table, summary_table
+from weft.units import format_seconds
 
 _MOST_RANKS = 32
 _WIDTH = "max-width: 100%; overflow-x: auto"
@@ -37,9 +39,12 @@ def html_tables(tables: Iterable[Table]) -> str:
 @html.register
 def _plan(value: Plan) -> str:
     shown = [summary_table(value), candidates_table(value), reasons_table(value)]
+    picture = ""
     if value.prediction is not None:
         shown += [parts_table(value.prediction), memory_table(value.prediction.memory)]
-    return html_tables(shown)
+        step = value.prediction.step_time_s or 1.0
+        picture = bars([(name, s / step, format_seconds(s)) for name, s in value.prediction.parts if s >= 0.005 * step])
+    return picture + html_tables(shown)
 
 
 @html.register

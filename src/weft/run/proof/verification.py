@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import log10
 
+from weft.plan.bars import bars
 from weft.plan.grid import AXES as GRID
 from weft.run.proof.division import Division
 
 _WORDS = {"input_gradients": "input gradients"}
+_LEAST = 1e-18  # of an error, where a bar begins
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The result: worst relative error by what was compared, and the first tensor above the tolerance. In 16 bits (`in_noise`) errors and
     tolerance are multiples of the rounding noise that serial runs have.
@@ -61,6 +64,12 @@ class Verification:
             in_noise=one.in_noise,
         )
 
+    def __repr__(self) -> str:
+        layouts = f"{len(self.layouts)} layouts" if self.layouts else self.layout
+        worst = max(self.worst.values(), default=0.0)
+        said = "equal" if self.ok else f"differs first in {self.first_difference}"
+        return f"Verification({layouts}: {said}, worst {self.unit} {worst:.1e}, tolerance {self.tolerance:.0e})"
+
     def __str__(self) -> str:
         if self.layouts:
             return _aligned(*table(self.layouts), notes(self.layouts))
@@ -104,7 +113,7 @@ class Verification:
         }
 
     def _repr_html_(self) -> str:
-        return _page(self.layouts or (self,))
+        return _picture(self) + _page(self.layouts or (self,))
 
 
 def table(results: Sequence[Verification]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -134,6 +143,18 @@ def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], below: S
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (columns, *rows)]
     return "\n".join([*lines, *below])
+
+
+def _picture(result: Verification) -> str:
+    """The worst error of each kind on a scale of logarithms, beside the tolerance."""
+
+    def share(error: float) -> float:
+        return 0.0 if error <= _LEAST else 1 + log10(min(error, 1.0)) / -log10(_LEAST)
+
+    if result.in_noise or not result.worst:
+        return ""
+    rows = [(_WORDS.get(kind, kind), share(error), f"{error:.1e}") for kind, error in result.worst.items()]
+    return bars(rows, mark=share(result.tolerance))
 
 
 def _page(results: Sequence[Verification]) -> str:

@@ -1,0 +1,74 @@
+"""The ranks of one host. In: which host of how many, where ranks meet. Out: the exit code; one rank that fails ends the others.
+
+Whoever starts it may hold its standard input open: when that ends (a connection that is lost), so do the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from weft.cli.elsewhere.job import Job
+
+GRACE_S = 150.0  # for a checkpoint; `weft train` asks for 120
+_LOOK_S = 0.2
+
+
+def environment(job: Job, host: int, local: int, address: str, port: int) -> dict[str, str]:
+    """What tells a rank who it is, as torchrun does."""
+    rank = host * job.ranks + local
+    named = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": job.num_ranks, "LOCAL_WORLD_SIZE": job.ranks, "MASTER_PORT": port}
+    return {key: str(value) for key, value in named.items()} | {"MASTER_ADDR": address}
+
+
+def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
+    """Start this host's ranks and wait for them; the exit code of the first that failed. `lifeline`: standard input is held open."""
+    command = [job.python, "-m", "weft", *job.words]
+    base = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.threads))}
+    ranks = [
+        subprocess.Popen(command, env=base | environment(job, host, local, address, port), stdin=subprocess.DEVNULL)
+        for local in range(job.ranks)
+    ]
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return _watched(ranks, asked, lifeline)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watched(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool) -> int:
+    until = None
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = next((code for code in codes if code), 0)
+        if all(code is not None for code in codes):
+            return failed if failed >= 0 else 128 - failed
+        if until is None and (asked or failed or (lifeline and _ended())):
+            until = time.monotonic() + GRACE_S
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(signal.SIGTERM)
+        if until is not None and time.monotonic() > until:
+            return failed or 128 + signal.SIGKILL
+        time.sleep(_LOOK_S)
+
+
+def _ended() -> bool:
+    """Whether standard input is at its end."""
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)

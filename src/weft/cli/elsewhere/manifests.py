@@ -1,0 +1,101 @@
+"""Files for systems that start jobs themselves. In: a `Job`. Out: YAML for Kubernetes, a task for SkyPilot.
+
+Not modelled: volumes, secrets, queues; the files are to be completed by hand where a cluster wants more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.cli.elsewhere.job import PORT, Job
+
+IMAGE = "pytorch/pytorch:latest"
+_SKYPILOT = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}  # its names of devices, where others
+
+
+def yaml(value: Any, indent: int = 0) -> str:
+    """Nested mappings, lists, texts and numbers as YAML; texts as JSON has them, which YAML reads alike.
+
+    >>> print(yaml({"a": {"b": [1, "x: y"]}}))
+    a:
+      b:
+        - 1
+        - "x: y"
+    """
+    space = "  " * indent
+    if isinstance(value, Mapping):
+        return "\n".join(f"{space}{key}:{_below(item, indent)}" for key, item in value.items())
+    return "\n".join(
+        f"{space}- {yaml(item, indent + 1).lstrip()}" if isinstance(item, Mapping) else f"{space}- {json.dumps(item)}" for item in value
+    )
+
+
+def _below(item: Any, indent: int) -> str:
+    if isinstance(item, str) and "\n" in item:
+        inner = "  " * (indent + 1)
+        return " |\n" + "\n".join(inner + line for line in item.rstrip("\n").splitlines())
+    if isinstance(item, Mapping | list) and item:
+        return "\n" + yaml(item, indent + 1)
+    return f" {json.dumps(item)}"
+
+
+def kubernetes(job: Job, image: str = IMAGE) -> str:
+    """A headless service, by which pods find the first of them, and an indexed job with a pod for each host."""
+    there = replace(job, python="python")
+    labels = {"app": job.name}
+    gpus = {"nvidia.com/gpu": job.ranks} if job.gpus else {}
+    limits = {"cpu": job.ranks * job.threads, **gpus}
+    container = {
+        "name": "weft",
+        "image": image,
+        "workingDir": job.folder,
+        "command": ["/bin/sh", "-c", "exec " + there.on_host("$JOB_COMPLETION_INDEX", f"{job.name}-0.{job.name}")],
+        "env": [{"name": "OMP_NUM_THREADS", "value": str(job.threads)}],
+        "ports": [{"containerPort": PORT}],
+        "resources": {"limits": limits, "requests": limits},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 150,
+        "containers": [container],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": job.name},
+        "spec": {"clusterIP": "None", "selector": labels, "ports": [{"port": PORT}], "publishNotReadyAddresses": True},
+    }
+    batch = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job.name, "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.hosts,
+            "parallelism": job.hosts,
+            "backoffLimit": 3,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return f"{yaml(service)}\n---\n{yaml(batch)}\n"
+
+
+def skypilot(job: Job) -> str:
+    """A task of so many nodes; its folder is where the command was written, which SkyPilot copies."""
+    there = replace(job, python="python")
+    first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
+    task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.hosts}
+    if job.gpus:
+        task["resources"] = {"accelerators": f"{_SKYPILOT.get(job.device, job.device)}:{job.ranks}"}
+    else:
+        task["resources"] = {"cpus": f"{job.ranks * job.threads}+"}
+    task["envs"] = {"OMP_NUM_THREADS": str(job.threads)}
+    task["setup"] = "pip install weft"
+    task["run"] = f"{first}\n{there.on_host('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
+    return yaml(task) + "\n"

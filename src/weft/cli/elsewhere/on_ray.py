@@ -1,0 +1,103 @@
+"""A Ray cluster. In: a `Job`, the cluster's address. Out: the exit code. Each rank is a task with cores, or a GPU, of its own.
+
+Files are where they are here (a shared file system), as the ranks' working folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from typing import Any
+
+from weft.cli.elsewhere.host import environment
+from weft.cli.elsewhere.job import Job
+from weft.errors import ConfigError, UsageError
+
+EMBEDDED = "local"
+_START_S = 120.0
+
+
+def run(job: Job, address: str = "auto") -> int:
+    """Run the job's ranks on the cluster at `address` ("auto": the one that is running here, "local": one that is started for it).
+
+    Raises:
+        UsageError: no ray installed, or no cluster at the address. ConfigError: fewer cores or GPUs than the job is for.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError('ray is not installed here: pip install "ray[default]"') from error
+    known: Any = ray
+    cores = os.cpu_count() or 1
+    here: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False} if address == EMBEDDED else {"address": address}
+    try:
+        known.init(**here)
+    except ConnectionError as error:
+        raise UsageError(f"no Ray cluster at {address}: start one with `ray start --head`, or use --ray local") from error
+    try:
+        _check(job, known.cluster_resources())
+        return _run(job, known)
+    finally:
+        known.shutdown()
+
+
+def _check(job: Job, there: dict[str, float]) -> None:
+    kind, each = ("GPU", 1) if job.gpus else ("CPU", job.threads)
+    if there.get(kind, 0) < job.num_ranks * each:
+        raise ConfigError(
+            f"the plan is for {job.num_ranks} ranks with {each} {kind} each, and the Ray cluster has {there.get(kind, 0):g} {kind}; plan "
+            "for what is there with plan.cluster and plan.layout"
+        )
+
+
+def _run(job: Job, ray: Any) -> int:
+    needs = {"num_gpus": 1, "num_cpus": job.threads} if job.gpus else {"num_cpus": job.threads}
+    group = ray.util.placement_group([{"GPU": 1, "CPU": job.threads} if job.gpus else {"CPU": job.threads}] * job.num_ranks, "PACK")
+    if not group.wait(_START_S):
+        raise ConfigError(f"the Ray cluster has no room for {job.num_ranks} ranks within {_START_S:g} s; wait for its other jobs to end")
+    try:
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+
+        def task(function: Any, number: int, *args: Any) -> Any:
+            placed = ray.remote(function).options(scheduling_strategy=place(group, number), max_retries=0, **needs)
+            return placed.remote(*args)
+
+        address, port = ray.get(task(_meeting, 0))
+        waiting = [task(_rank, rank, job, rank, address, port) for rank in range(job.num_ranks)]
+        code = 0
+        while waiting and not code:
+            (done, *_), waiting = ray.wait(waiting, num_returns=1)
+            code = ray.get(done)
+        for one in waiting:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.cancel(one, force=True)
+        return int(code)
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _meeting() -> tuple[str, int]:
+    """Where ranks meet: this node's address, and a port that is free."""
+    import ray
+
+    known: Any = ray
+    address = known.util.get_node_ip_address()
+    with socket.socket() as one:
+        one.bind((address, 0))
+        return str(address), int(one.getsockname()[1])
+
+
+def _rank(job: Job, rank: int, address: str, port: int) -> int:
+    """One rank, in a process of its own, which ends with this one's."""
+    own = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    # A Ray worker's own settings are not the rank's; a task with a GPU sees no other.
+    env = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **own}
+    with subprocess.Popen([job.python, "-m", "weft", *job.words], cwd=job.folder, env=env, stdin=subprocess.DEVNULL) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+    return code if code >= 0 else 128 - code

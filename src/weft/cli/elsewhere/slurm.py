@@ -1,0 +1,67 @@
+"""A SLURM job. In: a `Job`. Out: the text of a batch script, and its number once `sbatch` has taken it.
+
+srun starts the ranks, which find each other by SLURM's variables. SIGTERM comes two minutes before the end of the job's time; weft saves
+then and ends with 75, and the job is queued again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.cli.elsewhere.job import Job
+from weft.errors import ConfigError, RunError, UsageError
+
+STOPPED = 75
+_SIGNAL_S = 150
+
+
+def script(job: Job, options: Sequence[str] = ()) -> str:
+    """The batch script. `options`: further ones of sbatch, `time=02:00:00`."""
+    given = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": job.ranks, "cpus-per-task": job.threads}
+    if job.gpus:
+        given["gpus-per-node"] = job.ranks
+    given |= {"output": f"{job.run_folder}/slurm-%j.out", "open-mode": "append", "signal": f"TERM@{_SIGNAL_S}"}
+    lines = [f"#SBATCH --{key}={value}" for key, value in given.items() if not any(o.partition("=")[0] == key for o in options)]
+    lines += [f"#SBATCH --{option}" for option in options]
+    return "\n".join(
+        [
+            "#!/bin/bash", *lines, "#SBATCH --requeue", "",
+            f"cd {shlex.quote(job.folder)}",
+            f"export OMP_NUM_THREADS={job.threads}",
+            f"srun --kill-on-bad-exit=1 {job.command}",
+            "code=$?",
+            f'if [ "$code" -eq {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # it was asked to stop, has saved, and goes on',
+            'exit "$code"', "",
+        ]
+    )  # fmt: skip
+
+
+def check_nodes(job: Job) -> None:
+    """Raise ConfigError where SLURM says that it has fewer nodes than the job is for."""
+    if shutil.which("sinfo") is None:
+        return
+    done = subprocess.run(["sinfo", "--noheader", "--format=%D"], capture_output=True, text=True, timeout=60)
+    numbers = [int(line) for line in done.stdout.split() if line.isdecimal()]
+    if done.returncode == 0 and numbers and sum(numbers) < job.hosts:
+        raise ConfigError(f"the job is for {job.hosts} nodes, and SLURM has {sum(numbers)}; plan for fewer machines with plan.cluster")
+
+
+def submit(job: Job, file: Path, options: Sequence[str] = ()) -> str:
+    """Write the script and give it to sbatch; returns the job's number.
+
+    Raises:
+        UsageError: no sbatch here. RunError: what sbatch says.
+    """
+    if shutil.which("sbatch") is None:
+        raise UsageError(f"there is no sbatch here; run this on a login node of the cluster, or write the script alone with -o {file}")
+    check_nodes(job)
+    Path(job.run_folder).mkdir(parents=True, exist_ok=True)
+    file.write_text(script(job, options))
+    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RunError(f"sbatch refused {file}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().partition(";")[0]
