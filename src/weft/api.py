@@ -15,6 +15,7 @@ from weft.api_loop import any_cluster, auto_parallelize, shard
 from weft.capture.capture import Loss
 from weft.capture.nesting import batch_size_of
 from weft.capture.once import called_once
+from weft.cli.progress import progress
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
 from weft.errors import ModelError, UsageError
@@ -105,7 +106,8 @@ def plan(  # noqa: PLR0913
 
     if trials > 1 and not by_name:
         raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
-    chosen = of(layout)
+    with progress(f"planning {subject[0]} on {machines.name}"):
+        chosen = of(layout)
     if layout is not None:
         return chosen
     return tried(chosen, trials, of, machines, objective=objective, device_memory=parse_bytes(device_memory))
@@ -339,20 +341,20 @@ def verify(  # noqa: PLR0913
     assert not isinstance(model, Path)
     subject = subject_of(model, batch, loss)
     _, make, inputs, loss = subject
-    limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     source = Traced.of(make)
     actions = None if schedule is None else (Path(schedule).name, read_actions(schedule))
     plans = [_verified(wanted, subject, source, actions, dtype) for wanted in asked]  # all of them before any rank starts
     torch.random.set_rng_state(state)
-    results = [
-        verify_plan(
-            one, make, inputs, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
-            optimizer=optimizer, device_memory=limit,
-        )
-        for one in plans
-    ]  # fmt: skip
+    with progress(f"comparing {len(plans)} layouts with the serial model"):
+        results = [
+            verify_plan(
+                one, make, inputs, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
+                optimizer=optimizer, device_memory=parse_bytes(device_memory),
+            )
+            for one in plans
+        ]  # fmt: skip
     return results[0] if asked is not layout else Verification.together(results)
 
 

@@ -174,10 +174,10 @@ def scaling(  # noqa: PLR0913
     words = ",".join(map(str, devices)) if devices else None
     counts = device_counts(words, machines.node_size, machines.num_devices)
     name, first, _ = _first(model, batch, loss, machines, sequence)
-    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    fixed = Layout.parse(layout) if isinstance(layout, str) else layout
     out = Answer()
     limits = [constraints] if isinstance(constraints, str) else constraints
-    say_scaling(first, name, counts, out, weak=weak, layout=given, constraints=limits)
+    say_scaling(first, name, counts, out, weak=weak, layout=fixed, constraints=limits)
     return out
 
 

@@ -57,7 +57,7 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     for block in marked:
         assert block.kind in ("long", "not run"), block
         assert block.mark.partition(": ")[2], f"{block.page} marks a block without a reason: {block.text}"
-    assert sum(block.kind == "not run" for block in marked) <= 4
+    assert sum(block.kind == "not run" for block in marked) <= 6
 
 
 def test_no_block_is_of_a_kind_that_nothing_runs() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.capture.capture import Captured, _equal_captures
 from weft.capture.kept import kept, written
-from weft.capture.kept.fingerprint import Unknown, fingerprint
+from weft.capture.kept.fingerprint import CannotTell, fingerprint
 from weft.capture.kept.store import Store
 from weft.run.build import Source
 
@@ -149,7 +149,7 @@ def test_a_function_of_torch_that_the_user_replaces_misses(cache: Path, tmp_path
 )
 def test_what_cannot_be_told_is_not_kept(cache: Path, tmp_path: Path, line: str) -> None:
     text = SOURCE.replace("def forward(self, x):\n", f"def forward(self, x):\n        {line}\n")
-    with pytest.raises(Unknown):
+    with pytest.raises(CannotTell):
         digest(module_of(tmp_path, text).Net())
 
 

@@ -56,9 +56,10 @@ echo 41
 """
 FAKE_SRUN = """#!/bin/sh
 shift
-for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i MASTER_ADDR=127.0.0.1 "$@" & done
+pids=
+for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i MASTER_ADDR=127.0.0.1 "$@" & pids="$pids $!"; done
 code=0
-for p in $(jobs -p); do wait $p || code=$?; done
+for p in $pids; do wait $p || code=$?; done
 exit $code
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +40,6 @@ class Answer(Output):
 
     def message(self, text: str) -> None:
         self._said.append(text)
-
-    def working(self, text: str) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def answer(self, record: Mapping[str, object]) -> None:
         self.record = {key: as_json(value) for key, value in record.items()}

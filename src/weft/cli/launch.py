@@ -83,15 +83,15 @@ def _wait(job: Job, names: list[str], ray: str, address: str, port: int) -> int:
     return ssh.run(job, names, address, port)
 
 
-def _slurm(job: Job, given: list[str], target: Path | None, out: Output) -> None:
+def _slurm(job: Job, sbatch_options: list[str], target: Path | None, out: Output) -> None:
     from weft.cli.elsewhere import slurm
 
     if target is not None:
-        _write(slurm.script(job, given), target, out)
+        _write(slurm.script(job, sbatch_options), target, out)
         return
     file = Path(job.run_folder) / "job.sh"
     file.parent.mkdir(parents=True, exist_ok=True)
-    number = slurm.submit(job, file, given)
+    number = slurm.submit(job, file, sbatch_options)
     out.message(f"job {number}: {job.hosts} hosts with {job.ranks} ranks each, {file}; `squeue -j {number}` shows it")
     out.answer({"job": number, "file": str(file), "ranks": job.num_ranks, "run_folder": job.run_folder})
 

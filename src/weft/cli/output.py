@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.progress import progress
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class Output:
         """A message beside the answer, on standard error."""
         print(f"weft: {text}", file=sys.stderr, flush=True)
 
-    def working(self, text: str) -> AbstractContextManager[object]:
-        """Shows that something takes a while, on a terminal only."""
-        return _console(stderr=True).status(text) if sys.stderr.isatty() else nullcontext()
+    def working(self, text: str, parts: int | None = None) -> AbstractContextManager[Callable[[], None]]:
+        """Shows that something takes a while, on a terminal only. The block is given what to call when one of its `parts` is done."""
+        return progress(text, parts)
 
     def answer(self, record: Mapping[str, object]) -> None:
         """The JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""

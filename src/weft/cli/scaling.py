@@ -84,9 +84,10 @@ def say_scaling(
     from weft.report.economy import unit_of
 
     variants: list[Variant] = []
-    for count in counts:
-        with out.working(f"planning {model} on {count} devices"):
+    with out.working(f"planning {model} on {', '.join(map(str, counts))} devices", len(counts)) as done:
+        for count in counts:
             variants.append(_at(first, count, counts[0], weak, layout, constraints))
+            done()
     title = f"{model} on {first.cluster.device.name}, {'weak' if weak else 'strong'} scaling"
     rows = _show(out, title, counts, variants, target)
     out.answer({"model": model, "weak": weak, "unit": unit_of(first.graph).name, "sizes": rows})

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.capture.capture import Captured, Loss
 from weft.capture.kept import written
-from weft.capture.kept.fingerprint import Unknown, fingerprint
+from weft.capture.kept.fingerprint import CannotTell, fingerprint
 from weft.capture.kept.store import Store
 from weft.capture.nesting import is_value, leaves, tensors_of
 
@@ -27,16 +27,16 @@ def kept(model: nn.Module, loss: Loss | None, batch: Any, asked: object, capture
         form = [(path, tuple(x.shape), str(x.dtype), x.device.type) for path, x in tensors_of(batch).items()]
         fixed = [(path, leaf if is_value(leaf) else _refuse(leaf)) for path, leaf in leaves(batch) if path not in tensors_of(batch)]
         key = fingerprint(model, loss, (type(batch), form, fixed, asked))
-    except (Unknown, RecursionError):
+    except (CannotTell, RecursionError):
         return capture()
     data = store.read(key)
-    found = None if data is None else written.load(data)
-    if found is None:
-        found = capture()
-        if (data := written.dump(found)) is not None:
+    captured = None if data is None else written.load(data)
+    if captured is None:
+        captured = capture()
+        if (data := written.dump(captured)) is not None:
             store.write(key, data)
-    return found
+    return captured
 
 
 def _refuse(leaf: object) -> NoReturn:
-    raise Unknown(f"{type(leaf).__name__} in a batch")
+    raise CannotTell(f"{type(leaf).__name__} in a batch")

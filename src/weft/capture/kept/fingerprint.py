@@ -1,11 +1,11 @@
-"""What a capture depends on, as one number. In: a module, a loss, plain values. Out: a digest; `Unknown` where something cannot be told.
+"""What a capture depends on, as one number. In: a module, a loss, plain values. Out: a digest; `CannotTell` where something cannot be told.
 
 The walk goes from the modules over their attributes to their classes, and over the bytecode of every function that these reach to the
 globals that it names; source files of the user's that are met are taken whole. What is installed is known by the packages' versions.
 Values of parameters and buffers are left out, since a graph has none of them.
 
 Not modelled: a function of an installed package that was replaced and is not called by name from the user's code; what code reads
-from files. Code that reads the environment, opens files, or imports what is not there yet is `Unknown`.
+from files. Code that reads the environment, opens files, or imports what is not there yet is `CannotTell`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from weft.capture.fakes import Fake
 _MOST = 300_000  # objects
 _LARGEST_BYTES = 1 << 24  # of a tensor whose values count
 _ASKS = {"environ", "getenv", "open", "exec", "eval", "globals", "__import__", "import_module", "input"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl", "__firstlineno__"}
 _HERE = Path(__file__).parents[2]
 
 
-class Unknown(Exception):
+class CannotTell(Exception):
     """Something of which nobody can say whether it is the same the next time."""
 
 
 def fingerprint(model: nn.Module, loss: object, more: object) -> str:
-    """The digest, 64 hexadecimal digits. Raises `Unknown`, RecursionError.
+    """The digest, 64 hexadecimal digits. Raises `CannotTell`, RecursionError.
 
     >>> one = fingerprint(nn.Linear(2, 2), None, 1)
     >>> one == fingerprint(nn.Linear(2, 2), None, 1), one == fingerprint(nn.Linear(2, 3), None, 1)
@@ -76,20 +76,20 @@ def _settings() -> tuple[Any, ...]:
 def _versions() -> tuple[str, ...]:
     """Of Python, of what is installed, of weft's own code that makes graphs."""
     installed = [name for folder in _folders() if os.path.isdir(folder) for name in os.listdir(folder) if name.endswith("-info")]
-    own = [
+    sources = [
         f"{path.relative_to(_HERE)} {path.stat().st_size} {path.stat().st_mtime_ns}"
         for part in ("capture", "model", "ops")
         for path in (_HERE / part).rglob("*.py")
     ]
-    return platform.python_version(), platform.machine(), *sorted(installed), *sorted(own)
+    return platform.python_version(), platform.machine(), *sorted(installed), *sorted(sources)
 
 
 @lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
     """Where what is installed lies."""
     paths = sysconfig.get_paths()
-    found = {os.path.realpath(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted(found | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__)))}))
+    folders = {os.path.realpath(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted(folders | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__)))}))
 
 
 @lru_cache(maxsize=4096)
@@ -101,8 +101,8 @@ def _installed(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         spec = getattr(module, "__spec__", None)
-        own: tuple[Any, ...] = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
-        return bool(spec is not None and spec.loader in own)
+        loaders: tuple[Any, ...] = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
+        return bool(spec is not None and spec.loader in loaders)
     return str(os.path.realpath(file)).startswith(tuple(f"{folder}{os.sep}" for folder in _folders()))
 
 
@@ -123,7 +123,7 @@ class _Walk:
 
     def add(self, x: Any) -> None:
         """Add an object, with all that it reaches."""
-        if isinstance(x, _PLAIN) and type(x).__module__ in ("builtins", "torch"):
+        if isinstance(x, _VALUES) and type(x).__module__ in ("builtins", "torch"):
             self._say(type(x).__name__, x)
             return
         if id(x) in self._numbers:
@@ -132,7 +132,7 @@ class _Walk:
         self._numbers[id(x)] = len(self._numbers)
         self._alive.append(x)
         if len(self._alive) > _MOST:
-            raise Unknown("too much")
+            raise CannotTell("too much")
         if not (self._add_code(x) or self._add_container(x)):
             self._add_object(x)
 
@@ -170,7 +170,7 @@ class _Walk:
                 self._many("enum", type(x), x.name)
             case tuple() | list() | deque():
                 self._many(type(x).__name__, type(x), *x)
-            case AbstractSet() if all(isinstance(item, _PLAIN) for item in x):
+            case AbstractSet() if all(isinstance(item, _VALUES) for item in x):
                 self._say("set", sorted(map(repr, x)))
             case Mapping() if type(x).__module__ in ("builtins", "collections", "types"):
                 self._many("dict", type(x).__name__, *(item for pair in x.items() for item in pair))
@@ -189,12 +189,12 @@ class _Walk:
         if isinstance(x, nn.Parameter):
             return
         if isinstance(x, Fake) or x.is_meta or x.layout is not torch.strided or x.numel() * x.element_size() > _LARGEST_BYTES:
-            raise Unknown("the values of a tensor")
+            raise CannotTell("the values of a tensor")
         self._hash.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
 
     def _module(self, x: nn.Module) -> None:
-        own = {key: value for key, value in vars(x).items() if key not in ("training", "_buffers", "_parameters")}
-        self._say("nn", sorted(own))
+        attributes = {key: value for key, value in vars(x).items() if key not in ("training", "_buffers", "_parameters")}
+        self._say("nn", sorted(attributes))
         for table in (x._parameters, x._buffers):
             for name, tensor in table.items():
                 self._say(name)
@@ -207,9 +207,9 @@ class _Walk:
                     self._alive.append(tensor)
                     self._say(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, tuple(tensor.stride()), type(tensor).__name__)
         self.add(type(x))
-        for key in sorted(own):
+        for key in sorted(attributes):
             self._say(key)
-            self.add(own[key])
+            self.add(attributes[key])
 
     def _add_object(self, x: Any) -> None:
         if isinstance(x, nn.Module):
@@ -217,9 +217,9 @@ class _Walk:
             return
         slots = [name for cls in type(x).__mro__ for name in _slots(cls) if hasattr(x, name)]
         if not hasattr(x, "__dict__") and not slots:
-            raise Unknown(type(x).__qualname__)
+            raise CannotTell(type(x).__qualname__)
         if type(x).__module__.partition(".")[0] in ("_thread", "threading", "io", "_io", "socket", "random", "numpy"):
-            raise Unknown(type(x).__qualname__)
+            raise CannotTell(type(x).__qualname__)
         if isinstance(x, Mapping):
             self._many("mapping", *(item for pair in x.items() for item in pair))
         self.add(type(x))
@@ -255,7 +255,7 @@ class _Walk:
         self.add(x.__code__)
         names = _names(x.__code__)
         if names & _ASKS:
-            raise Unknown(f"{x.__qualname__} asks for {', '.join(sorted(names & _ASKS))}")
+            raise CannotTell(f"{x.__qualname__} asks for {', '.join(sorted(names & _ASKS))}")
         for name in sorted(names & x.__globals__.keys()):
             self._say(name)
             value = x.__globals__[name]
@@ -287,7 +287,7 @@ class _Walk:
         if _IMPORT in x.co_code[::2]:
             for one in dis.get_instructions(x):
                 if one.opcode == _IMPORT and (module := sys.modules.get(one.argval)) is None:
-                    raise Unknown(f"{one.argval} is imported when it is called")
+                    raise CannotTell(f"{one.argval} is imported when it is called")
                 if one.opcode == _IMPORT and not _installed(one.argval):
                     self._file(one.argval)
                     self._inside(module, _names(x))
@@ -301,7 +301,7 @@ class _Walk:
         try:
             self._hash.update(Path(file).read_bytes())
         except OSError as error:
-            raise Unknown(file) from error
+            raise CannotTell(file) from error
 
 
 def _slots(cls: type) -> tuple[str, ...]:
@@ -311,8 +311,8 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> set[str]:
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return found
+            names |= _names(constant)
+    return names

@@ -67,12 +67,12 @@ class Store:
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
         """All of them, the one used last first."""
-        found = []
+        files = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):
-                    found.append((path, path.stat()))
-        return sorted(found, key=lambda one: -one[1].st_mtime_ns)
+                    files.append((path, path.stat()))
+        return sorted(files, key=lambda one: -one[1].st_mtime_ns)
 
     def clear(self) -> int:
         """Remove all; how many there were."""

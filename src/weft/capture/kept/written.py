@@ -101,12 +101,12 @@ def _packed_container(x: Any) -> Any:
 
 def _class(module: str, name: str) -> Any:
     """A class of the user's that is there already: nothing is imported."""
-    found: Any = sys.modules[module]
+    cls: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or hasattr(found, "_make")):
+        cls = getattr(cls, part)
+    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or hasattr(cls, "_make")):
         raise LookupError(name)
-    return found
+    return cls
 
 
 def _data(module: str, name: str, *items: Any) -> Any:

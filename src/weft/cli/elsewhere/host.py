@@ -41,7 +41,7 @@ def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return _watched(ranks, asked, lifeline)
+        return _wait(ranks, asked, lifeline)
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -51,7 +51,7 @@ def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
             signal.signal(number, handler)
 
 
-def _watched(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool) -> int:
     until = None
     while True:
         codes = [rank.poll() for rank in ranks]

@@ -71,8 +71,8 @@ def job_of(words: Sequence[str], hosts: int, ranks: int, threads: int = 0, pytho
     """
     if len(words) < 2 or words[0] != "train":
         raise UsageError(f"behind -- stands what is started, train CONFIG.toml; {shlex.join(words) or 'nothing'} is not")
-    plain, layout = _split(words[2:])
-    config = Config.read(Path(words[1]), [*plain, *([f"plan.layout={layout}"] if layout else [])])
+    words_of_config, layout = _split(words[2:])
+    config = Config.read(Path(words[1]), [*words_of_config, *([f"plan.layout={layout}"] if layout else [])])
     cluster = None if config.plan.cluster == "here" else Cluster.parse(config.plan.cluster)
     wanted = _ranks_of(config, cluster)
     hosts = hosts or (cluster.num_nodes if cluster is not None else 1)
@@ -100,7 +100,7 @@ def job_of(words: Sequence[str], hosts: int, ranks: int, threads: int = 0, pytho
 
 def _split(words: Sequence[str]) -> tuple[list[str], str]:
     """Words `key=value`, and the value of --layout."""
-    plain, layout = [], ""
+    words_of_config, layout = [], ""
     rest = iter(words)
     for word in rest:
         if word == "--layout":
@@ -108,8 +108,8 @@ def _split(words: Sequence[str]) -> tuple[list[str], str]:
         elif word.startswith("--layout="):
             layout = word.partition("=")[2]
         elif not word.startswith("--"):
-            plain.append(word)
-    return plain, layout
+            words_of_config.append(word)
+    return words_of_config, layout
 
 
 def _ranks_of(config: Config, cluster: Cluster | None) -> int:

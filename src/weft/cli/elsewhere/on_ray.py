@@ -29,18 +29,18 @@ def run(job: Job, address: str = "auto") -> int:
         import ray
     except ImportError as error:
         raise UsageError('ray is not installed here: pip install "ray[default]"') from error
-    known: Any = ray
-    cores = os.cpu_count() or 1
-    here: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False} if address == EMBEDDED else {"address": address}
+    ray_api: Any = ray
+    processors = os.cpu_count() or 1
+    here: dict[str, Any] = {"num_cpus": processors, "include_dashboard": False} if address == EMBEDDED else {"address": address}
     try:
-        known.init(**here)
+        ray_api.init(**here)
     except ConnectionError as error:
         raise UsageError(f"no Ray cluster at {address}: start one with `ray start --head`, or use --ray local") from error
     try:
-        _check(job, known.cluster_resources())
-        return _run(job, known)
+        _check(job, ray_api.cluster_resources())
+        return _run(job, ray_api)
     finally:
-        known.shutdown()
+        ray_api.shutdown()
 
 
 def _check(job: Job, there: dict[str, float]) -> None:
@@ -82,8 +82,8 @@ def _meeting() -> tuple[str, int]:
     """Where ranks meet: this node's address, and a port that is free."""
     import ray
 
-    known: Any = ray
-    address = known.util.get_node_ip_address()
+    ray_api: Any = ray
+    address = ray_api.util.get_node_ip_address()
     with socket.socket() as one:
         one.bind((address, 0))
         return str(address), int(one.getsockname()[1])
@@ -91,9 +91,9 @@ def _meeting() -> tuple[str, int]:
 
 def _rank(job: Job, rank: int, address: str, port: int) -> int:
     """One rank, in a process of its own, which ends with this one's."""
-    own = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     # A Ray worker's own settings are not the rank's; a task with a GPU sees no other.
-    env = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **own}
+    env = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **variables}
     with subprocess.Popen([job.python, "-m", "weft", *job.words], cwd=job.folder, env=env, stdin=subprocess.DEVNULL) as process:
         try:
             code = process.wait()

@@ -21,11 +21,11 @@ _SIGNAL_S = 150
 
 def script(job: Job, options: Sequence[str] = ()) -> str:
     """The batch script. `options`: further ones of sbatch, `time=02:00:00`."""
-    given = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": job.ranks, "cpus-per-task": job.threads}
+    settings = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": job.ranks, "cpus-per-task": job.threads}
     if job.gpus:
-        given["gpus-per-node"] = job.ranks
-    given |= {"output": f"{job.run_folder}/slurm-%j.out", "open-mode": "append", "signal": f"TERM@{_SIGNAL_S}"}
-    lines = [f"#SBATCH --{key}={value}" for key, value in given.items() if not any(o.partition("=")[0] == key for o in options)]
+        settings["gpus-per-node"] = job.ranks
+    settings |= {"output": f"{job.run_folder}/slurm-%j.out", "open-mode": "append", "signal": f"TERM@{_SIGNAL_S}"}
+    lines = [f"#SBATCH --{key}={value}" for key, value in settings.items() if not any(o.partition("=")[0] == key for o in options)]
     lines += [f"#SBATCH --{option}" for option in options]
     return "\n".join(
         [
