@@ -47,7 +47,7 @@ def words(row: Row, steps: int, left_s: float) -> str:
     """
     parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.3f}"]
     if row.get("eval_loss") is not None:
-        parts.append(f"on held-out text {row['eval_loss']:.3f}")
+        parts.append(f"held out {row['eval_loss']:.3f}")
     if row.get("tokens_per_s"):
         parts.append(f"{units.format_count(float(row['tokens_per_s'] or 0))} tokens/s")
     if row.get("mfu"):
