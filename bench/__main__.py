@@ -16,6 +16,7 @@ NAMES = {
     "start": "seconds from the command to the end of the first step, beside plain PyTorch",
     "faults": "ranks that are killed, stopped or hang: how long each fault is felt",
     "shares": "unequal shares of the batch where one rank is slower",
+    "picked": "the planner's pick for experts and long sequences beside data parallelism",
     "branches": "ranks that own parallel branches beside data parallelism",
     "loader": "batches beside torch's DataLoader, and how long a loop waits for them",
     "preprocess": "data prepared on the processor beside a GPU: pandas and cuDF, scikit-learn and cuML, Pillow and DALI",

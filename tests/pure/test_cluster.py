@@ -244,7 +244,7 @@ def test_a_mixed_cluster_has_parts_and_what_all_can_count_on() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("2xdgx-h100+cpu-2", "processors"),
+        ("2xdgx-h100+cpu-2", "do not mix"),
         ("2xdgx-h100+dgx-h10", "did you mean dgx-h100"),
         ("2xdgx-h100+0xdgx-a100-80", "0 machines"),
     ],

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from gpt_graph import gpt
 
-from weft.cluster.cluster import Cluster
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cluster.mixed import mixed
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_plan
 from weft.plan.placement import apportioned
@@ -61,6 +62,32 @@ def test_the_planner_gives_faster_devices_more_samples() -> None:
     assert counts[0] > 1.5 * counts[-1]
     equal = seconds(replace(plan.layout, shares=""), 960)
     assert plan.prediction.step_time_s < 0.9 * equal
+
+
+def two_hosts(part: float) -> Cluster:
+    """A host of one core, and one of which somebody else has the rest."""
+    link = Link(2e-5, 2.5e9)
+
+    def host(name: str, part: float) -> Cluster:
+        core = Device(name, "cpu", (("float32", part * 1e11),), 8e9, part * 1e10)
+        return Cluster(name, core, (Level("node", 1, link),))
+
+    return mixed("two", (host("whole", 1.0), host("busy", part)), link)
+
+
+@pytest.mark.parametrize(("part", "shares"), [(0.5, "2/1"), (1 / 3, "3/1"), (1.0, "")])
+def test_a_slow_processor_gets_less_of_a_batch(part: float, shares: str) -> None:
+    """By how much it is slower, and by itself; a rank has its own host's speed."""
+    cluster = two_hosts(part)
+    whole, busy = (dict(one.speed(2).flops)["float32"] for one in cluster.parts)
+    assert busy == pytest.approx(part * whole)
+    plan = search(gpt(4, hidden=256, batch=12), cluster, 12, "gpt", "data=2 zero=0")
+    assert plan.layout.shares == shares
+    assert plan.prediction is not None
+    equal = search(gpt(4, hidden=256, batch=12), cluster, 12, "gpt", layout=Layout(data=2)).prediction
+    assert equal is not None
+    if part < 1:
+        assert plan.prediction.step_time_s < 0.8 * equal.step_time_s
 
 
 def test_ranks_that_neither_heads_nor_features_divide_by_are_used() -> None:

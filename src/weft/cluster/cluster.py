@@ -220,6 +220,7 @@ class Cluster:
     stack: str = ""  # the efficiency set that GPUs are priced with, by the catalogue's name; by default the device's own
     parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
     between: Link | None = None  # joins the nodes of different parts
+    part_of: int = 0  # of a part of processors: the devices of the whole, over which a job's ranks are spread evenly
     memory_limit_bytes: float = 0.0  # what a rank may use at most, where that is less than it has; 0: all
     priced: str = ""  # whose price it is, and of when
     # How `parse` finds it again, where its name does not say: a file, a part of one, or its parts in another order.
@@ -279,11 +280,15 @@ class Cluster:
         """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""
         if not self.kind.shares_hosts:
             return min(num_ranks, self.node_size)
-        return -(-num_ranks // self.nodes_of(num_ranks))
+        return -(-self._own(num_ranks) // self.nodes_of(num_ranks))
+
+    def _own(self, num_ranks: int) -> int:
+        """Those of a job's ranks that this cluster has: all, or its share of the whole that it is a part of."""
+        return max(1, -(-num_ranks * self.num_devices // self.part_of)) if self.part_of else num_ranks
 
     def nodes_of(self, num_ranks: int) -> int:
         """Nodes that hold one of `num_ranks` ranks."""
-        return min(self.num_nodes, num_ranks if self.kind.shares_hosts else -(-num_ranks // self.node_size))
+        return min(self.num_nodes, self._own(num_ranks) if self.kind.shares_hosts else -(-num_ranks // self.node_size))
 
     def speed(self, num_ranks: int, threads: int = 0) -> Speed:
         """What one rank gets when `num_ranks` work at once; measured where it was measured, else scaled from what was.

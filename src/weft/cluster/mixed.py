@@ -21,15 +21,16 @@ def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
     24
 
     Raises:
-        UsageError: fewer than two parts, a part that is mixed itself, processors, precisions of which none is common.
+        UsageError: fewer than two parts, a part that is mixed itself, GPUs and processors, precisions of which none is common.
     """
     if len(parts) < 2:
         raise UsageError(f"cluster {name} has {len(parts)} part; a mixed cluster needs 2 or more")
     for part in parts:
         if part.parts:
             raise UsageError(f"cluster {name}: its part {part.name} is mixed itself; name its parts one by one")
-        if part.kind.shares_hosts:
-            raise UsageError(f"cluster {name}: {part.name} are processors; GPUs mix with GPUs, processors are planned alone")
+    if len({part.device.kind for part in parts}) > 1:
+        kinds = " and ".join(f"{part.name} ({part.device.kind})" for part in parts)
+        raise UsageError(f"cluster {name}: {kinds} do not mix; plan each kind of device alone")
     size = 0
     for part in parts:
         size = gcd(size, part.node_size)
@@ -38,6 +39,8 @@ def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
     number = sum(part.num_devices for part in parts)
     levels = (Level("node", size, inner), Level("cluster", number // size, outer))
     price, power = sum(p.price_per_hour for p in parts), sum(p.power_w for p in parts)
+    if parts[0].kind.shares_hosts:
+        parts = [replace(part, part_of=number) for part in parts]
     return Cluster(name, _least([part.device for part in parts]), levels, price, power, parts=tuple(parts), between=between)
 
 
@@ -74,8 +77,8 @@ def _speed(link: Link) -> float:
 def _least(devices: Sequence[Device]) -> Device:
     first = devices[0]
     common = [p for p, _ in first.peak_flops if all(p in dict(d.peak_flops) for d in devices)]
-    if not common or len({d.kind for d in devices}) > 1:
-        raise UsageError(f"{' and '.join(d.name for d in devices)} have no kind or precision in common; plan them apart")
+    if not common:
+        raise UsageError(f"{' and '.join(d.name for d in devices)} have no precision in common; plan them apart")
     names = list(dict.fromkeys(d.name for d in devices))
     return Device(
         " and ".join(names),
