@@ -1,8 +1,8 @@
 """`scripts/bench shares`: a step with equal and with unequal shares of the batch where one rank is slower.
 
-Two ranks have a core each. On the second one's core something else computes all the time, so that it gets about half of it. Engines with
-`data=2` and with `shares=2/1` take turns in the same processes. Out: seconds a step, in the terminal, in `--json FILE` and in
-docs/benchmarks/shares.md: medians of rounds, ratios within a round.
+Two ranks have a core each. On the second one's core something else computes all the time, so that it gets about half of it. The planner is
+given two hosts, of a core and of half a core, and chooses the shares. Engines of its plan and of `data=2` take turns in the same processes.
+Out: seconds a step, in the terminal, in `--json FILE` and in docs/benchmarks/shares.md: medians of rounds, ratios within a round.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from bench.document import command, header, opening, terminal, versions
 from bench.measure import in_turns
 from bench.processes import ROOT
 from weft.api import plan as make_plan
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cluster.mixed import mixed
 from weft.run.engine import Engine
 from weft.world.launch import launch
 from weft.world.world import World
@@ -29,12 +31,21 @@ from weft.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "shares.md"
 MODEL, SAMPLES = "gpt:layers=4,hidden=256,heads=8,sequence=128,vocabulary=512", 12
-LAYOUTS = ("data=2 threads=1", "data=2 threads=1 shares=2/1")
+EQUAL, LAYOUTS = "data=2", ("equal", "chosen")
 
 INTRO = """Two ranks of one thread, each held to a core of its own. `slow`: on the second rank's core another process computes all the time;
-`alone`: nothing else does. Seconds a step, medians of rounds in which the layouts take turns; the ratio is that of a step with equal shares
-to that with `shares=2/1`, by round: the median, and the least and the most. More than 1 means that unequal shares are faster. `alone` is
-the control: there they must be slower."""
+`alone`: nothing else does. The planner was given a cluster of two hosts, of a core and of half a core, and chose the unequal shares.
+Seconds a step, medians of rounds in which the layouts take turns; the ratio is that of a step with equal shares to that with the chosen
+ones, by round: the median, and the least and the most. More than 1 means that unequal shares are faster. `alone` is the control: there
+they must be slower."""
+
+
+def hosts() -> Cluster:
+    """A host of one core, and one of which another process has half."""
+    link = Link(2e-5, 2.5e9)
+    core = Device("core", "cpu", (("float32", 1e11),), 8e9, 1e10)
+    half = Device("half a core", "cpu", (("float32", 5e10),), 8e9, 5e9)
+    return mixed("a core and half a core", [Cluster(one.name, one, (Level("node", 1, link),)) for one in (core, half)], link)
 
 
 @contextmanager
@@ -55,7 +66,8 @@ def measure(rounds: int, steps: int, slow: bool) -> list[list[float]]:
     """[round] -> seconds a step of each layout."""
     model = resolve(MODEL, SAMPLES)
     batch = model.batch(SAMPLES)
-    plans = [make_plan(model, batch, cluster="1xcpu-2", layout=layout) for layout in LAYOUTS]
+    chosen = make_plan(model, batch, cluster=hosts(), constraints="data=2 zero=0 precision=float32")
+    plans = [make_plan(model, batch, cluster="1xcpu-2", layout=EQUAL), chosen]
     cores = sorted(os.sched_getaffinity(0))[:2]
 
     def on_rank(world: World) -> list[list[float]]:
@@ -90,7 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--no-page", action="store_true", help=f"leave {PAGE.relative_to(ROOT)} as it is")
     given = parser.parse_args(arguments)
     rows = [rows_of(name, measure(given.rounds, given.steps, slow)) for name, slow in (("slow", True), ("alone", False))]
-    lines = ["| case | equal | shares=2/1 | ratio | least to most |", "|---|---|---|---|---|"]
+    lines = ["| case | equal | chosen | ratio | least to most |", "|---|---|---|---|---|"]
     for row in rows:
         spread = f"{row.ratio_min:.2f} to {row.ratio_max:.2f}"
         lines.append(f"| {row.case} | {row.peer * 1e3:.0f} ms | {row.weft * 1e3:.0f} ms | {row.ratio:.2f} | {spread} |")

@@ -17,6 +17,7 @@ from weft.lower import special
 from weft.lower.redistribute import redistribute
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
+from weft.run.build import Source
 from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
@@ -57,6 +58,7 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("running", "data=2 context=2"),
         ("positions_first", "context=2"),
         ("gpt-tiny", "context=2 tensor=2 attention=ring"),
+        ("gpt-tiny:heads=1", "context=3"),
         ("llama", "context=3 attention=ring"),
         ("llama_padded", "context=2 pipeline=2 microbatches=2 recompute=full attention=ring"),
         ("mistral", "context=4 attention=ring"),
@@ -205,6 +207,19 @@ def test_attention_sends_what_the_formula_says() -> None:
         for attention, (loss, *sent) in found.items():
             assert loss == pytest.approx(want, rel=1e-12)
             assert tuple(sent) == SENT[attention], attention
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_positions_of_causal_attention_lie_in_zigzag_whatever_its_heads(heads: int) -> None:
+    """With one head too: in order, the last of two ranks has three times as many scores as the first."""
+    model = resolve(f"gpt-tiny:heads={heads}")
+    batch = model.batch(2)
+    plan = weft.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=gather")
+    source = Source.of(model.make)
+    sharding = source.sharding(plan, source.capture(batch, model.loss, 2).graph)
+    cut = [p for row in sharding.forms.values() for p in row.values() if isinstance(p, Strided)]
+    assert cut
+    assert all(p.zigzag for p in cut)
 
 
 def test_zigzag_gives_all_as_much_to_see() -> None:

@@ -30,5 +30,8 @@ def parse_inner(text: str) -> Inner:
     ranks = {prod(sizes) for sizes in axes}
     if len(ranks) > 1:
         each = ", ".join(f"{d}x{t} = {d * t}" for d, t in axes)
-        raise LayoutError(f"inner={text} has stages of unequal numbers of ranks ({each}); give every stage as many")
+        raise LayoutError(
+            f"inner={text} has stages of unequal numbers of ranks ({each}); give every stage as many, and where devices differ slower ones "
+            "fewer layers, as the planner does on a mixed cluster, or replicas unequal parts of the batch, shares=2/1"
+        )
     return tuple(axes)

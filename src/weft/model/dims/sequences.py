@@ -128,8 +128,8 @@ def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Plac
     """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
     lies, and no window slides over positions (of numbers that learn; others are read whole)."""
     makers = graph.producer()
-    causal = (op for op in graph.operators if heads_of(rules[op.name]) and hides_later(graph, makers, op))
-    if any(draws(op) for op in graph.operators) or next(causal, None) is None:
+    causal = {op.name: rules[op.name] for op in graph.operators if hides_later(graph, makers, op)}
+    if any(draws(op) for op in graph.operators) or not passes_round(causal):
         return False
     for op in graph.operators:
         rule = rules[op.name]
