@@ -280,15 +280,15 @@ class Cluster:
         """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""
         if not self.kind.shares_hosts:
             return min(num_ranks, self.node_size)
-        return -(-self._own(num_ranks) // self.nodes_of(num_ranks))
+        return -(-self._ranks_here(num_ranks) // self.nodes_of(num_ranks))
 
-    def _own(self, num_ranks: int) -> int:
+    def _ranks_here(self, num_ranks: int) -> int:
         """Those of a job's ranks that this cluster has: all, or its share of the whole that it is a part of."""
         return max(1, -(-num_ranks * self.num_devices // self.part_of)) if self.part_of else num_ranks
 
     def nodes_of(self, num_ranks: int) -> int:
         """Nodes that hold one of `num_ranks` ranks."""
-        return min(self.num_nodes, self._own(num_ranks) if self.kind.shares_hosts else -(-num_ranks // self.node_size))
+        return min(self.num_nodes, self._ranks_here(num_ranks) if self.kind.shares_hosts else -(-num_ranks // self.node_size))
 
     def speed(self, num_ranks: int, threads: int = 0) -> Speed:
         """What one rank gets when `num_ranks` work at once; measured where it was measured, else scaled from what was.
