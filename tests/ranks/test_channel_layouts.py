@@ -34,7 +34,10 @@ def test_a_layout_that_cuts_channels_equals_serial(name: str, layout: str) -> No
     assert found.divided["channel"]["flops"] > 0.5
 
 
-def test_a_model_without_images_has_no_channels() -> None:
-    model = resolve("gpt-tiny")
+@pytest.mark.parametrize("name", ["gpt-tiny", f"hf:{Path(__file__).parents[1]}/torch/hf/gpt2.json"])  # whose loss pads labels
+def test_a_model_without_images_has_no_channels(name: str) -> None:
+    if ":" in name:
+        pytest.importorskip("transformers")
+    model = resolve(name)
     with pytest.raises(LayoutError, match="no convolution of this model has 2 channels or more"):
         weft.verify(model.make, "channel=2", model.batch(2), loss=model.loss)

@@ -113,9 +113,10 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
 
 
 def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
-    """(value, dimension) that is channels of an image, of what windows slide over or make, and whatever lies as these do."""
+    """(value, dimension) that is channels of an image, of what convolutions read or make, and whatever lies as these do. Windows of what is
+    only padded (labels of a text) have none."""
     joined = _joined_dims(graph, rules)
-    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).windows is not None]
+    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).kind == "convolution"]
     roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
     return frozenset(place for place in joined.parent if joined.root(place) in roots)
 
