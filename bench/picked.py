@@ -51,7 +51,8 @@ INTRO = """Two ranks of one thread. `experts`: four layers, two of them with 16 
 weights, their gradients and the optimizer outweigh the compute. `long sequences`: 3 samples of 16,384 bytes, of which `data=2` gives one
 rank two. The pick is the planner's, under `ranks=2 precision=float32 lend=off`; rows of one case took turns in the same processes. The
 ratio is that of a step under `data=2` to one under the row's layout, by round: the median, and the least and the most. *processor*: the
-same of the processor's seconds of the rank that used most, which other work on the machine changes less than the clock."""
+same of the processor's seconds of the rank that used most, which other work on the machine changes less than the clock: ranks of
+`context=2` and `tensor=2` meet in every layer, and each meeting waits for whichever rank the kernel runs last."""
 
 
 @dataclass(frozen=True, slots=True)
