@@ -108,7 +108,6 @@ def test_the_last_axis_is_the_closest() -> None:
         ("tensor=-2x2", r"'-2' is not the number"),
         ("grid=2x2", r"unknown layout key grid"),
         ("pipeline=2 inner=2x2/4x1 tensor=2x2", r"tensor=2x2 with inner=2x2/4x1 is not supported"),
-        ("data=2 staleness=1 tensor=2x2", r"tensor=4 with staleness=1 is not supported"),
     ],
 )
 def test_grids_that_cannot_be(text: str, said: str) -> None:

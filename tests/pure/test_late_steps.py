@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         ("servers=1", "servers=1 of data=1: .* use data=2 or more"),
         ("data=2 servers=3", "use data=3 or more"),
         ("data=2 servers=1 zero=1", "zero=1 with servers=1 is not supported; use zero=0, or servers=0"),
-        ("data=2 tensor=2 servers=1", "tensor=2 with servers=1"),
+        ("data=2 context=2 servers=1", "context=2 with servers=1"),
         ("data=2 servers=1 all_reduce=ring", "all_reduce=ring with servers=1 is not supported; use all_reduce=auto"),
         ("data=2 servers=1 compress=int8", "compress=int8"),
     ],
@@ -164,8 +164,10 @@ def test_many_steps_of_a_plan_say_what_lateness_costs() -> None:
     assert at_once.total_s > 1.3 * late.total_s
     even = straggler_steps(pricer, price(pricer, Layout.parse("data=4 servers=1")), 40, 0.0)
     assert even.total_s < late.total_s
-    with pytest.raises(UsageError, match="replicas alone"):
-        straggler_steps(pricer, price(pricer, Layout.parse("data=2 tensor=2")), 40, 1.0)
+    with pytest.raises(UsageError, match="of tensor and pipeline ranks"):
+        straggler_steps(pricer, price(pricer, Layout.parse("data=2 context=2")), 40, 1.0)
+    together = straggler_steps(pricer, price(pricer, Layout.parse("data=2 tensor=2 servers=1 staleness=1")), 40, 1.0)
+    assert together.num_ranks == 2  # a replica is late as one
     for steps, part in ((1, 0.5), (40, -1.0), (40, float("inf")), (40, float("nan"))):
         with pytest.raises(UsageError, match=f"{steps} steps, late by {part:g}; it takes"):
             straggler_steps(pricer, price(pricer, Layout.parse("data=4")), steps, part)

@@ -37,8 +37,7 @@ def test_it_is_read_and_written_back() -> None:
     ("text", "said"),
     [
         ("staleness=1", "data=1 has one; use data=2 or more"),
-        ("data=2 tensor=2 staleness=1", "tensor=2 with staleness=1 is not supported; use tensor=1"),
-        ("data=2 pipeline=2 staleness=1", "pipeline=2 .* use pipeline=1"),
+        ("data=2 context=2 staleness=1", "context=2 with staleness=1 is not supported; use context=1"),
         ("data=2 schedule=zb-v staleness=1", "chunks=2 .* use chunks=1"),
         ("data=2 schedule=zb-h1 staleness=1", "schedule=zb-h1 .* use schedule=1f1b or schedule=gpipe"),
         ("data=2 expert=2 staleness=1", "expert=2 .* use expert=1"),

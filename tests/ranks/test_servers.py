@@ -19,6 +19,7 @@ from weft.run.proof.verify import Options, verify_on_rank
 from weft.run.reduce.servers import Servers
 from weft.world.group import Group
 from weft.world.world import World
+from weft.zoo.resolve import resolve
 
 CASES = [(0, "adamw"), (1, "sgd"), (2, "adamw")]
 
@@ -78,6 +79,32 @@ def _taken(self: Servers, tag: int, own: torch.Tensor) -> None:
 def test_verification_proves_it(ranks: Callable[..., list[Any]], layout: str) -> None:
     ok, said = ranks(_verified, 3, layout, "")[0]
     assert ok, said
+
+
+def _of_several_ranks(layout: str) -> Any:
+    """A model with tied weights, on the first and the last stage, and norms that tensor ranks have whole; gradients clipped."""
+    model, clipped = resolve("gpt-tiny:layers=2"), {"name": "adamw", "clip": 0.1}
+    return weft.verify(model.make, layout, model.batch(4), loss=model.loss, cut_everything=True, optimizer=clipped)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data=2 servers=1 tensor=2 sequence_parallel=on",
+        "data=2 servers=2 pipeline=2 microbatches=2",
+        "data=2 servers=1 tensor=2 pipeline=2 microbatches=2 staleness=1",
+        "data=2 tensor=2 pipeline=2 microbatches=2 staleness=1",
+    ],
+)
+def test_replicas_of_several_ranks_are_served_each_rank_what_it_holds(layout: str) -> None:
+    found = _of_several_ranks(layout)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+
+
+def test_broken_twin_summands_inside_of_a_replica_that_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Servers, "_add_inside", lambda self, over, whole: None)
+    assert "gradients of tokens.weight" in str(_of_several_ranks("data=2 servers=1 pipeline=2 microbatches=2").first_difference)
 
 
 @pytest.mark.parametrize(("spoil", "names"), [("sum", "gradients"), ("early", ""), ("gradient", "gradients of 0.weight")])

@@ -26,8 +26,6 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
-    "tensor": (1,),
-    "pipeline": (1,),
     "chunks": (1,),
     "schedule": ("1f1b", "gpipe", "sequential"),
     "expert": (1,),

@@ -359,8 +359,21 @@ class Layout:
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the weights for all."""
+        """The replicas that hold the weights for all."""
         return server_ranks(self.data, self.servers)
+
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's replica."""
+        return self.mesh.group(rank, *(axis for axis, _ in self.axes if axis != DATA))
+
+    def servers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the weights of a rank for all replicas: of each server's replica the one with the same place in it.
+
+        >>> Layout(data=2, tensor=2, servers=1).servers_of(3)
+        (1,)
+        """
+        replicas = self.mesh.group(rank, DATA)
+        return tuple(replicas[server] for server in self.server_ranks)
 
     @property
     def weight_ranks(self) -> int:

@@ -33,7 +33,8 @@ class Blocks:
     """Where a rank stands in a sharded model, from which follows what it holds.
 
     `at`: its coordinates on the mesh. `across`: values that stages of different meshes read. `always`: axes over which every gradient is
-    summed whether or not the graph asks for it, since a plain loop may use a parameter beside.
+    summed whether or not the graph asks for it, since a plain loop may use a parameter beside. `apart`: whether a replica updates weights
+    without the others, or for them, and so counts in a norm what it has.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class Blocks:
     program: Program
     across: AbstractSet[str]
     always: tuple[str, ...]
+    apart: bool = False
 
     def of(self, v: Variable) -> Spans:
         """Where this rank's block of a parameter or buffer lies."""
@@ -89,6 +91,8 @@ class Blocks:
         replicated = [a for a in mesh.inside if a not in cut]
         counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in replicated)
         counted_piece = v.value in self.across or all(at[a] == 0 for a in replicated if a not in axes)
+        if self.apart:
+            counted_piece = at["pipeline"] == holders[0] and all(at[a] == 0 for a in replicated if a != DATA)
         return LocalParameter(
             v.name,
             v.tensor.shape,

@@ -264,10 +264,10 @@ def build(
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
     pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
-    local_blocks = in_pieces(sharding, graph, pieces)
-    blocks = Blocks(mesh, at, local_blocks, stages, program, across, sample_axes(mesh.inside) if outputs else ())
+    always, late = sample_axes(mesh.inside) if outputs else (), layout.servers > 0 or layout.staleness > 0
+    blocks = Blocks(mesh, at, in_pieces(sharding, graph, pieces), stages, program, across, always, late)
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
-    flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.server_ranks)
+    flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))
     choose_sums(plan, world, flat)
     of_buffers = {v.name: (v, blocks.of(v)) for v in graph.buffers if blocks.holds(v)}
     buffers = source.take(Initial(specs, parameters, flat, of_buffers, world.device, dtype).take, None)

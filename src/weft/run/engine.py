@@ -21,7 +21,7 @@ from weft.capture.nesting import BatchForm, batch_size_of, count_samples, tensor
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.randomness import Draw
 from weft.model.work import model_flops
-from weft.plan.axis import PIPELINE, sample_axes
+from weft.plan.axis import DATA, PIPELINE, sample_axes
 from weft.plan.compression import Compression
 from weft.plan.microbatches import check_equal, num_microbatches, replica_sizes, sizes_of_part
 from weft.plan.placement import P
@@ -135,6 +135,7 @@ class Engine:
         """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
         axes += self.parts.lowering.groups.values() if self.parts.lowering is not None else ()
+        axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] * (self.plan.layout.staleness > 0)
         every = {self._everyone, self._pipeline, self._rows, *axes, *others, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
@@ -148,11 +149,13 @@ class Engine:
         """What updates this rank's parameters, and what does so late or for all replicas."""
         groups, layout = self.parts.groups, self.plan.layout
         if layout.servers:
-            served = Served.of(self.spec, groups, layout.server_ranks, self._everyone)
-            servers = Servers(layout.staleness, self.gradients, served, groups, self._everyone)
+            served = Served.of(self.spec, groups, layout, self.world)
+            replicas = self.world.group(self.mesh.group(self.world.rank, DATA))
+            servers = Servers(layout.staleness, self.gradients, served, groups, replicas)
             return served.optimizer, servers
         stale, zero = layout.staleness > 0, layout.zero > 0
-        optimizer = Optimizer(self.spec, groups, sums, self._everyone, zero, layout.moves_optimizer, stale, self.scale)
+        whole = self.world.group(layout.replica_of(self.world.rank)) if stale else self._everyone
+        optimizer = Optimizer(self.spec, groups, sums, whole, zero, layout.moves_optimizer, stale, self.scale)
         return optimizer, Stale(layout.staleness, self.gradients, optimizer) if stale else None
 
     def _count_state(self) -> None:

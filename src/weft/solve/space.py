@@ -25,7 +25,7 @@ from math import isqrt, prod
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, DATA, PIPELINE, parse_spatial, spatial_ranks
-from weft.plan.beside import COMPILE_WITH
+from weft.plan.beside import COMPILE_WITH, STALE_WITH
 from weft.plan.choice import AUTO
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
@@ -430,7 +430,8 @@ class Space:
             yield from (replace(base, schedule=name) for name in names if self.admits("schedule", name))
         # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
         chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
-        if base.microbatches > 1:
+        late = base.staleness > 0 or base.servers > 0
+        if base.microbatches > 1 and not late:
             for chunks in range(2, MOST_CHUNKS + 1):
                 stages = base.pipeline * chunks
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
@@ -448,7 +449,8 @@ class Space:
         asked = self.asked("schedule", name)
         chunks = chunks_of(name, 1)
         stages = base.pipeline * chunks
-        if base.compile == "on" and name not in COMPILE_WITH["schedule"]:
+        late = base.staleness > 0 or base.servers > 0
+        if (base.compile == "on" and name not in COMPILE_WITH["schedule"]) or (late and name not in STALE_WITH["schedule"]):
             return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, base.microbatches):
             return False

@@ -1,7 +1,8 @@
 """Many steps of a plan whose replicas are late by chance, which the price of one step does not know. In: a pricer, a layout's price.
 
 Out: a timeline (`simulate/stragglers`). In every step every rank is late by a part of a step, drawn from an exponential distribution, the
-same for every layout of as many ranks. Not modelled: pipelines and tensor ranks, with which updates do not come late.
+same for every layout of as many ranks. A replica of several ranks, of tensor and pipeline, is
+late as one, and its ranks push and pull their equal parts at once.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def straggler_steps(pricer: Pricer, priced: Priced, steps: int, mean_delay: floa
         UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early or for ever late.
     """
     layout = priced.layout
-    if layout.num_ranks != layout.data or steps < 2 or not 0 <= mean_delay < inf:
+    if layout.num_ranks != layout.data * layout.tensor * layout.pipeline or steps < 2 or not 0 <= mean_delay < inf:
         asked = f"{layout}: {steps} steps, late by {mean_delay:g}"
-        raise UsageError(f"{asked}; it takes replicas alone (data=N), two steps or more, and 0 <= late < inf")
+        raise UsageError(f"{asked}; it takes replicas (data=N) of tensor and pipeline ranks, two steps or more, and 0 <= late < inf")
     parts = dict(priced.prediction.parts)
     alone = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
     draw = random.Random(seed)
@@ -38,7 +39,8 @@ def straggler_steps(pricer: Pricer, priced: Priced, steps: int, mean_delay: floa
 
 def exchange_of(pricer: Pricer, priced: Priced) -> Exchange:
     """What a step's gradients and weights take, hidden or not."""
-    layout, widths, count = priced.layout, pricer.devices.widths(priced.layout.precision), pricer.graph.num_trainable
+    layout, widths = priced.layout, pricer.devices.widths(priced.layout.precision)
+    count = pricer.graph.num_trainable // (layout.tensor * layout.pipeline)
     update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
     exchange = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
     if not layout.servers:

@@ -95,6 +95,10 @@ def summing_s(
         if DATA in axes and EXPERT not in axes:  # of experts, of which a rank has some
             count /= pricer.expert_ways(layout)
         size = widths.gradient * count
+        if layout.servers:  # summands inside of a replica are added up before
+            rest = pricer.group(layout, *(axis for axis in axes if axis != DATA))
+            after += pricer.collective("all_reduce", size, rest)
+            group = pricer.group(layout, DATA)
         bucket = min(size, pricer.bucket_bytes) if devices.buckets else size
         full, rest = divmod(size, bucket)
         parts = [bucket_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]

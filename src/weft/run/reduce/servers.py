@@ -8,8 +8,11 @@ With staleness=K a server updates as soon as it has everyone's gradients, whatev
 of step t - K at the end of step t. So nobody is more than K steps ahead of the slowest, and every run has the same bits. A server keeps the
 last K + 1 versions, since a slow worker takes them late.
 
-A rank has a thread for what it pushes and pulls and, where it is a server, one for what it serves; each has connections of its own. Not
-modelled: servers that compute no gradients; gradients that are pieces, or of which a rank of another stage has a part.
+A replica may be several ranks, of tensor and pipeline: each has servers for what it holds, the ranks with the same place in the servers'
+replicas. Summands of a gradient inside of a replica are added up there first.
+
+A rank has a thread for what it pushes and pulls, one for sums inside of its replica and, where it is a server, one for what it serves; each
+has connections of its own. Not modelled: servers that compute no gradients; gradients that are pieces.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from weft.plan.axis import DATA
+from weft.plan.layout import Layout
 from weft.run.reduce.overlapped import Gradients
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import FlatGroup
 from weft.world.worker import Job, Worker
-from weft.world.world import Group, Work
+from weft.world.world import Group, Work, World
 
 PATIENCE_S = 10.0  # in which an idle server looks after what it has sent
 
@@ -60,26 +65,48 @@ class _Thread:
         return self.worker.do(run)
 
 
+def _after(first: Job | None, work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, once another job has ended."""
+
+    def both() -> None:
+        if first is not None:
+            first.wait()
+        work()
+
+    return both
+
+
 @dataclass(frozen=True)
 class Served:
-    """Who holds the weights, and what this rank holds of them: `masters` are its parts of the groups, which `optimizer` updates."""
+    """Who holds the weights, and what this rank holds of them: `masters` are its parts of the groups, which `optimizer` updates.
+    `inside`: by group of parameters the ranks of its replica that have summands of its gradients; and all of them."""
 
     ranks: tuple[int, ...]
     masters: list[FlatGroup]
     optimizer: Optimizer
     groups: list[Group]  # by server
+    inside: list[Group | None]
+    replica: Group | None
 
     @classmethod
-    def of(cls, spec: OptimizerSpec, groups: Sequence[FlatGroup], ranks: tuple[int, ...], everyone: Group) -> Served:
-        """Every rank calls it, with the groups that are cut among servers, which are `ranks`. Connects them."""
+    def of(cls, spec: OptimizerSpec, groups: Sequence[FlatGroup], layout: Layout, world: World) -> Served:
+        """Every rank calls it, with the groups that are cut among servers. Connects them."""
+        ranks, everyone = layout.server_ranks, world.group(layout.mesh.group(world.rank, DATA))
         masters = [replace(g, data=g.data.new_zeros(sum(length for _, _, length in g.pieces())), gathered=True) for g in groups]
         links = [everyone.apart("server") for _ in ranks]
-        norm = links[0].apart("norm", ranks) if everyone.index in ranks else everyone
+        serving = tuple(sorted({server for rank in range(world.num_ranks) for server in layout.servers_of(rank)}))
+        norm = world.everyone.apart("norm", serving) if world.rank in serving else everyone
         for link in links:
             link.connect()
         if everyone.index in ranks:
             norm.connect()
-        return cls(ranks, masters, Optimizer(spec, masters, [everyone] * len(masters), norm, sharded=True), links)
+        replica = layout.replica_of(world.rank)
+        sums = [tuple(rank for rank in group.sum_ranks if rank in replica) for group in groups]
+        lanes = {over: world.group(over).apart("replica") for over in sorted({*sums, replica}) if len(over) > 1}
+        for lane in lanes.values():
+            lane.connect()
+        optimizer = Optimizer(spec, masters, [everyone] * len(masters), norm, sharded=True)
+        return cls(ranks, masters, optimizer, links, [lanes.get(over) for over in sums], lanes.get(replica))
 
 
 class Servers:
@@ -91,6 +118,7 @@ class Servers:
         self._others = [rank for rank in range(everyone.size) if rank != everyone.index]
         self._client = _Thread([link for server, link in enumerate(served.groups) if server != self._mine])
         self._server = _Thread([served.groups[self._mine]] if self._mine >= 0 else [])
+        self._inside = _Thread([lane for lane in {*served.inside, served.replica} if lane is not None])
         self._buckets = gradients.order
         self._starts = [[bucket.start for bucket in group.buckets] for group in self._groups]
         self._turn = self._pushed = self._current = self._asked = 0
@@ -160,10 +188,19 @@ class Servers:
         parts = bucket.view(len(self._served.ranks), -1)
         if not summed:
             return
+        first = self._add_inside(self._served.inside[self._buckets[at][0]], bucket)
         if self._client.groups:
-            self._jobs[self._turn].append(self._client.do(lambda: self._send(at, parts)))
+            self._jobs[self._turn].append(self._client.do(_after(first, lambda: self._send(at, parts))))
         if self._mine >= 0:
-            self._jobs[self._turn].append(self._server.do(lambda: self._add_up(at, parts[self._mine])))
+            self._jobs[self._turn].append(self._server.do(_after(first, lambda: self._add_up(at, parts[self._mine]))))
+
+    def _add_inside(self, over: Group | None, whole: Tensor) -> Job | None:
+        """Add up summands that ranks of this replica have; what follows waits for it."""
+        if over is None:
+            return None
+        job = self._inside.do(lambda: over.all_reduce(whole).wait())
+        self._jobs[self._turn].append(job)
+        return job
 
     def _send(self, tag: int, parts: Sequence[Tensor] | Tensor) -> None:
         works = [
@@ -198,11 +235,12 @@ class Servers:
         if divisor is None or counted is None:
             return
         tag, counts = len(self._buckets), counted.clone().view(1)
+        first = self._add_inside(self._served.replica, counts)
         if self._client.groups:
-            self._jobs[self._turn].append(self._client.do(lambda: self._send(tag, [counts] * len(self._served.ranks))))
+            self._jobs[self._turn].append(self._client.do(_after(first, lambda: self._send(tag, [counts] * len(self._served.ranks)))))
         if self._mine >= 0:
             turn = self._turn
-            self._jobs[turn].append(self._server.do(lambda: self._divide(tag, counts.clone(), turn)))
+            self._jobs[turn].append(self._server.do(_after(first, lambda: self._divide(tag, counts.clone(), turn))))
 
     def _divide(self, tag: int, counts: Tensor, turn: int) -> None:
         self._add_up(tag, counts)

@@ -152,7 +152,7 @@ class Optimizer:
         alone: bool = False,
         scale: LossScale | None = None,
     ) -> None:
-        """`alone`: every rank has all gradients, so none asks another for the norm. `scale`: of the loss."""
+        """`alone`: every replica has all gradients, and `world` is its ranks, so none asks another for the norm. `scale`: of the loss."""
         self.scale = scale if scale is not None and scale.scaled else None
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
@@ -302,11 +302,10 @@ class Optimizer:
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
-            if self._alone or (group.counted_piece if self.sharded[number] else group.counted):
+            if group.counted_piece if self._alone or self.sharded[number] else group.counted:
                 for _, g in self._mine[number]:
                     total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
-        if not self._alone:
-            self._world.all_reduce(total)
+        self._world.all_reduce(total)
         return float(total.sqrt())
 
     def _clip(self) -> float:

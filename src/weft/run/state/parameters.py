@@ -178,7 +178,7 @@ def build_groups(
         of = tuple(servers) or first.sum_ranks
         index = 0 if shards == 1 and not servers else of.index(rank) if rank in of else -1
         group = FlatGroup(
-            first.sum_ranks, first.counted, first.counted_piece or bool(servers), first.decay, data, grad, tuple(members), tuple(starts),
+            first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts),
             buckets, {}, index, shards, scattered, gathered,
         )  # fmt: skip
         if not scattered:

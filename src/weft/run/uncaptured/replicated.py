@@ -71,7 +71,8 @@ def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, 
     graph = in_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
     specs = _specs(model, layout.mesh.group(world.rank, DATA), world.rank, optimizer.decays)
-    groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes, layout.server_ranks)
+    servers = layout.servers_of(world.rank)
+    groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes, servers)
     choose_sums(plan, world, groups)
     with torch.no_grad():
         for name, p in model.named_parameters():
