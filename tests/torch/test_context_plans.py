@@ -81,8 +81,8 @@ def test_a_long_sequence_gets_a_plan_with_context_by_itself() -> None:
     model = resolve("llama:sequence=131072")
     plan = weft.plan(model.make, model.batch(8), loss=model.loss, cluster="8xdgx-h100")
     assert plan.layout.context > 1, plan.layout
-    assert plan.layout.attention == "ring"
-    assert dict(plan.reasons)["attention"].startswith("attention=ring: the best priced plan with attention=auto takes")
+    assert plan.layout.attention == "ulysses:4+ring"  # two sets of four neighbours in a machine
+    assert dict(plan.reasons)["attention"].startswith("attention=ulysses:4+ring: the best priced plan with attention=")
     assert plan.prediction is not None
     other = priced("data=8 tensor=8 zero=3 recompute=full", "llama:sequence=131072").prediction
     assert other is not None

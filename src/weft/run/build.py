@@ -264,8 +264,8 @@ def build(
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
     pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
-    always, late = sample_axes(mesh.inside) if outputs else (), layout.servers > 0 or layout.staleness > 0
-    blocks = Blocks(mesh, at, in_pieces(sharding, graph, pieces), stages, program, across, always, late)
+    always, updates_apart = sample_axes(mesh.inside) if outputs else (), layout.servers > 0 or layout.staleness > 0
+    blocks = Blocks(mesh, at, in_pieces(sharding, graph, pieces), stages, program, across, always, updates_apart)
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))
     choose_sums(plan, world, flat)

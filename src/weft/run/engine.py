@@ -154,8 +154,8 @@ class Engine:
             servers = Servers(layout.staleness, self.gradients, served, groups, replicas)
             return served.optimizer, servers
         stale, zero = layout.staleness > 0, layout.zero > 0
-        whole = self.world.group(layout.replica_of(self.world.rank)) if stale else self._everyone
-        optimizer = Optimizer(self.spec, groups, sums, whole, zero, layout.moves_optimizer, stale, self.scale)
+        counting = self.world.group(layout.replica_of(self.world.rank)) if stale else self._everyone
+        optimizer = Optimizer(self.spec, groups, sums, counting, zero, layout.moves_optimizer, stale, self.scale)
         return optimizer, Stale(layout.staleness, self.gradients, optimizer) if stale else None
 
     def _count_state(self) -> None:

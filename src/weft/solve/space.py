@@ -430,8 +430,8 @@ class Space:
             yield from (replace(base, schedule=name) for name in names if self.admits("schedule", name))
         # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
         chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
-        late = base.staleness > 0 or base.servers > 0
-        if base.microbatches > 1 and not late:
+        updates_apart = base.staleness > 0 or base.servers > 0
+        if base.microbatches > 1 and not updates_apart:
             for chunks in range(2, MOST_CHUNKS + 1):
                 stages = base.pipeline * chunks
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
@@ -449,8 +449,8 @@ class Space:
         asked = self.asked("schedule", name)
         chunks = chunks_of(name, 1)
         stages = base.pipeline * chunks
-        late = base.staleness > 0 or base.servers > 0
-        if (base.compile == "on" and name not in COMPILE_WITH["schedule"]) or (late and name not in STALE_WITH["schedule"]):
+        updates_apart = base.staleness > 0 or base.servers > 0
+        if (base.compile == "on" and name not in COMPILE_WITH["schedule"]) or (updates_apart and name not in STALE_WITH["schedule"]):
             return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, base.microbatches):
             return False

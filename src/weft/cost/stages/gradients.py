@@ -96,8 +96,8 @@ def summing_s(
             count /= pricer.expert_ways(layout)
         size = widths.gradient * count
         if layout.servers:  # summands inside of a replica are added up before
-            rest = pricer.group(layout, *(axis for axis in axes if axis != DATA))
-            after += pricer.collective("all_reduce", size, rest)
+            inside_it = pricer.group(layout, *(axis for axis in axes if axis != DATA))
+            after += pricer.collective("all_reduce", size, inside_it)
             group = pricer.group(layout, DATA)
         bucket = min(size, pricer.bucket_bytes) if devices.buckets else size
         full, rest = divmod(size, bucket)

@@ -95,7 +95,7 @@ class Served:
         masters = [replace(g, data=g.data.new_zeros(sum(length for _, _, length in g.pieces())), gathered=True) for g in groups]
         links = [everyone.apart("server") for _ in ranks]
         serving = tuple(sorted({server for rank in range(world.num_ranks) for server in layout.servers_of(rank)}))
-        norm = world.everyone.apart("norm", serving) if world.rank in serving else everyone
+        norm = world.group(serving).apart("norm") if world.rank in serving else everyone
         for link in links:
             link.connect()
         if everyone.index in ranks:
@@ -194,11 +194,11 @@ class Servers:
         if self._mine >= 0:
             self._jobs[self._turn].append(self._server.do(_after(first, lambda: self._add_up(at, parts[self._mine]))))
 
-    def _add_inside(self, over: Group | None, whole: Tensor) -> Job | None:
+    def _add_inside(self, over: Group | None, summands: Tensor) -> Job | None:
         """Add up summands that ranks of this replica have; what follows waits for it."""
         if over is None:
             return None
-        job = self._inside.do(lambda: over.all_reduce(whole).wait())
+        job = self._inside.do(lambda: over.all_reduce(summands).wait())
         self._jobs[self._turn].append(job)
         return job
 
