@@ -116,7 +116,9 @@ def test_slurm_gets_a_job_that_trains(tools: Path, config: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["job"] == "41"
     assert (tools / "code").read_text().strip() == "0", (tools / "out").read_text()
-    assert "#SBATCH --time=00:05:00" in (tools / "script").read_text()
+    text = (tools / "script").read_text()
+    assert "#SBATCH --time=00:05:00" in text
+    assert f"#SBATCH --output={tmp_path}/run.slurm/%j.out" in text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
 
 

@@ -86,11 +86,11 @@ def _wait(job: Job, names: list[str], ray: str, address: str, port: int) -> int:
 def _slurm(job: Job, sbatch_options: list[str], target: Path | None, out: Output) -> None:
     from weft.cli.elsewhere import slurm
 
+    slurm.job_folder(job).mkdir(parents=True, exist_ok=True)  # SLURM does not make it
     if target is not None:
         _write(slurm.script(job, sbatch_options), target, out)
         return
-    file = Path(job.run_folder) / "job.sh"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = slurm.job_folder(job) / "job.sh"
     number = slurm.submit(job, file, sbatch_options)
     out.message(f"job {number}: {job.hosts} hosts with {job.ranks} ranks each, {file}; `squeue -j {number}` shows it")
     out.answer({"job": number, "file": str(file), "ranks": job.num_ranks, "run_folder": job.run_folder})

@@ -19,12 +19,17 @@ STOPPED = 75
 _SIGNAL_S = 150
 
 
+def job_folder(job: Job) -> Path:
+    """Where the script and what SLURM writes lie: beside the run's folder, which weft keeps for the run alone."""
+    return Path(f"{job.run_folder}.slurm")
+
+
 def script(job: Job, options: Sequence[str] = ()) -> str:
     """The batch script. `options`: further ones of sbatch, `time=02:00:00`."""
     settings = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": job.ranks, "cpus-per-task": job.threads}
     if job.gpus:
         settings["gpus-per-node"] = job.ranks
-    settings |= {"output": f"{job.run_folder}/slurm-%j.out", "open-mode": "append", "signal": f"TERM@{_SIGNAL_S}"}
+    settings |= {"output": f"{job_folder(job)}/%j.out", "open-mode": "append", "signal": f"TERM@{_SIGNAL_S}"}
     lines = [f"#SBATCH --{key}={value}" for key, value in settings.items() if not any(o.partition("=")[0] == key for o in options)]
     lines += [f"#SBATCH --{option}" for option in options]
     return "\n".join(
@@ -59,7 +64,8 @@ def submit(job: Job, file: Path, options: Sequence[str] = ()) -> str:
     if shutil.which("sbatch") is None:
         raise UsageError(f"there is no sbatch here; run this on a login node of the cluster, or write the script alone with -o {file}")
     check_nodes(job)
-    Path(job.run_folder).mkdir(parents=True, exist_ok=True)
+    job_folder(job).mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(script(job, options))
     done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, timeout=300)
     if done.returncode:
