@@ -103,6 +103,20 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
     return out if everyone.index == 0 else None
 
 
+def full_tensor(pieces: Sequence[Piece], everyone: Group, rank: int) -> Tensor | None:
+    """The whole of a tensor of which every rank has pieces, on the CPU of one of them; None elsewhere. Every rank calls it."""
+    dtype = pieces[0].tensor.dtype
+    wide = dtype if dtype in (torch.float32, torch.float64, torch.int64) else torch.float32 if dtype.is_floating_point else torch.int64
+    total = torch.zeros(pieces[0].global_shape, dtype=wide, device=everyone.device)
+    for piece in pieces:
+        if piece.owner:
+            shape = piece.tensor.shape if piece.block is None else piece.block
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
+            total[place] = _laid_out(piece).to(wide)
+    everyone.all_reduce(total)
+    return total.cpu().to(dtype) if everyone.index == rank else None
+
+
 def _laid_out(piece: Piece) -> Tensor:
     """A piece as its block, with zeros where it has nothing."""
     if piece.flat is None or piece.block is None:

@@ -219,7 +219,7 @@ class RunSection(_Section):
 
     Of each rank `workers` threads prepare batches while others are trained on. A rank that takes longer than `hang_after_s`, and than ten
     median steps, for a step is named. With `protect = "memory"` each rank's state is kept in memory that outlives it, twice, where there is
-    room: a rank that is lost is replaced, and no step is.
+    room: a rank that is lost is replaced, and no step is. `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
     """
 
     folder: str = ""
@@ -229,6 +229,7 @@ class RunSection(_Section):
     protect: Literal["memory", "none"] = "memory"
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
 
 
 class Config(_Section):

@@ -41,6 +41,7 @@ from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.subject import Subject, subject_of
+from weft.train.trackers import tracking
 from weft.train.updates import optimizer_of
 from weft.units import parse_bytes
 from weft.world.current import set_world
@@ -228,10 +229,12 @@ class _Run:
         if self.world.rank:
             yield lambda row: None
             return
-        with Metrics(self.job.folder / FILE, start, self.show.say) as metrics:
+        config, folder, say = self.job.config, self.job.folder, self.show.say
+        with Metrics(folder / FILE, start, say) as metrics, tracking(config, folder, start, say) as track:
 
             def write(row: Row) -> None:
                 metrics.write(row)
+                track(row)
                 self.show.row(row)
 
             yield write

@@ -1,8 +1,9 @@
-"""`state_dict` and `load_state_dict` of an optimizer whose parameters are cut between ranks.
+"""`state_dict` and `load_state_dict` of an optimizer whose parameters are cut between ranks, and its steps where they need full matrices.
 
 In: any optimizer of torch's kind. Out: the former is refused, since it would hold this rank's parts; the latter takes whole tensors, of
-which a rank keeps its part. torch has no hook for when an optimizer is made or copied, so the two methods of its base class are wrapped,
-once a process and not before a weight is cut; optimizers without cut parameters do not notice.
+which a rank keeps its part; steps gather where they must (`run/loop/gathered_steps`). torch has no hook for when an optimizer is made or
+copied, so methods of its base class are wrapped, once a process and not before a weight is cut; optimizers without cut parameters do not
+notice.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.errors import UsageError
-from weft.lower.redistribute import moved
-from weft.plan.placement import R
 from weft.run.loop.checkpoints import state_like
 from weft.run.loop.cut import Cut
+from weft.run.loop.gathered_steps import gather_for_steps, gathered
 from weft.run.state.spans import block_of
 from weft.world import private
 
@@ -25,7 +25,12 @@ from weft.world import private
 @cache
 def guard_optimizers() -> None:
     """From here on optimizers of cut parameters neither give nor take parts for wholes."""
-    give, take = Optimizer.state_dict, Optimizer.load_state_dict
+    give, take, add = Optimizer.state_dict, Optimizer.load_state_dict, Optimizer.add_param_group
+
+    @wraps(add)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        gather_for_steps(self)
 
     @wraps(give)
     def state_dict(self: Optimizer) -> dict[str, Any]:
@@ -42,6 +47,7 @@ def guard_optimizers() -> None:
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         return take(self, _in_parts(self, state_dict))
 
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     Optimizer.state_dict = state_dict  # type: ignore[method-assign]
     Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
@@ -52,23 +58,15 @@ def full_optimizer_state(optimizer: Optimizer, main: bool) -> dict[str, Any] | N
     state = {}
     for place, slots in told["state"].items():
         # Gathers run on every rank, one tensor at a time.
-        gathered = {slot: _gathered(x) if isinstance(x, Cut) else x for slot, x in slots.items()}
+        full = {slot: gathered(x) if isinstance(x, Cut) else x for slot, x in slots.items()}
         if main:
-            state[place] = {slot: x.detach().cpu().clone() if isinstance(x, Tensor) else x for slot, x in gathered.items()}
+            state[place] = {slot: x.detach().cpu().clone() if isinstance(x, Tensor) else x for slot, x in full.items()}
     return {**told, "state": state} if main else None
 
 
 def _state_dict_as_it_is(optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
     return state
-
-
-def _gathered(x: Cut) -> Tensor:
-    with private.as_base_tensor():
-        part = x.detach().as_subclass(Tensor)
-        for form, group in reversed(x.full.cuts):
-            part = moved(part, form, R, group)
-    return part
 
 
 def _in_parts(optimizer: Optimizer, slots: dict[str, Any]) -> dict[str, Any]:

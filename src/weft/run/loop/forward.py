@@ -125,7 +125,9 @@ class Forward:
             for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
                 x = x if is_shard(local.forms[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
             # What the loop makes of outputs is a mean over this rank's samples, which counts by how many they are.
-            out.append(x if self.part == 1.0 else counted(x, self.part))
+            x = x if self.part == 1.0 else counted(x, self.part)
+            # A loop may change the loss in place, which torch refuses of a view that a function of its own kind returns.
+            out.append(x.clone() if x.requires_grad and not x.dim() else x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
@@ -329,8 +331,8 @@ class ByGraphs:
         n, batch = max(places) + 1, Given.PARTS
         if self.captures.world.num_ranks > 1 and not samples:
             # Where nothing is learnt and nothing exchanged, a rank may call it alone.
-            alone = not torch.is_grad_enabled() and not self._forward_of(call, have * n, called).talks
-            samples, batch = (have * n, batch) if alone else self._told(called, have, form)
+            alone = not (torch.is_grad_enabled() or self.expects.global_batch) and not self._forward_of(call, have * n, called).talks
+            samples, batch = (have, batch) if alone else self._told(called, have, form)  # alone: of the samples that it is called with
         if n == 1:
             return have, Given.PARTS
         if samples == have and layout.expert == 1 and (batch is Given.PARTS or have < n):

@@ -1,0 +1,178 @@
+"""Trainers of transformers and of what builds on it, around a divided model: `from weft.adapters.transformers import Trainer`.
+
+In: a trainer's class; `Trainer`, `Seq2SeqTrainer` and all others of transformers have their names here, `trainer_of` takes any subclass.
+Out: the same class, which divides the model when it is made, by the first batch of its data set and the way in which it calls the model.
+It sees one process with one device (`weft.adapters`), so `per_device_train_batch_size` is the whole batch on any number of ranks, and
+losses, schedules and steps are the serial run's. Checkpoints have transformers' own form, whole weights and whole optimizers' states, and
+are gone on from with any number of ranks, with weft or without.
+
+Not modelled: activation checkpointing, which a captured model does not see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.adapters.accelerate import FullState, accelerator_class, appear_as_one_process, as_main_process
+from weft.adapters.first_call import Wanted, divide, first_batch, first_call
+from weft.adapters.required import required
+from weft.run.loop.divide import full_state_dict
+from weft.run.loop.module import sharded_modules_of
+from weft.run.loop.weight_files import read_weights, write_weights
+from weft.units import parse_bytes
+from weft.world.current import current_world
+
+DRAWN = "weft.json"  # of a checkpoint: where the model's own random numbers are
+
+
+_Trainer: Any = object
+
+
+class Dividing(_Trainer):  # type: ignore[misc]
+    """What a trainer of transformers' does otherwise around a divided model."""
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, plan: Wanted = None, **kwargs: Any) -> None:
+        self._plan = plan
+        super().__init__(*args, **kwargs)
+        self._has_data = True
+        if self.model_init is None:
+            self._divide(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        appear_as_one_process(current_world())
+        self.args._n_gpu = min(1, self.args.n_gpu)
+        self.args.accelerator_config.dispatch_batches = False  # every rank reads
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = accelerator_class()
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model: nn.Module = super().call_model_init(trial)
+        if getattr(self, "_has_data", False):
+            self._divide(model)
+        return model
+
+    def _divide(self, model: nn.Module) -> None:
+        if self.train_dataset is None:  # nothing is trained: every rank computes all of it
+            return
+        inner = _inner(model)
+
+        def batch() -> Any:
+            with self._loaders_unprepared():
+                inputs = first_batch(self.get_train_dataloader())
+            inputs = self._prepare_inputs(inputs)
+            count = self._get_num_items_in_batch([inputs], self.args.device)
+            return first_call(inner, lambda: self.compute_loss(model, inputs, num_items_in_batch=count))
+
+        model.train()
+        divide(inner, batch, self._plan, current_world(), [x for x in (self.optimizer,) if x is not None])
+
+    @contextmanager
+    def _loaders_unprepared(self) -> Iterator[None]:
+        """A block in which loaders are torch's own."""
+        self.accelerator.prepare = lambda loader: loader
+        try:
+            yield
+        finally:
+            del self.accelerator.prepare
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Its workers draw the same random numbers on all ranks."""
+        with as_main_process():
+            return super()._get_dataloader(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers'; every rank calls it."""
+        if not sharded_modules_of(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        state = full_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call and self.args.should_save:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer, self.optimizer = self.optimizer, FullState(self.optimizer)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+            draws = [{"seed": one.way.draw.seed, "step": one.way.draw.step} for _, one in sharded_modules_of(self.model)]
+            Path(output_dir, DRAWN).write_text(json.dumps(draws))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and Path(checkpoint, DRAWN).is_file():
+            stored = json.loads(Path(checkpoint, DRAWN).read_text())
+            for (_, one), draw in zip(sharded_modules_of(self.model), stored, strict=False):
+                one.way.draw.seed, one.way.draw.step = draw["seed"], draw["step"]
+
+
+@cache
+def trainer_of(base: Any) -> Any:
+    """The trainer's class `base` around a divided model. Its constructor takes `plan=` as well, as of `weft.auto_parallelize`."""
+    return type(base.__name__, (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """What computes: of a model that `peft` has put adapters into, the model itself, which `generate` calls too."""
+    base: Any = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
+def save_pretrained(model: Any, folder: str | Path, max_shard_size: str | float = "5GB") -> None:
+    """Write a divided model as its own `save_pretrained` does, of which no rank holds more than one tensor. Every rank calls it.
+
+    A model whose weights transformers stores under other names than it has them is gathered on rank 0 and written by itself.
+    """
+    world = current_world()
+    state = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    if _stored_names(model, state) != state.keys():
+        state_dict = full_state_dict(model)
+        if world.rank == 0:
+            model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
+        world.maximum([0])
+        return
+    if world.rank == 0:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    write_weights(model, Path(folder), parse_bytes(max_shard_size))
+
+
+def _stored_names(model: Any, state: dict[str, torch.Tensor]) -> set[str]:
+    """What transformers calls these tensors in files."""
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # before version 5, which calls them as the model does
+        return set(state)
+    return set(loading.revert_weight_conversion(model, dict(state)))
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Load what `save_pretrained` wrote, with weft or without, into a divided model: each rank keeps its parts. Every rank calls it."""
+    read_weights(model, Path(folder))
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return trainer_of(getattr(required("transformers", "hf"), name))

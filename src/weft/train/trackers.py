@@ -1,0 +1,106 @@
+"""Trackers of experiments beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+
+In: their names (`run.trackers`), the run folder, the configuration. Out: every row's numbers in each, by step, told by rank 0. A run that
+goes on is the same run there. Where they write is theirs to know (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); TensorBoard's files lie in
+the run folder. A tracker that fails later than at its start is told of once, and training goes on without it.
+
+Not modelled: artifacts and pictures; rows that are computed again after a loss of power are there twice in Weights & Biases and MLflow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError, said
+from weft.train.config import Config
+from weft.train.metrics import Row
+
+Log = Callable[[int, Mapping[str, float]], None]
+Settings = Mapping[str, Any]
+
+
+@contextmanager
+def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], None]) -> Iterator[Callable[[Row], None]]:
+    """A block in which rows go to every tracker that the configuration names. `start`: steps that are done.
+
+    Raises:
+        UsageError: a library is not installed, or does not begin.
+    """
+    with ExitStack() as stack:
+        logs: dict[str, Log] = {}
+        settings = {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+        for name in config.run.trackers:
+            try:
+                logs[name] = stack.enter_context(TRACKERS[name](folder, settings, start))
+            except ImportError as error:
+                raise UsageError(f'run.trackers has {name}, which could not be imported ({error}): pip install "weft[trackers]"') from error
+            except Exception as error:  # whatever a server or a file system may say
+                raise UsageError(f"run.trackers has {name}, which did not begin: {said(error)}") from error
+
+        def write(row: Row) -> None:
+            numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
+            for name, log in list(logs.items()):
+                try:
+                    log(int(row["step"] or 0), numbers)
+                except Exception as error:  # as above: training does not depend on it
+                    del logs[name]
+                    warn(f"{name} is told nothing any more: {said(error)}")
+
+        yield write
+
+
+@contextmanager
+def _tensorboard(folder: Path, settings: Settings, start: int) -> Iterator[Log]:
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+    writer.add_text("configuration", "\n".join(f"    {key} = {value}" for key, value in settings.items()))
+
+    def log(step: int, numbers: Mapping[str, float]) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
+
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _wandb(folder: Path, settings: Settings, start: int) -> Iterator[Log]:
+    wandb = importlib.import_module("wandb")
+    run = wandb.init(dir=str(folder), name=folder.name, id=_stored_run(folder, "wandb"), resume="allow", config=dict(settings))
+    _keep(folder, "wandb", run.id)
+    try:
+        yield lambda step, numbers: run.log(dict(numbers), step=step)
+    finally:
+        run.finish()
+
+
+@contextmanager
+def _mlflow(folder: Path, settings: Settings, start: int) -> Iterator[Log]:
+    mlflow = importlib.import_module("mlflow")
+    stored = _stored_run(folder, "mlflow")
+    run = mlflow.start_run(run_id=stored, run_name=None if stored else folder.name)
+    _keep(folder, "mlflow", run.info.run_id)
+    if not stored:
+        mlflow.log_params(dict(settings))
+    try:
+        yield lambda step, numbers: mlflow.log_metrics(dict(numbers), step=step)
+    finally:
+        mlflow.end_run()
+
+
+def _stored_run(folder: Path, name: str) -> str | None:
+    """The tracker's own name of this run, where it was told of before."""
+    path = folder / f"{name}.run"
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _keep(folder: Path, name: str, run: str) -> None:
+    (folder / f"{name}.run").write_text(run, encoding="utf-8")
+
+
+TRACKERS: dict[str, Callable[[Path, Settings, int], Any]] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
