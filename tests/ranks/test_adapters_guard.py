@@ -110,3 +110,29 @@ def different(world: World, layout: str, whole: bool) -> str:
 def test_ranks_with_the_same_samples_are_called_with_the_same(ranks: Callable[..., list[Any]], layout: str, whole: bool) -> None:
     for told in ranks(different, 2, layout, whole):
         assert "different batches" in told
+
+
+class Counted(nn.Module):
+    """A loss that is a sum over samples, divided by a number that is given: tokens of all batches that a step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().sum() / count
+
+
+def counted(world: World) -> list[float]:
+    torch.manual_seed(0)
+    model, x, count = Counted(), batch(1), torch.tensor(7.0)
+    wanted = float(model(x, count))
+    weft.auto_parallelize(model, {"x": x, "count": count}, plan="data=2", world=world)
+    with torch.no_grad():
+        return [wanted, float(model(x, count))]
+
+
+def test_a_sum_of_the_batch_that_every_rank_has_is_counted_once(ranks: Callable[..., list[Any]]) -> None:
+    """Without gradients, where ranks need not tell each other anything, it was counted once for each rank."""
+    for wanted, ours in ranks(counted, 2):
+        assert ours == pytest.approx(wanted, rel=1e-6)
