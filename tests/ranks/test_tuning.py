@@ -112,4 +112,4 @@ def test_supervised_tuning_is_the_serial_run(ranks: Callable[..., list[Any]], tm
     wanted = tuned(trl.SFTTrainer, str(tmp_path / "serial"))
     for history in ranks(tuned_on_ranks, 2, str(tmp_path / "ours"), layout, timeout_s=200.0):
         for row, theirs in zip(history, wanted, strict=True):
-            assert row == pytest.approx(theirs, rel=1e-9)
+            assert row == pytest.approx(theirs, rel=5e-7)  # what TRL computes outside of the model is in float32
