@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from weft.cli.changes import moved_along, parse_changes
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.network.network import Group, collective_s
-from weft.cost.operators import parts as parts_module
+from weft.cost.operators import gather as gather_module
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
@@ -176,7 +176,7 @@ def test_what_each_axis_sends_is_the_closed_form(grid: str) -> None:
 
 
 def test_broken_twin_what_is_in_pieces_is_priced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "pieces_moving", lambda sharding, op, move: 1)
+    monkeypatch.setattr(gather_module, "pieces_moving", lambda sharding, op, move: 1)
     widths, batch = (2048, 4096, 2048, 4096, 2048), 512
     found = sent(Pricer(chain(widths, batch), NODE, batch), Layout.parse("tensor=2x4"))
     want = closed_form(widths, batch, 2, 4)

@@ -15,6 +15,7 @@ from weft.cluster.catalogue import loads
 from weft.cluster.doubts import doubts
 from weft.plan.plan_file import format_plan, parse_plan
 from weft.serve.workflow_files import read_workflow
+from weft.train.config import Config
 from weft.zoo.names import find
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def test_no_block_is_of_a_kind_that_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize("page", _pages("toml", "quick"))
-def test_toml_is_a_workflow_a_cluster_or_part_of_a_plan_as_weft_writes_it(page: str, tmp_path: Path) -> None:
+def test_toml_is_a_workflow_a_cluster_a_configuration_or_part_of_a_plan(page: str, tmp_path: Path) -> None:
     head = 'kind = "weft plan"\nformat_version = 1\nmodel = "gpt-tiny"\ncluster = "here"\nbatch_size = 8\n\n[layout]\ntensor = 2\n\n'
     family, config = find("gpt-tiny")
     names = {re.sub(r"\d+", "*", name) for name, _ in family.Model(config).named_parameters()}
@@ -92,6 +93,9 @@ def test_toml_is_a_workflow_a_cluster_or_part_of_a_plan_as_weft_writes_it(page: 
             continue
         if "[[level]]" in text:
             assert not doubts(loads(text, page))
+            continue
+        if "[train]" in text:
+            assert Config.parse(text, page).model.name
             continue
         plan = parse_plan(head + text)
         assert text in format_plan(plan)

@@ -48,7 +48,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
         (_MODULE, name)
         for name in (
             "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-            "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+            "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set",
         )
     ),
     (torch, "_foreach_norm"),
