@@ -158,7 +158,7 @@ def lines_of(table: Table) -> list[str]:
 
 def opening(title: str, about: Mapping[str, Any], intro: str) -> list[str]:
     """How a page begins that a run writes without targets."""
-    head = [f"| {key} | {value} |" for key, value in about.items()]
+    head = [f"| {key} | {_words(value)} |" for key, value in about.items()]
     return [f"# Benchmark: {title}", "", "Written by the run itself.", "", "|  |  |", "| --- | --- |", *head, "", intro, ""]
 
 
