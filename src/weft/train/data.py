@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weft.errors import ConfigError
-from weft.train.order import Numbers, Order
+from weft.train.order import Numbers, Order, Ordered
 from weft.train.reading.token_files import FileTokens, Tokens
 
 Batch = Any  # a tensor, or a tuple, list or dict of them; samples in dimension 0
@@ -52,7 +52,7 @@ class TextRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Ordered[TextRows]):
     """Windows of S + 1 tokens from one text.
 
     Windows are laid side by side; whole blocks of them, chosen by the seed, are kept for validation, so that what is
@@ -80,23 +80,6 @@ class Text:
         windows = (self.tokens.size - 1) // self.sequence
         block = max(1, min(_WINDOWS_PER_BLOCK, windows // _LEAST_BLOCKS))
         return Order(windows, self.batch, self.validation_fraction, self.seed, block)
-
-    @property
-    def num_samples(self) -> int:
-        """Training samples of one epoch."""
-        return self.order.num_samples
-
-    @property
-    def num_validation(self) -> int:
-        return self.order.num_validation
-
-    def train(self, step: int, rows: Sequence[int]) -> TextRows:
-        """Rows of the global batch of `step`. Samples are numbered through all epochs, so a batch may reach over two."""
-        return self._read(self.order.train(step, rows))
-
-    def validation(self, number: int, rows: Sequence[int]) -> TextRows:
-        """Rows of validation batch `number`; beyond the last it begins again."""
-        return self._read(self.order.validation(number, rows))
 
     def validation_tokens(self) -> Tokens:
         """Tokens that are validated on, one sample after the other, of up to 16,384 samples."""

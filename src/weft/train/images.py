@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.train.data import Batch
-from weft.train.order import Numbers, Order
+from weft.train.order import Numbers, Order, Ordered
 from weft.train.reading.images import ImageFiles
 from weft.train.reading.pixels import Crop, PixelForm, Preparer
 from weft.zoo.resolved import Resolved
@@ -40,7 +40,7 @@ class ImageNames:
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(Ordered[Batch]):
     """Batches of images; `augment` is "none", "flip" or "crop" (which flips too)."""
 
     files: ImageFiles
@@ -50,24 +50,13 @@ class Images:
     augment: str
     preparer: Preparer
 
-    @property
-    def num_samples(self) -> int:
-        return self.order.num_samples
-
-    @property
-    def num_validation(self) -> int:
-        return self.order.num_validation
-
     def train(self, step: int, rows: Sequence[int]) -> Batch:
-        """Rows of the global batch of `step`."""
-        numbers = self.order.number(step, rows).tolist()
-        return self._read(self.order.train(step, rows), [self._crop(number) for number in numbers])
+        return self._prepared(self.order.train(step, rows), [self._crop(number) for number in self.order.number(step, rows).tolist()])
 
-    def validation(self, number: int, rows: Sequence[int]) -> Batch:
-        """Rows of validation batch `number`; beyond the last it begins again."""
-        return self._read(self.order.validation(number, rows), [Crop(centre=True)] * len(rows))
+    def _read(self, samples: Numbers) -> Batch:
+        return self._prepared(samples, [Crop(centre=True)] * len(samples))
 
-    def _read(self, samples: Numbers, crops: Sequence[Crop]) -> Batch:
+    def _prepared(self, samples: Numbers, crops: Sequence[Crop]) -> Batch:
         contents, where = zip(*self.files.read(samples.tolist()), strict=True)
         pixels = self.preparer(contents, where, crops, self.form)
         return self.names.batch(pixels, torch.from_numpy(self.files.labels(samples).copy()))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
+Read = TypeVar("Read")
 _ROUNDS = 4
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
@@ -119,3 +120,32 @@ class Order:
         """The sample at each place: validation samples stand first, then training samples."""
         block, inside = np.divmod(place, self.block)
         return permute(block, self._blocks, self._key(-1)) * self.block + inside
+
+
+class Ordered(Generic[Read]):
+    """Batches of what lies in an order: whoever has one says how its samples are read."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def order(self) -> Order: ...
+
+    def _read(self, samples: Numbers) -> Read:
+        raise NotImplementedError
+
+    @property
+    def num_samples(self) -> int:
+        """Training samples of one epoch."""
+        return self.order.num_samples
+
+    @property
+    def num_validation(self) -> int:
+        return self.order.num_validation
+
+    def train(self, step: int, rows: Sequence[int]) -> Read:
+        """Rows of the global batch of `step`. Samples are numbered through all epochs, so a batch may reach over two."""
+        return self._read(self.order.train(step, rows))
+
+    def validation(self, number: int, rows: Sequence[int]) -> Read:
+        """Rows of validation batch `number`; beyond the last it begins again."""
+        return self._read(self.order.validation(number, rows))

@@ -5,7 +5,6 @@ B samples a batch, S tokens a sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +12,13 @@ import torch
 
 from weft.errors import ConfigError
 from weft.train.data import NOT_LEARNED, TextRows
-from weft.train.order import Numbers, Order
+from weft.train.order import Numbers, Order, Ordered
 from weft.train.reading.packing import Packing, packed, pieces_of, unpacked
 from weft.train.reading.token_files import TokenStore
 
 
 @dataclass(frozen=True)
-class PackedText:
+class PackedText(Ordered[TextRows]):
     """`restart`: samples hold several documents, whose positions are told. A document's first token is no label: nothing precedes it."""
 
     store: TokenStore
@@ -34,22 +33,6 @@ class PackedText:
                 f"the data makes {self.packing.num_samples} samples of {self.sequence} tokens; training and validation need at least one "
                 "each, so give more documents or a shorter sequence"
             )
-
-    @property
-    def num_samples(self) -> int:
-        return self.order.num_samples
-
-    @property
-    def num_validation(self) -> int:
-        return self.order.num_validation
-
-    def train(self, step: int, rows: Sequence[int]) -> TextRows:
-        """Rows of the global batch of `step`."""
-        return self._read(self.order.train(step, rows))
-
-    def validation(self, number: int, rows: Sequence[int]) -> TextRows:
-        """Rows of validation batch `number`; beyond the last it begins again."""
-        return self._read(self.order.validation(number, rows))
 
     def _read(self, samples: Numbers) -> TextRows:
         shape = (len(samples), self.sequence)

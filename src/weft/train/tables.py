@@ -16,34 +16,18 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.train.data import Batch
-from weft.train.order import Numbers, Order
+from weft.train.order import Numbers, Order, Ordered
 from weft.zoo.resolved import Resolved
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Ordered[Batch]):
     """Batches of rows, in the form of a model's example: a dict of two tensors or a tuple."""
 
     features: Tensor
     labels: Tensor
     order: Order
     names: tuple[Any, Any]
-
-    @property
-    def num_samples(self) -> int:
-        return self.order.num_samples
-
-    @property
-    def num_validation(self) -> int:
-        return self.order.num_validation
-
-    def train(self, step: int, rows: Sequence[int]) -> Batch:
-        """Rows of the global batch of `step`."""
-        return self._read(self.order.train(step, rows))
-
-    def validation(self, number: int, rows: Sequence[int]) -> Batch:
-        """Rows of validation batch `number`; beyond the last it begins again."""
-        return self._read(self.order.validation(number, rows))
 
     def _read(self, samples: Numbers) -> Batch:
         index = torch.from_numpy(samples)
