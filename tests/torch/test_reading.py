@@ -187,6 +187,22 @@ def test_broken_files_are_named_with_line_and_remedy(source: str, content: bytes
     assert not list((tmp_path / "run").rglob(".*.new"))
 
 
+@pytest.mark.parametrize(
+    ("source", "name", "belongs"), [("text", "a.jsonl.gz", "jsonl"), ("text", "a.csv", "csv"), ("csv", "a.txt", "text")]
+)
+def test_a_file_of_another_source_is_refused_by_its_ending(source: str, name: str, belongs: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("text\nthe cat\n")
+    data = DataSection.model_validate({"source": source, "path": str(tmp_path / name)})
+    with pytest.raises(ConfigError, match=f'use data.source = "{belongs}"'):
+        open_data(data, "gpt-tiny", tmp_path / "run")
+
+
+def test_the_bytes_of_any_file_are_learned_where_it_is_named_as_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nthe cat\n")
+    corpus = open_data(DataSection.model_validate({"text": str(tmp_path / "a.csv")}), "gpt-tiny", tmp_path / "run")
+    assert corpus.size == len("text\nthe cat\n")
+
+
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.path: .*none does not exist; name a file, a folder or a pattern of jsonl files"):
         prepared(tmp_path, tmp_path / "none", source="jsonl")

@@ -21,7 +21,7 @@ from weft.train.config import DataSection
 from weft.train.reading.documents import Columns, documents_of
 from weft.train.reading.files import digest_of, files_of, walk
 from weft.train.reading.images import FILES, INDEX, ImageSet, digest_of_images, write_index
-from weft.train.reading.records import Record, files_in, huggingface, records_in
+from weft.train.reading.records import Record, check_endings, files_in, huggingface, records_in
 from weft.train.reading.tables import FEATURES, LABELS, digest_of_rows, tables_of, write_rows
 from weft.train.reading.token_files import (
     ENDS,
@@ -112,6 +112,8 @@ def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
     Raises:
         ConfigError: data that is not there, cannot be read or is not of its format, with file, line and remedy; a package that is missing.
     """
+    if not data.text:
+        check_endings(data.source, data.paths)
     if data.as_bytes:
         return open_corpus(data.paths, folder)
     if data.source == "images":

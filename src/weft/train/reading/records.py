@@ -206,6 +206,17 @@ def files_in(source: str, paths: Sequence[str], key: str = "data.path") -> list[
     return files_of(paths, form.takes, key, f"{source} files ({', '.join('*' + end for end in form.endings)})")
 
 
+def check_endings(source: str, paths: Sequence[str]) -> None:
+    """Raises ConfigError where a file by its ending belongs to another source: as text, a table's commas would be learned."""
+    for path in paths:
+        other = next((name for name, form in FORMATS.items() if form.takes(Path(path))), source)
+        if other != source and source in FORMATS:
+            what = "or name it by data.text to learn its bytes" if source == "text" else f"or name files of {source}"
+            raise ConfigError(
+                f'data.path: {path} is {other} by its ending, and data.source = "{source}"; use data.source = "{other}", {what}'
+            )
+
+
 def records_in(source: str, files: Sequence[Path]) -> Iterator[Record]:
     """All records of files, one file after the other.
 
