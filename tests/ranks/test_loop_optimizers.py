@@ -1,4 +1,4 @@
-"""Every optimizer of torch, with a schedule, on weights that lie in pieces: it trains as on one process."""
+"""Every optimizer of torch, and two that nobody knows, with a schedule, on weights that lie in pieces: it trains as on one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,49 @@ import weft
 from weft.errors import WeftError
 from weft.world.world import World
 
+
+class _Plain(Optimizer):
+    """An optimizer of nobody's, so that nothing can know it by name."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def of(self, p: torch.Tensor, every: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [self.of(p, held) for p in held]
+        for p, move in zip(held, moves, strict=True):
+            p.sub_(move, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class ByMatrix(_Plain):
+    """By products of its own gradient, as far from a step of elements as Muon's are."""
+
+    def of(self, p: torch.Tensor, every: list[torch.Tensor]) -> torch.Tensor:
+        assert p.grad is not None
+        rows = p.grad.reshape(p.shape[0], -1)
+        return (rows @ rows.T @ rows / (rows.norm() ** 2 + 1e-8)).reshape(p.shape)
+
+
+class ByAll(_Plain):
+    """Of length one in all."""
+
+    def of(self, p: torch.Tensor, every: list[torch.Tensor]) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad / torch.stack([q.grad.norm() for q in every if q.grad is not None]).norm()
+
+
+OURS = {"ByMatrix": ByMatrix, "ByAll": ByAll}
 KINDS = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
-ALL = sorted(name for name, kind in KINDS.items() if kind is not Optimizer)
+ALL = [*sorted(name for name, kind in KINDS.items() if kind is not Optimizer), *OURS]
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
@@ -27,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def run(net: nn.Module, name: str, loader: Any) -> None:
     parameters = [p for p in net.parameters() if name != "Muon" or p.dim() == 2]
-    opt = getattr(torch.optim, name)(parameters, **OPTIONS.get(name, {}))
+    opt = (KINDS | OURS)[name](parameters, **OPTIONS.get(name, {}))
     rate = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=4, cycle_momentum=False)
     for x, y in loader:
 

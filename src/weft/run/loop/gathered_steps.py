@@ -1,15 +1,16 @@
-"""Optimizers whose step makes something of full matrices, on parameters that are cut between ranks.
+"""Optimizers whose step makes something of more than an element by itself, on parameters that are cut between ranks.
 
-In: an optimizer of a kind in `FULL_STEPS`. Out: its step with each cut parameter gathered, its gradient and its state with it, one
-parameter at a time; afterwards every rank keeps its part of the three, so that between steps nothing is held more than once. All ranks of a
-group compute the same. What has all parameters in one vector (LBFGS) gathers them together, and its state stays on every rank.
+In: any optimizer. Out: where a trial on small matrices says so, its step with each cut parameter gathered, its gradient and its state with
+it, one parameter at a time; afterwards every rank keeps its part of the three, so that between steps nothing is held more than once. All
+ranks of a group compute the same. What updates parameters together (LBFGS), or cannot be tried, gathers all of them, and what state it has
+of all stays on every rank.
 
 Not modelled: dividing the matrices among the ranks of a group, each of which would compute some of them for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
@@ -24,19 +25,21 @@ from weft.lower.redistribute import moved
 from weft.plan.placement import R
 from weft.run.loop.checkpoints import state_like
 from weft.run.loop.cut import Cut
+from weft.run.state.optimizer_kinds import takes
 from weft.run.state.spans import block_of
 from weft.world import private
 
-# By the name of the class: whether all parameters are taken together. torch's, and libraries' of the same algorithms.
-FULL_STEPS = {"Muon": False, "Adafactor": False, "LBFGS": True}
+_SHAPES, _STEPS = ((4, 3), (3, 5)), 5  # of the trial
 
 
 def gather_for_steps(optimizer: Optimizer) -> None:
     """Let the optimizer's steps see full matrices, if it needs them and has parts."""
-    together = FULL_STEPS.get(type(optimizer).__name__)
-    cut = any(isinstance(p, Cut) for group in optimizer.param_groups for p in group["params"])
+    cut = next((group for group in optimizer.param_groups if any(isinstance(p, Cut) for p in group["params"])), None)
     inner: Any = optimizer.step
-    if together is None or not cut or getattr(inner, "gathers", False):
+    if cut is None or getattr(inner, "gathers", False):
+        return
+    together = updates_together(type(optimizer), cut, cut["params"][0].device)
+    if together is None:
         return
 
     @wraps(inner)
@@ -45,6 +48,45 @@ def gather_for_steps(optimizer: Optimizer) -> None:
 
     step.gathers = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def updates_together(kind: type[Optimizer], group: Mapping[str, Any], device: torch.device) -> bool | None:
+    """Whether an optimizer with the options of `group` updates parameters together; False: each by itself, None: each element by itself.
+
+    Tried: matrices in one optimizer, in one each, and every element in one of its own. What cannot be tried counts as together.
+
+    >>> updates_together(torch.optim.AdamW, {}, torch.device("cpu")) is None
+    True
+    """
+    options = {name: group[name] for name in takes(kind) & group.keys()}
+    if isinstance(options.get("lr"), float | Tensor):
+        options["lr"] = 0.1  # a warm-up may begin at 0, where nothing moves
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(1 + _STEPS)]
+
+    def updated(parts: list[list[list[Tensor]]]) -> Tensor:
+        """All elements after the steps; `parts`: by optimizer, by parameter: its value and its gradients."""
+        ends = []
+        for some in parts:
+            parameters = [nn.Parameter(values[0].clone()) for values in some]
+            one: Any = kind(parameters, **options)
+            for at in range(1, 1 + _STEPS):
+                for p, values in zip(parameters, some, strict=True):
+                    p.grad = values[at].clone()
+                one.step()
+            ends += [p.detach().flatten() for p in parameters]
+        return torch.cat(ends)
+
+    values = [list(one) for one in zip(*drawn, strict=True)]
+    elements = [[list(one)] for of in values for one in zip(*(x.flatten().view(-1, 1, 1) for x in of), strict=True)]
+    try:
+        expected = updated([values])
+        for answer, parts in ((None, elements), (False, [[one] for one in values])):
+            if torch.allclose(updated(parts), expected, rtol=1e-5, atol=1e-6):
+                return answer
+    except Exception:
+        pass  # it wants a closure, or more than its groups tell
+    return True
 
 
 def gathered(x: Cut) -> Tensor:
