@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import test_context_layouts as layouts
 import test_ring_attention as rings
@@ -13,6 +15,7 @@ from weft.lower.kernels import exchanged
 from weft.lower.kernels.exchanged import exchange_of, exchanged_attention
 from weft.lower.kernels.ring import Ring
 from weft.plan.layout import Layout
+from weft.solve.space import parse_constraints
 from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo.resolve import resolve
@@ -85,3 +88,18 @@ def test_a_layout_with_both_prints_and_parses() -> None:
     assert Layout.parse("context=4 attention=ulysses:1+ring") == Layout.parse("context=4 attention=ring")
     with pytest.raises(LayoutError, match=r"attention=ulysses:3\+ring exchanges heads among ranks of context=4; use a number that divides"):
         Layout.parse("context=4 attention=ulysses:3+ring")
+
+
+@pytest.mark.parametrize("word", ["ring:7", "ulysses:2", "gather:2", "auto:2", "ulysses:2+ring:2"])
+def test_a_count_that_says_nothing_is_refused(word: str) -> None:
+    """It would be of no consequence."""
+    with pytest.raises(LayoutError, match=f"attention={re.escape(word)} is unknown"):
+        Layout.parse(f"context=4 attention={word}")
+
+
+def test_a_constraint_says_how_many_exchange_heads() -> None:
+    asked, barred = (parse_constraints(f"attention{relation}ulysses:2+ring")[0] for relation in ("=", "!="))
+    assert (str(asked), str(barred)) == ("attention=ulysses:2+ring", "attention!=ulysses:2+ring")
+    assert asked.admits("ulysses:2+ring")
+    assert not asked.admits("ulysses:4+ring")
+    assert barred.admits("ring")

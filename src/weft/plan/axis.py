@@ -120,13 +120,14 @@ def nothing_to_cut(row: Axis, n: int) -> str:
 
 
 def attention_kind(word: str) -> str:
-    """A word for `attention` without its count.
+    """A word for `attention` without its count, which those have that exchange heads inside of a ring.
 
-    >>> attention_kind("ulysses:2+ring")
-    'ulysses+ring'
+    >>> attention_kind("ulysses:2+ring"), attention_kind("ring:2")
+    ('ulysses+ring', 'ring:2')
     """
     first, plus, rest = word.partition("+")
-    return first.partition(":")[0] + plus + rest
+    kind = first.partition(":")[0] + plus + rest
+    return kind if kind == BOTH else word
 
 
 @cache

@@ -129,7 +129,7 @@ def _word_of(word: str, key: str, relation: str, text: str) -> str:
         raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
     if reason := refuse_word(key, text):
         raise UsageError(f"constraint {word}: {reason}")
-    if text in CHOICES[key]:
+    if key not in OF_LAYERS or text in CHOICES[key]:
         return text
     if relation != "=":  # of some layers
         raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={text}, or none of {key}")
