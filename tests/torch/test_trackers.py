@@ -97,6 +97,20 @@ def test_a_tracker_that_fails_is_told_of_once(tmp_path: Path, monkeypatch: pytes
     assert warnings == ["wandb is told nothing any more: ConnectionError: no such server"]
 
 
+@contextmanager
+def ending_badly(folder: Path, settings: Any, start: int) -> Iterator[Any]:
+    yield lambda step, numbers: None
+    raise ConnectionError("no such server")
+
+
+def test_a_tracker_that_fails_at_its_end_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", ending_badly)
+    warnings: list[str] = []
+    with trackers.tracking(config("wandb"), tmp_path, 0, warnings.append) as write:
+        write(ROWS[0])
+    assert warnings == ["wandb did not end: ConnectionError: no such server"]
+
+
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", missing)
     with pytest.raises(UsageError, match=r"weft\[trackers\]"), trackers.tracking(config("mlflow"), tmp_path, 0, print):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], Non
         logs: dict[str, Log] = {}
         settings = {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
         for name in config.run.trackers:
+            tracker: AbstractContextManager[Log]
             try:
-                logs[name] = stack.enter_context(TRACKERS[name](folder, settings, start))
+                tracker = TRACKERS[name](folder, settings, start)
+                logs[name] = tracker.__enter__()
             except ImportError as error:
                 raise UsageError(f'run.trackers has {name}, which could not be imported ({error}): pip install "weft[trackers]"') from error
             except Exception as error:  # whatever a server or a file system may say
                 raise UsageError(f"run.trackers has {name}, which did not begin: {said(error)}") from error
+            stack.callback(_end, name, tracker, warn)
 
         def write(row: Row) -> None:
             numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
@@ -51,6 +54,14 @@ def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], Non
                     warn(f"{name} is told nothing any more: {said(error)}")
 
         yield write
+
+
+def _end(name: str, tracker: AbstractContextManager[Log], warn: Callable[[str], None]) -> None:
+    """End a tracker, which may ask a server that is gone; the run does not depend on it."""
+    try:
+        tracker.__exit__(None, None, None)
+    except Exception as error:
+        warn(f"{name} did not end: {said(error)}")
 
 
 @contextmanager
