@@ -259,14 +259,19 @@ def parallelize(  # noqa: PLR0913
     if seed is None:
         synchronize_generators(world)
     limit = parse_bytes(device_memory)
-    chosen = _plan_for(subject, plan, cluster, world, limit)
+    chosen = _plan_for(subject, plan, cluster, world, limit, optimizer)
     if compile:
         chosen = replace(chosen, layout=replace(chosen.layout, compile="on"))
     return Engine(chosen, make, inputs, loss, world, optimizer, seed=seed, device=OnDevice(limit))
 
 
 def _plan_for(
-    subject: Subject, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World, device_memory: float = 0.0
+    subject: Subject,
+    wanted: Plan | Layout | str | None,
+    cluster: Cluster | str,
+    world: World,
+    device_memory: float,
+    optimizer: OptimizerSpec | str | Mapping[str, Any],
 ) -> Plan:
     if isinstance(wanted, Plan):
         return wanted
@@ -276,13 +281,14 @@ def _plan_for(
     state = torch.random.get_rng_state()
     try:
         if wanted is not None:
-            return _planned(subject, any_cluster(), wanted)
-        else:
-            # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
+            return _planned(subject, any_cluster(), wanted, optimizer=optimizer)
+
+        def of_rank_0() -> str:
             ranks = f"ranks={world.num_ranks}"
-            return parse_plan(
-                world.told(lambda: format_plan(_planned(subject, cluster, constraints=ranks, device_memory=device_memory)))
-            )
+            return format_plan(_planned(subject, cluster, constraints=ranks, device_memory=device_memory, optimizer=optimizer))
+
+        # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
+        return parse_plan(world.told(of_rank_0))
     finally:
         torch.random.set_rng_state(state)
 

@@ -70,6 +70,13 @@ def test_options_reach_the_optimizer_and_are_priced() -> None:
     assert kept[0] == pytest.approx(2 * kept[2])
 
 
+@pytest.mark.parametrize("layout", [None, "data=1"])
+def test_an_engines_plan_counts_its_own_optimizer(layout: str | None) -> None:
+    plan = weft.parallelize("gpt-tiny", 4, optimizer="sgd", plan=layout, cluster="1xcpu-2", seed=0).plan
+    assert plan.prediction is not None
+    assert plan.prediction.memory.optimizer == 0
+
+
 def test_a_configuration_with_options_is_read_back() -> None:
     text = '[model]\nname = "gpt-tiny"\n[train]\noptimizer = "adam"\noptimizer_options = {amsgrad = true}\nschedule = "steplr"\n'
     config = Config.parse(text + "schedule_options = {step_size = 3, gamma = 0.5}")
