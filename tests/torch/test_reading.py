@@ -171,6 +171,7 @@ BROKEN = [
     ("jsonl", b"", r"data.path: .*a.jsonl is empty"),
     ("jsonl", b'{"text": "\xff"}\n', r"a.jsonl.*(UTF-8|utf-8)"),
     ("csv", b"text,more\na,b\nc\n", r"a.csv, line 3: not as many fields as the first row has columns \(2\)"),
+    ("csv", b"text\n" + b"a" * 200_000 + b"\n", r"a.csv, line 2 is no csv: .*; mend the row, or write long texts as jsonl"),
     ("webdataset", b"no tar", r"a.webdataset is no tar file that can be read"),
     ("parquet", b"no table", r"a.parquet is no parquet file that can be read"),
 ]

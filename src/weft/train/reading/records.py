@@ -47,12 +47,16 @@ def comma_separated(file: Path) -> Iterator[Record]:
     """A record a row, with the columns of the first row."""
     with open(file, encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
-        for row in reader:
-            where = f"{file}, line {reader.line_num}"
-            if None in row or None in row.values():
-                num_columns = len(reader.fieldnames or ())
-                raise ConfigError(f"{where}: not as many fields as the first row has columns ({num_columns}); mend the row")
-            yield Record(where, row)
+        try:
+            for row in reader:
+                where = f"{file}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    num_columns = len(reader.fieldnames or ())
+                    raise ConfigError(f"{where}: not as many fields as the first row has columns ({num_columns}); mend the row")
+                yield Record(where, row)
+        except csv.Error as error:
+            where = f"{file}, line {reader.reader.line_num}"
+            raise ConfigError(f"{where} is no csv: {error}; mend the row, or write long texts as jsonl") from error
 
 
 def parquet(file: Path) -> Iterator[Record]:
