@@ -76,6 +76,9 @@ def test_columns_are_chosen(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b,label\n1,1,0.5\n2,3,0\n")
     with pytest.raises(ConfigError, match="labels are no numbers of its classes"):
         opened(tmp_path, path)
+    (tmp_path / "t.csv").write_text("a,b,label\nx,y,0\n")
+    with pytest.raises(ConfigError, match=r"no rows or no columns of numbers in .*t.csv"):
+        opened(tmp_path, path)
     (tmp_path / "t.csv").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"t.csv is no table that can be read"):
         opened(tmp_path, path)

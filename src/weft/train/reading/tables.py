@@ -112,24 +112,23 @@ def write_rows(files: Sequence[Path], features: Sequence[str], label: str, table
     Raises:
         ConfigError: columns that are missing, of text or with gaps; no rows; no room.
     """
-    chosen, parts, labels = tuple(features), [], []
+    chosen, parts = tuple(features), []
     for file in files:
         columns = tables.read(file)
         if not chosen:
             chosen = tuple(name for name, x in columns.items() if name != label and np.issubdtype(x.dtype, np.number))
-        parts.append(numbers(columns, chosen, file))
-        labels.append(numbers(columns, [label], file)[:, 0])
-    arrays = {FEATURES: np.concatenate(parts), LABELS: np.concatenate(labels)}
-    if not len(arrays[LABELS]) or not chosen:
+        parts.append(numbers(columns, [*chosen, label], file))
+    rows = np.concatenate(parts)
+    if not len(rows) or not chosen:
         raise ConfigError(f"data.path: no rows or no columns of numbers in {', '.join(map(str, files))}; name tables that hold some")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, values in arrays.items():
+        for name, values in ((FEATURES, rows[:, :-1]), (LABELS, rows[:, -1])):
             np.save(folder / f".new-{name}", values, allow_pickle=False)
             os.replace(folder / f".new-{name}", folder / name)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
-    return Rows(len(arrays[LABELS]), chosen, digest_of_rows(folder))
+    return Rows(len(rows), chosen, digest_of_rows(folder))
 
 
 def digest_of_rows(folder: Path) -> str:
