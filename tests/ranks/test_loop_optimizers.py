@@ -1,4 +1,4 @@
-"""Every optimizer of torch, and two that nobody knows, with a schedule, on weights that lie in pieces: it trains as on one process."""
+"""Every optimizer of torch, and some that nobody knows, with a schedule, on weights that lie in pieces: it trains as on one process."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ class ByMatrix(_Plain):
         return (rows @ rows.T @ rows / (rows.norm() ** 2 + 1e-8)).reshape(p.shape)
 
 
+class ByGroup(ByMatrix):
+    """By products where a group says so, in a word that the constructor does not know."""
+
+    def of(self, p: torch.Tensor, every: list[torch.Tensor]) -> torch.Tensor:
+        assert p.grad is not None
+        products = any(group.get("products") for group in self.param_groups if any(q is p for q in group["params"]))
+        return super().of(p, every) if products else p.grad
+
+
 class ByAll(_Plain):
     """Of length one in all."""
 
@@ -55,7 +64,7 @@ class ByAll(_Plain):
         return p.grad / torch.stack([q.grad.norm() for q in every if q.grad is not None]).norm()
 
 
-OURS = {"ByMatrix": ByMatrix, "ByAll": ByAll}
+OURS = {"ByMatrix": ByMatrix, "ByGroup": ByGroup, "ByAll": ByAll}
 KINDS = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
 ALL = [*sorted(name for name, kind in KINDS.items() if kind is not Optimizer), *OURS]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -67,7 +76,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run(net: nn.Module, name: str, loader: Any) -> None:
-    parameters = [p for p in net.parameters() if name != "Muon" or p.dim() == 2]
+    parameters: list[Any] = [p for p in net.parameters() if name != "Muon" or p.dim() == 2]
+    if name == "ByGroup":
+        parameters = [{"params": parameters[1:]}, {"params": parameters[:1], "products": True}]
     opt = (KINDS | OURS)[name](parameters, **OPTIONS.get(name, {}))
     rate = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=4, cycle_momentum=False)
     for x, y in loader:

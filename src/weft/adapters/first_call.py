@@ -130,7 +130,7 @@ def _hand_over(optimizers: Sequence[Optimizer], before: Mapping[int, str], now: 
             raise UsageError(f"{type(one).__name__} has made steps before its model was divided: prepare both before the first step")
         for group in one.param_groups:
             group["params"] = [now[before[id(p)]] if id(p) in before else p for p in group["params"]]
-        gather_for_steps(one)
+        gather_for_steps(one, one.param_groups)
 
 
 def _share_generators(world: World) -> None:

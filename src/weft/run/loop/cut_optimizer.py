@@ -30,7 +30,7 @@ def guard_optimizers() -> None:
     @wraps(add)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        gather_for_steps(self)
+        gather_for_steps(self, self.param_groups[-1:])
 
     @wraps(give)
     def state_dict(self: Optimizer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import islice
 from types import MethodType
 from typing import Any
@@ -32,35 +32,60 @@ from weft.world import private
 _SHAPES, _STEPS = ((4, 3), (3, 5)), 5  # of the trial
 
 
-def gather_for_steps(optimizer: Optimizer) -> None:
-    """Let the optimizer's steps see full matrices, if it needs them and has parts."""
-    cut = next((group for group in optimizer.param_groups if any(isinstance(p, Cut) for p in group["params"])), None)
+def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Let the optimizer's steps see full matrices, if it needs them for `groups` of its parameters, and has parts there."""
+    kind = type(optimizer)
+    answers = {
+        _remembered(kind, group, group["params"][0].device) for group in groups if any(isinstance(p, Cut) for p in group["params"])
+    } - {None}
+    if not answers:
+        return
     inner: Any = optimizer.step
-    if cut is None or getattr(inner, "gathers", False):
+    gathers: dict[str, bool] | None = getattr(inner, "gathers", None)
+    if gathers is not None:  # for groups that were added before
+        gathers["together"] |= True in answers
         return
-    together = updates_together(type(optimizer), cut, cut["params"][0].device)
-    if together is None:
-        return
+    gathers = {"together": True in answers}
 
     @wraps(inner)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return (_step_together if together else _step_each)(self, inner, closure)
+        return (_step_together if gathers["together"] else _step_each)(self, inner, closure)
 
-    step.gathers = True  # type: ignore[attr-defined]
+    step.gathers = gathers  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _remembered(kind: Any, group: Mapping[str, Any], device: torch.device) -> bool | None:
+    """`updates_together`, tried once for groups with the same options, of which a large model may have one a layer."""
+    options = _options(group)
+    try:
+        return _updates_together(kind, tuple(options.items()), device)
+    except TypeError:  # options that are lists
+        return updates_together(kind, options, device)
+
+
+@lru_cache(maxsize=256)
+def _updates_together(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], device: torch.device) -> bool | None:
+    return updates_together(kind, dict(options), device)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group tells the optimizer, at a learning rate that moves something: a warm-up may begin at 0."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    return options | ({"lr": 0.1} if isinstance(options.get("lr"), float | Tensor) else {})
 
 
 def updates_together(kind: type[Optimizer], group: Mapping[str, Any], device: torch.device) -> bool | None:
     """Whether an optimizer with the options of `group` updates parameters together; False: each by itself, None: each element by itself.
 
-    Tried: matrices in one optimizer, in one each, and every element in one of its own. What cannot be tried counts as together.
+    Tried: matrices in one optimizer, in one each, and every element in one of its own. What cannot be tried counts as together. Options
+    that only a group has, and the constructor does not know, count too.
 
     >>> updates_together(torch.optim.AdamW, {}, torch.device("cpu")) is None
     True
     """
-    options = {name: group[name] for name in takes(kind) & group.keys()}
-    if isinstance(options.get("lr"), float | Tensor):
-        options["lr"] = 0.1  # a warm-up may begin at 0, where nothing moves
+    options = _options(group)
+    made_with = {name: options[name] for name in takes(kind) & options.keys()}
     generator = torch.Generator().manual_seed(0)
     drawn = [[torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(1 + _STEPS)]
 
@@ -69,7 +94,9 @@ def updates_together(kind: type[Optimizer], group: Mapping[str, Any], device: to
         ends = []
         for some in parts:
             parameters = [nn.Parameter(values[0].clone()) for values in some]
-            one: Any = kind(parameters, **options)
+            one: Any = kind(parameters, **made_with)
+            for each in one.param_groups:
+                each.update(options)
             for at in range(1, 1 + _STEPS):
                 for p, values in zip(parameters, some, strict=True):
                     p.grad = values[at].clone()
