@@ -5,6 +5,7 @@ How many ranks there are follows from the configuration: its layout, its plan's 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -90,7 +91,7 @@ def job_of(words: Sequence[str], hosts: int, ranks: int, threads: int = 0, pytho
     more: tuple[str, ...] = ()
     if not (config.plan.layout or config.plan.file):  # the plan is chosen there, for all ranks that are started
         constraints = [*(one for one in config.plan.constrain if not one.startswith("ranks")), f"ranks={hosts * ranks}"]
-        more = (f"plan.constrain={constraints!r}".replace("'", '"'),)
+        more = (f"plan.constrain={json.dumps(constraints)}",)
     name = re.sub(r"[^a-z0-9]+", "-", f"weft-{Path(words[1]).stem}".lower()).strip("-")[:50]
     gpus = cluster is not None and not cluster.kind.shares_hosts
     device = cluster.device.name if cluster is not None else ""
