@@ -51,20 +51,29 @@ def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
             signal.signal(number, handler)
 
 
+def exit_code(code: int) -> int:
+    """What a shell says of a process: of one that a signal N ended, which Python calls -N, 128 + N.
+
+    >>> exit_code(3), exit_code(-9)
+    (3, 137)
+    """
+    return code if code >= 0 else 128 - code
+
+
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool) -> int:
     until = None
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = next((code for code in codes if code), 0)
         if all(code is not None for code in codes):
-            return failed if failed >= 0 else 128 - failed
+            return exit_code(failed)
         if until is None and (asked or failed or (lifeline and _ended())):
             until = time.monotonic() + GRACE_S
             for rank in ranks:
                 if rank.poll() is None:
                     rank.send_signal(signal.SIGTERM)
         if until is not None and time.monotonic() > until:
-            return failed or 128 + signal.SIGKILL
+            return exit_code(failed or -signal.SIGKILL)
         time.sleep(_LOOK_S)
 
 

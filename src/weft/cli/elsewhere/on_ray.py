@@ -11,7 +11,7 @@ import socket
 import subprocess
 from typing import Any
 
-from weft.cli.elsewhere.host import environment
+from weft.cli.elsewhere.host import environment, exit_code
 from weft.cli.elsewhere.job import Job
 from weft.errors import ConfigError, UsageError
 
@@ -100,4 +100,4 @@ def _rank(job: Job, rank: int, address: str, port: int) -> int:
         except BaseException:
             process.terminate()
             raise
-    return code if code >= 0 else 128 - code
+    return exit_code(code)

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from weft.cli.elsewhere.host import GRACE_S
+from weft.cli.elsewhere.host import GRACE_S, exit_code
 from weft.cli.elsewhere.job import PORT, Job
 from weft.errors import UsageError
 
@@ -39,15 +39,12 @@ def run(job: Job, hosts: Sequence[str], address: str = "", port: int = PORT) -> 
             start = job.on_host(str(number), shlex.quote(address), port, held=True)
             there = f"cd {shlex.quote(job.folder)} && exec {start}"
             running.append(subprocess.Popen(["ssh", *OPTIONS, host, there], stdin=subprocess.PIPE))
-        while any(one.poll() is None for one in running):
-            if failed := next((one.returncode for one in running if one.poll()), 0):
-                _end(running)
-                return failed if failed > 0 else 128 - failed
+        while True:
+            codes = [one.poll() for one in running]
+            failed = next((code for code in codes if code), 0)
+            if failed or all(code is not None for code in codes):
+                return exit_code(failed)
             time.sleep(_LOOK_S)
-        return next((one.returncode for one in running if one.returncode), 0)
-    except KeyboardInterrupt:
-        _end(running)
-        raise
     finally:
         _end(running)
 
