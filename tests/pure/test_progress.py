@@ -27,6 +27,19 @@ def test_what_takes_a_while_is_drawn_and_taken_away() -> None:
     assert paper.getvalue().endswith("\x1b[2K")  # the line is empty again
 
 
+def test_of_blocks_inside_of_one_another_the_outermost_is_drawn() -> None:
+    (paper, console), (inside, other) = terminal(), terminal()
+    for text in ("planning", "pricing"):  # and again, once the first has ended
+        with progress(text, None, console, after_s=0.0):
+            with progress("inside", None, other, after_s=0.0) as done:
+                done()
+            until = time.monotonic() + 10
+            while text not in paper.getvalue() and time.monotonic() < until:
+                time.sleep(0.01)
+        assert text in paper.getvalue()
+    assert inside.getvalue() == ""
+
+
 def test_what_is_quick_is_not() -> None:
     paper, console = terminal()
     with progress("planning", None, console, after_s=60.0) as done:

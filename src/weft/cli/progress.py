@@ -5,38 +5,42 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 AFTER_S = 2.0
+_ONE = threading.Lock()  # held by the block whose bar may be drawn
 
 
 @contextmanager
 def progress(text: str, total: int | None = None, console: Console | None = None, after_s: float = AFTER_S) -> Iterator[Callable[[], None]]:
-    """A block that takes a while; it is given what to call when one part of `total` is done. Nothing is drawn but on a terminal.
+    """A block that takes a while; it is given what to call when one part of `total` is done. Nothing is drawn but on a terminal,
+    and of blocks inside of one another the outermost alone.
 
     >>> with progress("planning", 2) as done:
     ...     done()
     """
-    if console is None and not sys.stderr.isatty():
+    if (console is None and not sys.stderr.isatty()) or not _ONE.acquire(blocking=False):
         yield lambda: None
         return
+    try:
+        yield from _drawn(text, total, console, after_s)
+    finally:
+        _ONE.release()
+
+
+def _drawn(text: str, total: int | None, console: Console | None, after_s: float) -> Iterator[Callable[[], None]]:
     from rich.console import Console as Terminal
-    from rich.errors import LiveError
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     shown = Progress(*columns, console=console or Terminal(stderr=True), transient=True)
     task = shown.add_task(text, total=total)
 
-    def start() -> None:
-        with suppress(LiveError):  # a bar around this one is drawn already
-            shown.start()
-
-    timer = threading.Timer(after_s, start)
+    timer = threading.Timer(after_s, shown.start)
     timer.daemon = True
     timer.start()
     try:
