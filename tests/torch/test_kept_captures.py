@@ -20,6 +20,7 @@ from weft.capture.capture import Captured, _equal_captures
 from weft.capture.kept import kept, written
 from weft.capture.kept.fingerprint import CannotTell, fingerprint
 from weft.capture.kept.store import Store
+from weft.errors import ModelError
 from weft.run.build import Source
 
 SOURCE = """
@@ -242,3 +243,24 @@ class _Own(nn.Module):
 def test_functions_of_the_users_own_are_not_written(cache: Path) -> None:
     assert Source.of(_Own).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
     assert not cache.exists()
+
+
+class _Unsorted:
+    """Attributes that have no order."""
+
+    def __init__(self) -> None:
+        vars(self).update({"one": 1, 2: 2})  # type: ignore[dict-item]
+
+
+def test_what_cannot_be_looked_at_is_captured_as_without_a_folder(cache: Path) -> None:
+    net = nn.Linear(4, 2)
+    net.table = _Unsorted()  # type: ignore[assignment]
+    assert Source.of(net).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
+    assert not cache.exists()
+
+
+def test_a_sparse_buffer_is_refused_by_the_capture_and_nothing_before(cache: Path) -> None:
+    net = nn.Linear(4, 2)
+    net.register_buffer("table", torch.eye(4).to_sparse_csr())
+    with pytest.raises(ModelError, match="make it dense"):
+        Source.of(net).capture((torch.randn(4, 4),), None, 4, outputs=True)

@@ -24,10 +24,11 @@ def kept(model: nn.Module, loss: Loss | None, batch: Any, asked: object, capture
     if store is None:
         return capture()
     try:
-        form = [(path, tuple(x.shape), str(x.dtype), x.device.type) for path, x in tensors_of(batch).items()]
-        fixed = [(path, leaf if is_value(leaf) else _refuse(leaf)) for path, leaf in leaves(batch) if path not in tensors_of(batch)]
+        tensors = tensors_of(batch)
+        form = [(path, tuple(x.shape), str(x.dtype), x.device.type) for path, x in tensors.items()]
+        fixed = [(path, leaf if is_value(leaf) else _refuse(leaf)) for path, leaf in leaves(batch) if path not in tensors]
         key = fingerprint(model, loss, (type(batch), form, fixed, asked))
-    except (CannotTell, RecursionError):
+    except Exception:  # also what objects of the user's raise when they are looked at: whether they can be captured, capture says
         return capture()
     data = store.read(key)
     captured = None if data is None else written.load(data)

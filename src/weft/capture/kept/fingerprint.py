@@ -126,15 +126,19 @@ class _Walk:
         if isinstance(x, _VALUES) and type(x).__module__ in ("builtins", "torch"):
             self._say(type(x).__name__, x)
             return
+        if self._is_new(x) and not (self._add_code(x) or self._add_container(x)):
+            self._add_object(x)
+
+    def _is_new(self, x: object) -> bool:
+        """Whether it was not added before; otherwise its number is added."""
         if id(x) in self._numbers:
             self._say("again", self._numbers[id(x)])
-            return
+            return False
         self._numbers[id(x)] = len(self._numbers)
         self._alive.append(x)
         if len(self._alive) > _MOST:
             raise CannotTell("too much")
-        if not (self._add_code(x) or self._add_container(x)):
-            self._add_object(x)
+        return True
 
     def _add_code(self, x: Any) -> bool:
         match x:
@@ -184,13 +188,16 @@ class _Walk:
             self.add(item)
 
     def _tensor(self, x: torch.Tensor) -> None:
-        form = (type(x).__name__, tuple(x.shape), str(x.dtype), x.device.type, x.requires_grad, str(x.layout))
-        self._say("tensor", form, tuple(x.stride()) if x.layout is torch.strided else ())
+        self._form(x)
         if isinstance(x, nn.Parameter):
             return
         if isinstance(x, Fake) or x.is_meta or x.layout is not torch.strided or x.numel() * x.element_size() > _LARGEST_BYTES:
             raise CannotTell("the values of a tensor")
         self._hash.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+
+    def _form(self, x: torch.Tensor) -> None:
+        form = (type(x).__name__, tuple(x.shape), str(x.dtype), x.device.type, x.requires_grad, str(x.layout))
+        self._say("tensor", form, tuple(x.stride()) if x.layout is torch.strided else ())
 
     def _module(self, x: nn.Module) -> None:
         attributes = {key: value for key, value in vars(x).items() if key not in ("training", "_buffers", "_parameters")}
@@ -200,12 +207,8 @@ class _Walk:
                 self._say(name)
                 if tensor is None:
                     self._say(None)
-                elif id(tensor) in self._numbers:
-                    self._say("again", self._numbers[id(tensor)])
-                else:
-                    self._numbers[id(tensor)] = len(self._numbers)
-                    self._alive.append(tensor)
-                    self._say(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, tuple(tensor.stride()), type(tensor).__name__)
+                elif self._is_new(tensor):
+                    self._form(tensor)
         self.add(type(x))
         for key in sorted(attributes):
             self._say(key)
