@@ -9,10 +9,10 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,22 @@ PYTHON = "the sources and documentation of this Python"
 PREPARED, DESCRIPTION = "data", "corpus.json"  # of token files in a run folder, and what describes them
 
 
+class Prepared(NamedTuple):
+    """What a folder of prepared data has: units of its size, files, of which the first is read all the time, and their digest."""
+
+    unit: str
+    files: tuple[str, ...]
+    digest: Callable[[Path], str]
+
+
+# By the field of a corpus that describes it.
+PREPARED_AS = {
+    "written": Prepared("tokens", (TOKENS, ENDS), digest_of_tokens),
+    "images": Prepared("images", (INDEX, FILES), digest_of_images),
+    "rows": Prepared("rows", (FEATURES, LABELS), digest_of_rows),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """`size` tokens in `path`. `digest` tells whether they are the same as when a run began.
@@ -62,10 +78,14 @@ class Corpus:
     rows: dict[str, Any] | None = None
 
     @property
+    def prepared(self) -> Prepared | None:
+        """What the folder `path` has; None where `path` is a file whose bytes are the tokens."""
+        return next((prepared for field, prepared in PREPARED_AS.items() if getattr(self, field)), None)
+
+    @property
     def file(self) -> Path:
         """The file that is read, or the first of them."""
-        inside = TOKENS if self.written else INDEX if self.images else FEATURES if self.rows else ""
-        return Path(self.path, inside)
+        return Path(self.path, self.prepared.files[0] if self.prepared else "")
 
     @property
     def is_text(self) -> bool:
@@ -75,7 +95,7 @@ class Corpus:
     @property
     def unit(self) -> str:
         """What `size` counts."""
-        return "images" if self.images else "rows" if self.rows else "tokens" if self.written else "bytes"
+        return self.prepared.unit if self.prepared else "bytes"
 
     @property
     def image_set(self) -> ImageSet:
@@ -152,15 +172,9 @@ def _records(data: DataSection) -> tuple[Iterator[Record], str]:
 
 def is_unchanged(corpus: Corpus) -> bool:
     """Whether what a run has prepared, or what it reads where it lies, is as it was when it was described."""
-    if corpus.images:
+    if corpus.prepared:
         folder = Path(corpus.path)
-        return all((folder / name).is_file() for name in (FILES, INDEX)) and digest_of_images(folder) == corpus.digest
-    if corpus.rows:
-        folder = Path(corpus.path)
-        return all((folder / name).is_file() for name in (FEATURES, LABELS)) and digest_of_rows(folder) == corpus.digest
-    if corpus.written:
-        folder = Path(corpus.path)
-        return all((folder / name).is_file() for name in (TOKENS, ENDS)) and digest_of_tokens(folder) == corpus.digest
+        return all((folder / name).is_file() for name in corpus.prepared.files) and corpus.prepared.digest(folder) == corpus.digest
     file = Path(corpus.path)
     return file.is_file() and open_corpus((corpus.path,), file.parent).digest == corpus.digest
 
