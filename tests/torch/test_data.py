@@ -171,6 +171,7 @@ def test_folders_are_read_in_sorted_order_without_what_is_no_text(tmp_path: Path
     assert found.tokens()[:].tobytes() == b"one\ntwo\n"
     both = open_corpus((str(root / "a.md"), str(root / "b")), tmp_path / "run")
     assert both.tokens()[:].tobytes() == b"one\ntwo\n"
+    assert open_corpus((str(root / "*.md"), str(root / "[b]" / "*")), tmp_path / "run").digest == both.digest
 
 
 def test_one_file_is_used_where_it_lies(tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ def test_the_bytes_of_any_file_are_learned_where_it_is_named_as_text(tmp_path: P
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.path: .*none does not exist; name a file, a folder or a pattern of jsonl files"):
         prepared(tmp_path, tmp_path / "none", source="jsonl")
+    with pytest.raises(ConfigError, match=r"data.path: .*none does not exist; name a file, a folder or a pattern of text"):
+        prepared(tmp_path, tmp_path / "none", source="text")
     with pytest.raises(ConfigError, match=r"data.path: no jsonl files \(\*.jsonl"):
         prepared(tmp_path, tmp_path, source="jsonl")
     with pytest.raises(ConfigError, match=r'data.path is missing: data.source = "jsonl" needs files'):

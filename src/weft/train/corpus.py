@@ -135,7 +135,7 @@ def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
     if not data.text:
         check_endings(data.source, data.paths)
     if data.as_bytes:
-        return open_corpus(data.paths, folder)
+        return open_corpus(data.paths, folder, data.key)
     if data.source == "images":
         if not data.paths:
             raise ConfigError('data.path is missing: data.source = "images" needs a folder, as in path = "photos"')
@@ -179,10 +179,10 @@ def is_unchanged(corpus: Corpus) -> bool:
     return file.is_file() and open_corpus((corpus.path,), file.parent).digest == corpus.digest
 
 
-def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
-    """The text of files and folders (all files that look like text, in sorted order), by default Python's own.
+def open_corpus(text: Sequence[str], folder: Path | str, key: str = "data.text") -> Corpus:
+    """The text of files, patterns and folders (all files that look like text, in sorted order), by default Python's own.
 
-    One file is used where it lies; several are joined into `folder/corpus.bin`.
+    One file is used where it lies; several are joined into `folder/corpus.bin`. `key`: where `text` stands, for messages.
 
     Raises:
         ConfigError: a path that does not exist or cannot be read, or no text in it.
@@ -190,15 +190,13 @@ def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
     folder = Path(folder)
     if len(text) == 1 and Path(text[0]).is_file():
         path = Path(text[0]).resolve()
-        return _described(path, str(path))
-    files = list(_python_files() if not text else _files_of(text))
-    origin = PYTHON if not text else ", ".join(text)
-    if not files:
-        raise ConfigError(f"data.text: no text in {origin}; name a file or a folder that holds some")
+        return _described(path, str(path), key)
     path = folder / "corpus.bin"
-    limit = PYTHON_LIMIT_BYTES if not text else math.inf
-    _join(files, path, limit)
-    return _described(path, origin)
+    if text:
+        _join(files_of(text, _is_text, key, "text"), path, math.inf, key)
+    else:
+        _join(list(_python_files()), path, PYTHON_LIMIT_BYTES, key)
+    return _described(path, ", ".join(text) or PYTHON, key)
 
 
 def save_description(corpus: Corpus, path: Path) -> None:
@@ -245,17 +243,6 @@ def _python_files() -> Iterator[Path]:
             yield path
 
 
-def _files_of(text: Sequence[str]) -> Iterator[Path]:
-    for name in text:
-        path = Path(name)
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            yield from (file for file in walk(path) if _is_text(file))
-        else:
-            raise ConfigError(f"data.text: {name} does not exist; name a file or a folder of text")
-
-
 def _is_text(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
@@ -264,7 +251,7 @@ def _is_text(path: Path) -> bool:
         return False
 
 
-def _join(files: Sequence[Path], path: Path, limit: float) -> None:
+def _join(files: Sequence[Path], path: Path, limit: float, key: str) -> None:
     """One file after the other, each ended by a line feed, whole files only up to `limit` bytes."""
     temporary = path.with_name(f"{path.name}.new")
     size = 0
@@ -275,7 +262,7 @@ def _join(files: Sequence[Path], path: Path, limit: float) -> None:
                 try:
                     data = file.read_bytes()
                 except OSError as error:
-                    raise ConfigError(f"data.text: {file} cannot be read: {error.strerror}; leave it out or make it readable") from error
+                    raise ConfigError(f"{key}: {file} cannot be read: {error.strerror}; leave it out or make it readable") from error
                 if size + len(data) > limit:
                     continue
                 if not data.endswith(b"\n"):
@@ -288,12 +275,12 @@ def _join(files: Sequence[Path], path: Path, limit: float) -> None:
         raise ConfigError(f"the text cannot be gathered in {path.parent}: {error.strerror}; use a run.folder with room for it") from error
 
 
-def _described(path: Path, origin: str) -> Corpus:
+def _described(path: Path, origin: str, key: str) -> Corpus:
     try:
         size = path.stat().st_size
         digest = digest_of(path, size)
     except OSError as error:
-        raise ConfigError(f"data.text: {path} cannot be read: {error.strerror}; make it readable or name another") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}; make it readable or name another") from error
     if not size:
-        raise ConfigError(f"data.text: {origin} is empty; name a file or a folder that holds text")
+        raise ConfigError(f"{key}: {origin} is empty; name a file or a folder that holds text")
     return Corpus(str(path), size, digest, origin)
