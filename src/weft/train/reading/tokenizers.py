@@ -5,8 +5,6 @@ Not modelled: tokenizers that need code from elsewhere.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +19,7 @@ FROM_MODEL = "model"
 
 
 class Tokenizer(Protocol):
-    """`begin` stands before and `end` behind every document. `identity`: a digest; equal ones make equal tokens."""
+    """`begin` stands before and `end` behind every document."""
 
     @property
     def size(self) -> int: ...
@@ -31,9 +29,6 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> tuple[int, ...]: ...
-
-    @property
-    def identity(self) -> str: ...
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
 
@@ -55,7 +50,6 @@ class Bytes:
     size: int = 256
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = (10,)
-    identity: str = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -91,13 +85,6 @@ class FromLibrary:
         last = self.library.eos_token_id
         last = self.library.sep_token_id if last is None else last
         return () if last is None else (last,)
-
-    @cached_property
-    def identity(self) -> str:
-        fast = getattr(self.library, "backend_tokenizer", None)
-        text = fast.to_str() if fast is not None else json.dumps(sorted(self.library.get_vocab().items()))
-        rest = f"{type(self.library).__name__}\0{self.begin}\0{self.end}\0{getattr(self.library, 'chat_template', None)}"
-        return hashlib.sha256(f"{text}\0{rest}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         tokens: list[list[int]] = self.library(list(texts), add_special_tokens=False, verbose=False).input_ids
