@@ -105,6 +105,9 @@ def _integer_or_auto(key: str, value: object) -> object:
     return value
 
 
+CLOSED = ("cosine", "linear", "constant")  # schedules that `learning_rate` has in closed form
+
+
 class TrainSection(_Section):
     """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step.
 
@@ -153,7 +156,7 @@ class TrainSection(_Section):
         try:  # in their own files, which need torch, and only where they are not the usual ones
             if self.optimizer not in ("adamw", "sgd") or self.optimizer_options:
                 importlib.import_module("weft.train.updates").check_optimizer(self)
-            if self.schedule not in ("cosine", "linear", "constant") or self.schedule_options:
+            if self.schedule not in CLOSED or self.schedule_options:
                 importlib.import_module("weft.train.learning_rate").check_schedule(self)
         except UsageError as error:
             raise ValueError(str(error)) from error

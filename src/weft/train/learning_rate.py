@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from weft.errors import UsageError, nearest, said
-from weft.train.config import TrainSection
-
-CLOSED = ("cosine", "linear", "constant")
+from weft.train.config import CLOSED, TrainSection
 
 
 def learning_rate(step: int, section: TrainSection) -> float:
