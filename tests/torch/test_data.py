@@ -208,6 +208,19 @@ def test_no_text(tmp_path: Path, make: object, says: str) -> None:
 # Loader
 
 
+def test_a_loaders_threads_are_on_the_ranks_gpu_and_pin_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: torch's calls are stood in for, and a tensor that is elsewhere is one without values."""
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
+    with Loader(lambda step: (torch.zeros(1), torch.zeros(1, device="meta")), 0, 1, pin=True) as loader:
+        ((pinned, elsewhere),) = loader
+    assert devices == [3]
+    assert pinned.tolist() == [1.0]
+    assert elsewhere.device.type == "meta"
+
+
 def test_loader_gives_every_step_in_order_and_ends_its_thread() -> None:
     with Loader(lambda step: torch.tensor([step]), 3, 40) as loader:
         assert [int(x) for x in loader] == list(range(3, 40))

@@ -6,7 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from weft.capture.nesting import with_samples
 from weft.plan.layout import Layout
@@ -116,7 +119,8 @@ def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
 class Loader:
     """Batches of steps `start <= step < stop` as `make(step)` gives them, in order, made by `workers` threads while others are used.
 
-    `pin`: tensors in page-locked memory, from which copies to a GPU overlap. `waited_s`: seconds that the taker has waited for batches.
+    `pin`: tensors in page-locked memory, from which copies to a GPU overlap; those that are made on a GPU are there already. The threads
+    have the GPU that is current where the loader is made. `waited_s`: seconds that the taker has waited for batches.
     An exception in `make` is raised where the batch is taken. Use it in a `with`, or exhaust it: the threads end with it.
 
     >>> with Loader(lambda step: step * 10, 2, 5) as loader:
@@ -126,7 +130,8 @@ class Loader:
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, pin: bool = False, workers: int = 1) -> None:
         self._make, self._pin, self._steps = make, pin, iter(range(start, stop))
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="weft-loader")
+        here = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None  # a new thread's is the first
+        self._pool = ThreadPoolExecutor(workers, "weft-loader", initializer=here)
         self._pending: deque[Future[Batch]] = deque()
         self.waited_s = 0.0
         for _ in range(workers + _AHEAD - 1):
@@ -170,4 +175,4 @@ class Loader:
 
     def _prepare(self, step: int) -> Batch:
         batch = self._make(step)
-        return map_tensors(batch, lambda x: x.pin_memory()) if self._pin else batch
+        return map_tensors(batch, lambda x: x.pin_memory() if x.device.type == "cpu" else x) if self._pin else batch
