@@ -94,6 +94,11 @@ class DataSection(_Section):
         return (self.validation,) if isinstance(self.validation, str) else self.validation
 
     @property
+    def is_text(self) -> bool:
+        """Whether tokens are learned from."""
+        return self.source not in ("images", "table", "synthetic")
+
+    @property
     def as_bytes(self) -> bool:
         """Whether the tokens are the bytes of files as they lie there."""
         return self.source == "text" and self.tokenizer == "bytes" and self.packing in ("auto", "windows")

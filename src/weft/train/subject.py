@@ -54,7 +54,7 @@ class Subject:
 def sequence_of(config: Config) -> int | None:
     """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
     is_file = ".py:" in config.model.name or config.model.name.endswith(".py")
-    return None if is_file or config.data.source in ("images", "table", "synthetic") else config.data.sequence
+    return config.data.sequence if config.data.is_text and not is_file else None
 
 
 def subject_of(config: Config, corpus: Corpus | None) -> Subject:

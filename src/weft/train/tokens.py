@@ -24,7 +24,7 @@ from weft.world import private
 def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) -> None:
     """Raise ConfigError where the data in the run folder, or text by bytes, has more tokens than a table of the model has rows; or where
     documents share samples, and the model's attention does not see where they begin."""
-    if config.data.source in ("images", "table", "synthetic"):
+    if not config.data.is_text:
         return
     try:
         graph = source.capture(batch, loss, config.train.batch).graph
