@@ -145,6 +145,20 @@ def tensors(batch: Batch) -> Iterator[torch.Tensor]:
                 yield from tensors(value)
 
 
+def entries(batch: Batch) -> list[tuple[Any, Any]]:
+    """(name or place, what is there) of a dict, a tuple or a list; of a tensor alone none."""
+    return list(batch.items() if isinstance(batch, dict) else enumerate(batch)) if isinstance(batch, dict | tuple | list) else []
+
+
+def of_entries(values: dict[Any, Any]) -> Batch:
+    """The batch that has `entries`: a dict by name, a tuple by place.
+
+    >>> of_entries({1: "labels", 0: "pixels"}), of_entries({"x": 1})
+    (('pixels', 'labels'), {'x': 1})
+    """
+    return tuple(values[place] for place in sorted(values)) if 0 in values else values
+
+
 def batch_size(batch: Batch) -> int:
     """Samples in a batch: rows of its first tensor that has any.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.train.data import Batch
+from weft.train.data import Batch, entries, of_entries
 from weft.train.order import Numbers, Order, Ordered
 from weft.train.reading.images import ImageFiles
 from weft.train.reading.pixels import Crop, PixelForm, Preparer
@@ -26,27 +26,14 @@ _LEAST_AREA, _SHAPE, _TRIES = 0.08, (3 / 4, 4 / 3), 10  # of a random crop (Szeg
 
 
 @dataclass(frozen=True)
-class ImageNames:
-    """Where pixels and labels stand in a model's batch: names of a dict, or the places of a tuple."""
-
-    pixels: str | int
-    labels: str | int
-
-    def batch(self, pixels: Tensor, labels: Tensor) -> Batch:
-        """The batch that the model takes."""
-        if isinstance(self.pixels, str):
-            return {self.pixels: pixels, self.labels: labels}
-        return (pixels, labels) if self.pixels == 0 else (labels, pixels)
-
-
-@dataclass(frozen=True)
 class Images(Ordered[Batch]):
-    """Batches of images; `augment` is "none", "flip" or "crop" (which flips too)."""
+    """Batches of images; `names`: of pixels and labels in a model's batch, or their places; `augment` is "none", "flip" or "crop" (which
+    flips too)."""
 
     files: ImageFiles
     order: Order
     form: PixelForm
-    names: ImageNames
+    names: tuple[Any, Any]
     augment: str
     preparer: Preparer
 
@@ -59,7 +46,7 @@ class Images(Ordered[Batch]):
     def _prepared(self, samples: Numbers, crops: Sequence[Crop]) -> Batch:
         contents, where = zip(*self.files.read(samples.tolist()), strict=True)
         pixels = self.preparer(contents, where, crops, self.form)
-        return self.names.batch(pixels, torch.from_numpy(self.files.labels(samples).copy()))
+        return of_entries({self.names[0]: pixels, self.names[1]: torch.from_numpy(self.files.labels(samples).copy())})
 
     def _crop(self, number: int) -> Crop:
         if self.augment == "none":
@@ -77,28 +64,23 @@ class Images(Ordered[Batch]):
         return Crop(centre=True, turned=turned)
 
 
-def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) -> tuple[PixelForm, ImageNames]:
+def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) -> tuple[PixelForm, tuple[Any, Any]]:
     """What a model's batches of images are, read off its example batch: one tensor BCHW of numbers, one B of classes.
 
     Raises:
         ConfigError: any other batch.
     """
-    example = resolved.batch(2)
-    entries: list[tuple[Any, Any]] = list(example.items() if isinstance(example, dict) else enumerate(example)) if _several(example) else []
-    pixels = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() and x.shape[1] in (1, 3)]
-    labels = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int64]
-    if len(entries) != 2 or len(pixels) != 1 or len(labels) != 1:
+    example = entries(resolved.batch(2))
+    pixels = [(name, x) for name, x in example if isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() and x.shape[1] in (1, 3)]
+    labels = [(name, x) for name, x in example if isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int64]
+    if len(example) != 2 or len(pixels) != 1 or len(labels) != 1:
         raise ConfigError(
             f'{resolved.name} does not take batches of images (BCHW, of 1 or 3 channels) and their classes (B); use a classifier of '
             'images, or data.source = "synthetic" to train on the batch that comes with the model'
         )
     channels, height, width = pixels[0][1].shape[1:]
     means, stds = (_of_channels(values, channels) for values in (mean or MEAN, std or STD))
-    return PixelForm(channels, height, width, means, stds), ImageNames(pixels[0][0], labels[0][0])
-
-
-def _several(example: Any) -> bool:
-    return isinstance(example, dict | tuple | list)
+    return PixelForm(channels, height, width, means, stds), (pixels[0][0], labels[0][0])
 
 
 def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.train.data import Batch
+from weft.train.data import Batch, entries, of_entries
 from weft.train.order import Numbers, Order, Ordered
 from weft.zoo.resolved import Resolved
 
@@ -31,8 +31,7 @@ class Table(Ordered[Batch]):
 
     def _read(self, samples: Numbers) -> Batch:
         index = torch.from_numpy(samples)
-        batch = {self.names[0]: self.features[index], self.names[1]: self.labels[index]}
-        return batch if isinstance(self.names[0], str) else tuple(batch[place] for place in sorted(batch))
+        return of_entries({self.names[0]: self.features[index], self.names[1]: self.labels[index]})
 
 
 def table_of(
@@ -43,13 +42,10 @@ def table_of(
     Raises:
         ConfigError: a model that takes other batches, or another number of features; classes that are no whole numbers.
     """
-    example = resolved.batch(2)
-    entries: list[tuple[Any, Any]] = []
-    if isinstance(example, dict | tuple | list):
-        entries = list(example.items() if isinstance(example, dict) else enumerate(example))
-    wide = [(name, x) for name, x in entries if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()]
-    told = [(name, x) for name, x in entries[1:] if isinstance(x, Tensor) and x.dim() in (1, 2)]
-    if len(entries) != 2 or not wide or wide[0] != entries[0] or not told:
+    example = entries(resolved.batch(2))
+    wide = [(name, x) for name, x in example if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()]
+    told = [(name, x) for name, x in example[1:] if isinstance(x, Tensor) and x.dim() in (1, 2)]
+    if len(example) != 2 or not wide or wide[0] != example[0] or not told:
         raise ConfigError(f"{resolved.name} takes no batches of features (BF) and labels (B); give a file.py:factory with such a batch")
     if wide[0][1].shape[1] != features.shape[1]:
         raise ConfigError(
