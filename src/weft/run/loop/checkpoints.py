@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from weft.plan.axis import DATA
 from weft.plan.mesh import Mesh
 from weft.run.engine import Engine
 from weft.run.loop.cut import Cut, FullTensor
-from weft.run.loop.module import ShardedModule, sharded_modules_of, tensors_outside
+from weft.run.loop.module import ShardedModule, sharded_modules_of, state_pieces
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.checkpoint.manifest import Manifest
@@ -127,7 +127,7 @@ class _State:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: list[Optimizer]) -> _State:
-        prefix, sharded = _sharded_module(model)
+        sharded = _sharded_module(model)
         world = current_world() if sharded is None else sharded.world
         names = {id(p): name for name, p in model.named_parameters()}
         seen: set[int] = set()
@@ -140,11 +140,7 @@ class _State:
                 raise UsageError(f"{names[id(p)]} is in two optimizers, of which one checkpoint cannot tell the state apart")
             seen.add(id(p))
         with private.as_base_tensor():
-            weights = replicated_pieces(model, world) if sharded is None else [_under(prefix, piece) for piece in sharded.way.pieces()]
-            if prefix:
-                trained = {name for name, _ in model.named_parameters()}
-                for name, x in tensors_outside(model).items():
-                    weights.append(full_piece(name, "parameter" if name in trained else "buffer", x.detach(), owner=world.rank == 0))
+            weights = replicated_pieces(model, world) if sharded is None else state_pieces(model)
         mesh = Mesh(((DATA, world.num_ranks),)) if sharded is None else sharded.plan.layout.mesh
         return cls(world, mesh, sharded, names, weights, optimizers)
 
@@ -263,16 +259,12 @@ def state_like(p: Tensor, shape: tuple[int, ...]) -> FullTensor | None:
     return FullTensor(p.full.name, shape, cuts) if cuts else None
 
 
-def _sharded_module(model: nn.Module) -> tuple[str, ShardedModule | None]:
-    """The divided module that a model is or has, with its prefix."""
+def _sharded_module(model: nn.Module) -> ShardedModule | None:
+    """The divided module that a model is or has."""
     modules = sharded_modules_of(model)
     if len(modules) > 1:
         raise UsageError(f"{type(model).__name__} has {len(modules)} divided modules: save and load each of them in a folder of its own")
-    return modules[0] if modules else ("", None)
-
-
-def _under(prefix: str, piece: Piece) -> Piece:
-    return replace(piece, name=prefix + piece.name) if prefix else piece
+    return modules[0][1] if modules else None
 
 
 def _json(what: str, value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.errors import UsageError
 from weft.plan.plan import Plan
 from weft.run.loop.forward import ByGraphs
+from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.uncaptured.replicated import ByItself
 from weft.world import private
 from weft.world.world import World
@@ -112,6 +113,16 @@ def tensors_outside(model: nn.Module) -> dict[str, Tensor]:
         if not any(path.startswith(prefix) for prefix in prefixes):
             tensors.update((path + key, x) for key, x in private.direct_state(module).items())
     return tensors
+
+
+def state_pieces(model: nn.Module) -> list[Piece]:
+    """This rank's pieces of what a state dict has of a model that is divided, or has divided modules inside."""
+    modules, trained = sharded_modules_of(model), {name for name, _ in model.named_parameters()}
+    pieces = [replace(piece, name=prefix + piece.name) for prefix, one in modules for piece in one.way.pieces()]
+    for name, x in tensors_outside(model).items():
+        owner = modules[0][1].world.rank == 0
+        pieces.append(full_piece(name, "parameter" if name in trained else "buffer", x.detach(), owner=owner))
+    return pieces
 
 
 def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[Any]:

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, UsageError
-from weft.run.loop.module import sharded_modules_of, tensors_outside
+from weft.run.loop.module import sharded_modules_of, state_pieces
 from weft.run.sharded_state import full_tensor
-from weft.run.state.checkpoint import Piece, full_piece
+from weft.run.state.checkpoint import Piece
 from weft.run.state.checkpoint.disk import write_file
 from weft.run.state.checkpoint.tensorfile import bytes_of, header_of
 from weft.world import private
@@ -37,8 +37,10 @@ def write_weights(model: nn.Module, folder: Path, most_bytes: float) -> list[str
     if not inside:
         raise UsageError(f"{type(model).__name__} is not divided: its own save_pretrained writes it")
     world = inside[0][1].world
+    pieces: dict[str, list[Piece]] = {}
     with private.as_base_tensor():
-        pieces = _pieces(model, world)
+        for piece in state_pieces(model):
+            pieces.setdefault(piece.name, []).append(piece)
     files = _split({name: _bytes(some[0]) for name, some in pieces.items()}, most_bytes)
     names = [FILE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     if world.rank == 0:
@@ -77,17 +79,6 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 missing -= {min(some) for some in tied.values() if key in some}
     if missing:
         raise CheckpointError(f"{folder} has no {', '.join(sorted(missing)[:3])}, which {type(model).__name__} has: is it another model's?")
-
-
-def _pieces(model: nn.Module, world: World) -> dict[str, list[Piece]]:
-    """This rank's pieces of what a state dict has, by name."""
-    pieces: dict[str, list[Piece]] = {}
-    for prefix, one in sharded_modules_of(model):
-        for piece in one.way.pieces():
-            pieces.setdefault(prefix + piece.name, []).append(piece)
-    for name, x in tensors_outside(model).items():
-        pieces[name] = [full_piece(name, "parameter", x.detach(), owner=world.rank == 0)]
-    return pieces
 
 
 def _bytes(piece: Piece) -> int:
