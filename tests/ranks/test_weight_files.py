@@ -43,7 +43,13 @@ def written(world: World, folder: str, layout: str) -> None:
     names = write_weights(model, Path(folder, "many"), 400)
     assert "embed.weight" in names
     assert "head.weight" not in names
+    if world.rank == 0:
+        Path(folder, "one").mkdir()
+        for name in ("model-00001-of-00002.safetensors", "model-best.safetensors"):
+            Path(folder, "one", name).touch()
     write_weights(model, Path(folder, "one"), 1e9)
+    # Parts of what lay there before go, other files of the user's stay.
+    assert sorted(path.name for path in Path(folder, "one").iterdir()) == ["model-best.safetensors", FILE]
     other = weft.auto_parallelize(Tied(1), (tokens(),), plan=layout, world=world)
     for place in ("one", "many"):
         read_weights(other, Path(folder, place))

@@ -28,6 +28,7 @@ from weft.world import private
 from weft.world.world import World
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 
 def write_weights(model: nn.Module, folder: Path, most_bytes: float) -> list[str]:
@@ -45,7 +46,7 @@ def write_weights(model: nn.Module, folder: Path, most_bytes: float) -> list[str
     names = [FILE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        for old in (*folder.glob(OLD), folder / FILE, folder / INDEX):
             old.unlink(missing_ok=True)
     world.maximum([0])
     for number, (name, held) in enumerate(zip(names, files, strict=True)):
