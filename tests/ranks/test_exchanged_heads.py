@@ -7,14 +7,21 @@ import re
 import pytest
 import test_context_layouts as layouts
 import test_ring_attention as rings
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import weft
 from weft.errors import LayoutError
 from weft.lower.kernels import exchanged
 from weft.lower.kernels.exchanged import exchange_of, exchanged_attention
 from weft.lower.kernels.ring import Ring
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import exchanged as ranks_exchanging
+from weft.model.sharding.sharding import passed_round
 from weft.plan.layout import Layout
+from weft.run.build import Source
+from weft.solve.images import fewest_heads
 from weft.solve.space import parse_constraints
 from weft.world.launch import launch
 from weft.world.world import World
@@ -103,3 +110,29 @@ def test_a_constraint_says_how_many_exchange_heads() -> None:
     assert asked.admits("ulysses:2+ring")
     assert not asked.admits("ulysses:4+ring")
     assert barred.admits("ring")
+
+
+class _Headless(nn.Module):
+    """Attention over [samples, positions, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.product = nn.Embedding(8, 16), nn.Linear(16, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.product(self.table(ids)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_attention_without_heads_has_none_to_exchange() -> None:
+    """Neither its features nor its samples pass for heads: keys go round all ranks."""
+    batch = {"ids": torch.zeros(2, 16, dtype=torch.long)}
+    graph = Source.of(_Headless).capture(batch, lambda out, batch: out.sum(), 2).graph
+    assert fewest_heads(graph) == 1
+    sharding = propagate(graph, {"context": 4}, attention="ulysses+ring")
+    ways = [
+        ranks_exchanging(sharding, op, graph.rules[op.name], "context", graph.tensors[op.inputs[0]].shape)
+        for op in graph.operators
+        if op.inputs and passed_round(sharding, op, graph.rules[op.name], "context")
+    ]
+    assert ways == [1]

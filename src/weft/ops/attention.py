@@ -65,13 +65,19 @@ def is_causal(op: Operator) -> bool:
     return is_fused(op) and causal is True
 
 
-def heads_of(rule: Rule | None) -> str:
-    """The label of the heads of attention, in front of its queries; empty where there is none."""
+def heads_dim(rule: Rule | None) -> int | None:
+    """The dimension of queries that is heads of attention; None where there is none, or one head."""
     if rule is None or QUERIES not in rule.kernels.values():
-        return ""
+        return None
     row = rule.inputs[0] or ()
     at = next((i for i, label in enumerate(row) if rule.kernels.get(label) == QUERIES), 0)
-    return row[at - 1] if at > 1 else ""
+    return at - 1 if at > 1 and row[at - 1] else None
+
+
+def heads_of(rule: Rule | None) -> str:
+    """The label of the heads of attention, in front of its queries; empty where there is none."""
+    at = heads_dim(rule)
+    return "" if rule is None or at is None else (rule.inputs[0] or ())[at]
 
 
 def _scores(op: Operator, tensors: Tensors) -> Shape:

@@ -16,7 +16,7 @@ from weft.errors import LayoutError
 from weft.model.dims.sequences import passes_round, sequences
 from weft.model.graph import Graph
 from weft.ops import record_of
-from weft.ops.attention import heads_of
+from weft.ops.attention import heads_dim
 from weft.plan.axis import RING, exchanging
 from weft.plan.choice import AUTO
 
@@ -67,10 +67,9 @@ def fewest_heads(graph: Graph) -> int:
     counts = []
     for op in graph.operators:
         rule = graph.rules[op.name]
-        row = (rule.inputs[0] or ()) if rule is not None and passes_round({op.name: rule}) else ()
-        if row:
-            label = heads_of(rule)
-            counts.append(graph.tensors[op.inputs[0]].shape[row.index(label)] if label in row else 1)
+        if passes_round({op.name: rule}):
+            at = heads_dim(rule)
+            counts.append(1 if at is None else graph.tensors[op.inputs[0]].shape[at])
     return min(counts, default=1)
 
 

@@ -9,7 +9,7 @@ from math import inf, prod
 
 from weft.errors import LayoutError
 from weft.ops import Rule
-from weft.ops.attention import heads_of
+from weft.ops.attention import heads_dim
 from weft.ops.operator import Operator
 from weft.ops.rule import KEYS, QUERIES
 from weft.plan.axis import BOTH, RING, axis_of, exchanging, sample_axes
@@ -190,9 +190,8 @@ def exchanged(sharding: Sharding, op: Operator, rule: Rule | None, axis: str, sh
     said = exchanging(sharding.attention, n)
     if said == 1 or rule is None or not passed_round(sharding, op, rule, axis):
         return 1
-    label, row, heads = heads_of(rule), rule.inputs[0] or (), 1
-    if label in row:
-        at = row.index(label)
+    at, heads = heads_dim(rule), 1
+    if at is not None:
         heads = shape[at]
         for other, form in sharding.needs[op.name][0].items():
             if is_shard(form) and form.dim == at:
