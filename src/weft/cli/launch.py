@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
+from weft.cli.elsewhere import IMAGE, PORT
 from weft.cli.output import Output, output, write_file
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.cli.elsewhere.job import Job
-
-PORT = 29400
 
 
 def launch(  # noqa: PLR0913
@@ -30,7 +29,7 @@ def launch(  # noqa: PLR0913
     ranks: Annotated[int, typer.Option("--ranks", min=0, help="Ranks on each; by default what the plan says.")] = 0,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Cores of a rank.")] = 1,
     option: Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of sbatch: time=02:00:00.")] = None,
-    image: Annotated[str, typer.Option("--image", help="For Kubernetes: the container's.")] = "pytorch/pytorch:latest",
+    image: Annotated[str, typer.Option("--image", help="For Kubernetes: the container's.")] = IMAGE,
     python: Annotated[str, typer.Option("--python", help="Python on those machines; by default this one's path.")] = "",
     host: Annotated[int, typer.Option("--host", hidden=True)] = -1,
     address: Annotated[str, typer.Option("--address", help="Where ranks meet; by default the first host.")] = "",

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.cli.elsewhere import PORT
 from weft.cluster.cluster import Cluster
 from weft.errors import ConfigError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.plan_file import read_plan
 from weft.train.config import Config
-
-PORT = 29400
 
 
 @dataclass(frozen=True, slots=True)

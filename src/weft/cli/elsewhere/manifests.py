@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.cli.elsewhere.job import PORT, Job
+from weft.cli.elsewhere import IMAGE, PORT
+from weft.cli.elsewhere.job import Job
 
-IMAGE = "pytorch/pytorch:latest"
 _SKYPILOT = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}  # its names of devices, where others
 
 

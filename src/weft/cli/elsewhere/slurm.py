@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.elsewhere.job import Job
+from weft.cli.train import STOPPED
 from weft.errors import ConfigError, RunError, UsageError
 
-STOPPED = 75
 _SIGNAL_S = 150
 
 

@@ -12,8 +12,9 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from weft.cli.elsewhere import PORT
 from weft.cli.elsewhere.host import GRACE_S, exit_code
-from weft.cli.elsewhere.job import PORT, Job
+from weft.cli.elsewhere.job import Job
 from weft.errors import UsageError
 
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
