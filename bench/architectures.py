@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.tiny_models import bare_loss
+from bench.tiny_models import bare_loss, far
 from weft.errors import ModelError, said
 from weft.zoo.resolved import Resolved
 from weft.zoo.shared_layers import random_classes, random_tokens
@@ -320,10 +320,6 @@ LABELS: dict[str, Callable[[int, dict[str, Tensor]], Tensor]] = {
 }
 
 
-def _far(states: Tensor) -> Tensor:
-    return (states - torch.linspace(-1, 1, states.shape[-1], dtype=states.dtype)).square().mean()
-
-
 def _pairs(output: Any, batch: Any) -> Tensor:
     """Each text is its own image's."""
     logits = output.logits_per_text
@@ -331,8 +327,8 @@ def _pairs(output: Any, batch: Any) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "": bare_loss, "pairs": _pairs, "embeds": lambda output, batch: _far(output.text_embeds),
-    "actions": lambda output, batch: _far(output.action_preds),
+    "": bare_loss, "pairs": _pairs, "embeds": lambda output, batch: far(output.text_embeds),
+    "actions": lambda output, batch: far(output.action_preds),
 }  # fmt: skip
 
 

@@ -216,6 +216,10 @@ def _of_input(kind: Any, config: Any, key: str, ids: Tensor) -> Tensor:
 
 
 def bare_loss(output: Any, batch: Any) -> Tensor:
-    """Of a model without a head: what its last states are far from."""
-    states = output.last_hidden_state
+    """Of a model without a head: how far its last states are from others."""
+    return far(output.last_hidden_state)
+
+
+def far(states: Tensor) -> Tensor:
+    """How far states are from such as no model begins with."""
     return (states - torch.linspace(-1, 1, states.shape[-1], dtype=states.dtype)).square().mean()
