@@ -175,7 +175,7 @@ TABLE: dict[str, Made] = {
     "convnextv2": Made("ConvNextV2ForImageClassification", {**_STAGES, "drop_path_rate": 0.0}, *_CLASS),
     "resnet": Made("ResNetForImageClassification", {**_STAGES, "embedding_size": 8, "layer_type": "basic"}, *_CLASS),
     "regnet": Made("RegNetForImageClassification", {**_STAGES, "embedding_size": 8, "groups_width": 8}, *_CLASS),
-    "bit": Made("BitForImageClassification", {**_STAGES, "embedding_size": 32, "hidden_sizes": [32, 32, 32, 32]}, *_CLASS),
+    "bit": Made("BitForImageClassification", {**_STAGES, "embedding_size": 32, "hidden_sizes": [32, 32, 32, 32], "num_groups": 4}, *_CLASS),
     "mobilenet_v1": Made("MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "num_labels": 5}, *_CLASS),
     "mobilenet_v2": Made("MobileNetV2ForImageClassification", {"depth_multiplier": 0.25, "num_labels": 5}, *_CLASS),
     "poolformer": Made("PoolFormerForImageClassification", {**_STAGES, "drop_path_rate": 0.0}, *_CLASS, image=64),
@@ -212,7 +212,7 @@ TABLE: dict[str, Made] = {
     "videomae": Made(
         "VideoMAEForVideoClassification", _vit(num_frames=4, tubelet_size=2), "video", "class",
     ),
-    "timesformer": Made("TimesformerForVideoClassification", _vit(num_frames=4, drop_path_rate=0.0), "video", "class"),
+    "timesformer": Made("TimesformerForVideoClassification", _vit(num_frames=4, drop_path_rate=0), "video", "class"),
     "vivit": Made("VivitForVideoClassification", _vit(num_frames=4, tubelet_size=[2, 8, 8]), "video", "class"),
     # sound
     "wav2vec2": Made("Wav2Vec2ForCTC", _speech(), *_CTC),
@@ -336,10 +336,9 @@ def resolved(name: str) -> Resolved:
     """The tiny model of a type of the table."""
     made = TABLE[name]
     library = importlib.import_module("transformers")
-    auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    config = auto.CONFIG_MAPPING[name](**copy.deepcopy(made.sizes))
-    config.use_cache = False
     kind = getattr(library, made.model)
+    config = kind.config_class(**copy.deepcopy(made.sizes))
+    config.use_cache = False
 
     def make() -> nn.Module:
         try:
