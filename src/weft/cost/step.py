@@ -53,6 +53,7 @@ class Pricer(OperatorPricer):
 
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
+    handed: dict[tuple[object, ...], float] = field(default_factory=dict)  # what its bounds count of handing on, by layout
     before: int = 0  # of a part of a mixed cluster: how many ranks lie on those before it
     _kinds: dict[tuple[object, ...], Kinds] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Sections] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class Pricer(OperatorPricer):
             stack=stack or self.stack,
             batch_size=batch_size or self.batch_size,
             balanced={},
+            handed={},
             _times={},
             _bases={},
             _smaller={},

@@ -30,6 +30,7 @@ from weft.plan.timeline import STEP_LANE, Span, Timeline
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
 from weft.solve.balance import arrange, balance, runs_bytes, runs_s
+from weft.solve.handing import waited_part
 from weft.solve.lending import LEAST_GAIN, Lent, compute_seconds, lent_seconds, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stage_starts import useful
@@ -212,7 +213,7 @@ def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
 def clocked(pricer: Pricer, priced: Priced, *, in_full: bool = True) -> Priced:
     """The same with its pipeline timed by the clock on the program that would run, and with cores lent where that pays.
 
-    `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p or 2p of them, so what 2p more
+    `in_full=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p or 2p of them, so what 2p more
     take once it runs steadily is taken for the rest. That is exact for equal stages. Where a rank a little slower than the others has
     not yet used up the head start that its schedule gives it, that is too little, and the slowest rank's own work is the better bound;
     what is left is up to 1 % too little, never too much.
@@ -316,7 +317,7 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
             sums = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
             cache[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
         trips.append(cache[id(one)][k])
-    exposed = 0.0 if isinstance(pricer, MixedPricer) or layout.inner or layout.microbatches == 1 else pricer.devices.exposed_sends
+    exposed = waited_part(pricer, layout)
     if exposed and layout.num_stages > 1:
         for stage in pricer.split(balanced(pricer, layout)):
             out = sum(handed_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
