@@ -190,11 +190,11 @@ class _Gathering:
         """`joined`: as `Unplaced.joined` has it."""
         inventory, sharding, places, mine = self.inventory, self.sharding, self.places, self.inventory.kept[op.name]
         local = self.compute(_local(inventory, sharding, op, self.source.siblings))
-        forward: list[tuple[int, int]] = []
-        backward: list[tuple[int, int]] = []
+        forward: list[int] = []
+        backward: list[int] = []
         for axis in self.axes:
             if cut(sharding, op.name, axis):
-                _inside(inventory, sharding, op, 0, axis, self.moved, forward, backward)
+                _inside(inventory, sharding, op, axis, self.moved, forward, backward)
         divide = work_ways(sharding, op)
         extra = extra_bytes(op, self.graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide)
         is_cut = any(cut(sharding, op.name, axis) for axis in self.axes)
@@ -202,7 +202,7 @@ class _Gathering:
         more = _beside_pieces(inventory, places, op, divide) if sharding is not None else 0.0
         least = max((2 * places.storage_of(op.inputs[at], places.ways_read(op, at)).size_bytes for at in joined), default=0.0)
         return _Alone(
-            local, tuple(e for _, e in forward), tuple(e for _, e in backward), extra,
+            local, tuple(forward), tuple(backward), extra,
             max(least, (mine.working_bytes + beside) / divide + more), max(least, (mine.torch_bytes + beside) / divide + more),
             mine.weight_bytes / divide, cut(sharding, op.name, DATA),
         )  # fmt: skip
@@ -352,10 +352,10 @@ def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:
 
 
 def _inside(
-    inventory: Inventory, sharding: Sharding | None, op: Operator, i: int, axis: str, moved: Callable[..., int],
-    forward: list[tuple[int, int]], backward: list[tuple[int, int]],
+    inventory: Inventory, sharding: Sharding | None, op: Operator, axis: str, moved: Callable[..., int],
+    forward: list[int], backward: list[int],
 ) -> None:  # fmt: skip
-    """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
+    """Entries of the collectives that a cut operator's own kernel makes, which no `Move` shows, added to those `forward` and `backward`."""
     assert sharding is not None
     record, out = record_of(op), op.outputs[0]
     lies = sharding.forms[out].get(axis, R)
@@ -363,23 +363,23 @@ def _inside(
     tensors = inventory.graph.tensors
     for one in around(inventory, sharding, op, axis):
         at = moved(one.name, one.value, axis, one.size_bytes, one.size_bytes is not None, one.ways, one.among)
-        forward += [(i, at)] * one.forward
-        backward += [(i, at)] * one.backward
+        forward += [at] * one.forward
+        backward += [at] * one.backward
     if cut(sharding, op.name, axis) and in_units(sharding, op):
         steps, state = gathered_steps(op, tensors)
-        forward += [(i, moved("all_gather", out, axis, state, by_row=True))] * steps
-        backward += [(i, moved("reduce_scatter", out, axis, state, by_row=True))] * (steps if out in inventory.grads else 0)
+        forward += [moved("all_gather", out, axis, state, by_row=True)] * steps
+        backward += [moved("reduce_scatter", out, axis, state, by_row=True)] * (steps if out in inventory.grads else 0)
     elif record.fuses_softmax and is_replicated:
         # Largest logit, sum and target's logit of every row.
-        forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
+        forward += [moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True)] * 3
     elif record.over_samples and not (is_shard(lies) and lies.dim == 1) and len(op.args) > 5 and op.args[5] is True:
         # In training, over samples or places; ranks that have channels of their own have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
-        forward.append((i, statistics))
-        backward.append((i, statistics))
+        forward.append(statistics)
+        backward.append(statistics)
     elif record.extreme and is_replicated:
         largest = moved("all_reduce", out, axis)
-        forward.append((i, largest))
-        backward.append((i, largest))
+        forward.append(largest)
+        backward.append(largest)
     elif inventory.works[op.name].kind in ("linear", "convolution") and is_replicated:
-        forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
+        forward.append(moved("all_reduce", out, axis))  # summed before the bias is added

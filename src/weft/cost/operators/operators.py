@@ -176,15 +176,15 @@ class OperatorPricer:
     def _collectives(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.parts(layout)
         talk = self.devices.talk(layout)
-        by_operator = []
+        by_operator, behind = [], []
         for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
-            seconds = self.collective(one.name, size_bytes, self.moving(layout, one)) if size_bytes else 0.0
+            group = self.moving(layout, one)
+            seconds = self.collective(one.name, size_bytes, group) if size_bytes else 0.0
             by_operator.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
-        unique = np.array([*by_operator, 0.0])
-        # What goes round does so while all blocks but the last are computed.
+            # What goes round does so while all blocks but the last are computed.
+            behind.append((1 - 1 / group.size) * talk.rounds_hide if one.name == ROUND else 0.0)
+        unique, hides = np.array([*by_operator, 0.0]), np.array([*behind, 0.0])
         rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
-        behind = [(1 - 1 / self.moving(layout, one).size) * talk.rounds_hide for one in parts.collectives]
-        hides = np.array([*behind, 0.0]) * rounds
         both = []
         for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, talk.shown, compute[1])):
             total, going, hidden = (np.zeros(len(parts.index)) for _ in range(3))

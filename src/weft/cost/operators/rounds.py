@@ -61,7 +61,7 @@ def pieces_of_heads(sharding: Sharding, op: Operator, dim: int) -> float:
     return prod(form.ways(sharding.sizes[axis]) for axis, form in forms if is_shard(form) and form.dim == dim)
 
 
-def exchanges(inventory: Inventory, sharding: Sharding, op: Operator, sets: Sets) -> Iterator[tuple[str, float]]:
+def exchanges(inventory: Inventory, op: Operator, sets: Sets) -> Iterator[tuple[str, float]]:
     """What of attention is exchanged for heads, each way: values, and how many times their bytes; of a mask its rows, not those of all."""
     tensors, mask = inventory.graph.tensors, mask_of(op)
     yield from ((value, 1.0) for value in (op.inputs[0], op.outputs[0]))
@@ -96,7 +96,7 @@ def around(inventory: Inventory, sharding: Sharding, op: Operator, axis: str) ->
         yield Around(ROUND, value, 1, learns, sides, ways)
         if learns:
             yield Around(ROUND, value, 0, 1, sides, 1.0, tensors[value].size_bytes / ways)
-    for value, times in exchanges(inventory, sharding, op, among) if among.beside > 1 else ():
+    for value, times in exchanges(inventory, op, among) if among.beside > 1 else ():
         ways = pieces(sharding, value, axis) * among.apart / times
         yield Around("all_to_all", value, 1, value in inventory.grads, (among.beside, 1), ways)
 
@@ -108,7 +108,7 @@ def kept(places: Places, op: Operator) -> Iterator[Stored]:
     for axis in rounds(inventory, sharding, op):
         assert sharding is not None
         among = sets(inventory, sharding, op, axis)
-        for value, times in exchanges(inventory, sharding, op, among) if among.beside > 1 else ():
+        for value, times in exchanges(inventory, op, among) if among.beside > 1 else ():
             more = times - (value in op.inputs[:3])
             if more > 0:
                 stored = places.storage_of(value)
@@ -140,6 +140,6 @@ def on_the_way(inventory: Inventory, sharding: Sharding | None, op: Operator) ->
         each = arranged.repeats * (2 * (around > 0) + wide)
         amount += sum(each * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
         if arranged.beside > 1:  # what one way brings lies beside what it was made of
-            both = exchanges(inventory, sharding, op, arranged)
+            both = exchanges(inventory, op, arranged)
             amount += max(times * tensors[v].size_bytes / pieces(sharding, v) for v, times in both)
     return amount
