@@ -91,12 +91,7 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
         dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
         # Ranks without a part of it do not know its dtype; on the way it is the widest of its kind, which keeps every bit.
         widest = torch.float64 if v.tensor.is_float else torch.complex128 if v.tensor.dtype.startswith("complex") else torch.int64
-        total = torch.zeros(v.tensor.shape, dtype=widest, device=everyone.device)
-        for piece in mine.get(name, ()):
-            shape = piece.tensor.shape if piece.block is None else piece.block
-            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
-            total[place] = _laid_out(piece).to(total.dtype)
-        everyone.all_reduce(total)
+        total = _joined(mine.get(name, ()), v.tensor.shape, widest, everyone)
         if everyone.index == 0:
             full = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
             out[name] = torch.view_as_complex(full) if v.pairs else full
@@ -107,14 +102,19 @@ def full_tensor(pieces: Sequence[Piece], everyone: Group, rank: int) -> Tensor |
     """The whole of a tensor of which every rank has pieces, on the CPU of one of them; None elsewhere. Every rank calls it."""
     dtype = pieces[0].tensor.dtype
     wide = dtype if dtype in (torch.float32, torch.float64, torch.int64) else torch.float32 if dtype.is_floating_point else torch.int64
-    total = torch.zeros(pieces[0].global_shape, dtype=wide, device=everyone.device)
-    for piece in pieces:
-        if piece.owner:
-            shape = piece.tensor.shape if piece.block is None else piece.block
-            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
-            total[place] = _laid_out(piece).to(wide)
-    everyone.all_reduce(total)
+    total = _joined([p for p in pieces if p.owner], pieces[0].global_shape, wide, everyone)
     return total.cpu().to(dtype) if everyone.index == rank else None
+
+
+def _joined(owned: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype, everyone: Group) -> Tensor:
+    """The whole, on every rank, of what owners have."""
+    total = torch.zeros(tuple(shape), dtype=dtype, device=everyone.device)
+    for piece in owned:
+        block = _laid_out(piece)
+        place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, block.shape, strict=True))
+        total[place] = block.to(dtype)
+    everyone.all_reduce(total)
+    return total
 
 
 def _laid_out(piece: Piece) -> Tensor:
