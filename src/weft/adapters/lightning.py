@@ -82,8 +82,8 @@ class Dividing(_SingleDevice):  # type: ignore[misc]
                 # Every rank computes what there is.
         for _, one in sharded_modules_of(module):
             one.way.draw.step = steps.get(id(one.model), 0)  # another's first call may have called it
-        for (_, one), (seed, step) in zip(sharded_modules_of(module), self._draws, strict=False):
-            one.way.draw.seed, one.way.draw.step = seed, step
+        for (_, one), draw in zip(sharded_modules_of(module), self._draws, strict=False):
+            one.load_draw_state(draw)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """All ranks come here."""
@@ -109,7 +109,7 @@ class Dividing(_SingleDevice):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As Lightning's, with where the model's own random numbers are."""
-        draws = [[one.way.draw.seed, one.way.draw.step] for _, one in sharded_modules_of(self.lightning_module)]
+        draws = [one.draw_state() for _, one in sharded_modules_of(self.lightning_module)]
         super().save_checkpoint({**checkpoint, DRAWN: draws}, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -114,7 +114,7 @@ class Dividing(_Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
-            draws = [{"seed": one.way.draw.seed, "step": one.way.draw.step} for _, one in sharded_modules_of(self.model)]
+            draws = [one.draw_state() for _, one in sharded_modules_of(self.model)]
             Path(output_dir, DRAWN).write_text(json.dumps(draws))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -122,7 +122,7 @@ class Dividing(_Trainer):  # type: ignore[misc]
         if checkpoint is not None and Path(checkpoint, DRAWN).is_file():
             stored = json.loads(Path(checkpoint, DRAWN).read_text())
             for (_, one), draw in zip(sharded_modules_of(self.model), stored, strict=False):
-                one.way.draw.seed, one.way.draw.step = draw["seed"], draw["step"]
+                one.load_draw_state(draw)
 
 
 @cache

@@ -225,7 +225,7 @@ class _State:
 
     def draw(self) -> dict[str, int]:
         """Where the model's own random numbers are."""
-        return {} if self.sharded is None else {"seed": self.sharded.way.draw.seed, "step": self.sharded.way.draw.step}
+        return {} if self.sharded is None else self.sharded.draw_state()
 
     def streams(self) -> list[Piece]:
         """States of the loop's random numbers, which are alike on all ranks."""
@@ -246,7 +246,7 @@ class _State:
             if "loop cuda" in tensors and self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(tensors["loop cuda"], self.world.device)
             if self.sharded is not None and draw:
-                self.sharded.way.draw.seed, self.sharded.way.draw.step = draw["seed"], draw["step"]
+                self.sharded.load_draw_state(draw)
 
         return [full_piece(name, "random", x) for name, x in tensors.items()], restore
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,6 +61,14 @@ class ShardedModule:
     def expect_full_batches(self) -> None:
         """From here on every rank calls the module with the whole batch, and what they call it with is the same."""
         self.way.expects.global_batch = True
+
+    def draw_state(self) -> dict[str, int]:
+        """Where the module's own random numbers are, for a checkpoint."""
+        return {"seed": self.way.draw.seed, "step": self.way.draw.step}
+
+    def load_draw_state(self, state: Mapping[str, int]) -> None:
+        """Go on from what `draw_state` told."""
+        self.way.draw.seed, self.way.draw.step = state["seed"], state["step"]
 
     def _check_summed(self) -> None:
         """Raise where a parameter trains whose gradient nobody sums."""
