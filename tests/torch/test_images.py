@@ -126,11 +126,21 @@ def test_crops_cover_from_a_twelfth_to_all_and_half_are_turned(photos: Path) -> 
     assert crops == [source._crop(number) for number in range(400)]
 
 
-def test_what_is_wrong_is_named(photos: Path, tmp_path: Path) -> None:
+def refused(file: Path) -> None:
+    raise PermissionError(13, "Permission denied", str(file))
+
+
+def test_what_is_wrong_is_named(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "1.png").write_bytes(png((1, 2, 3)))
     with pytest.raises(ConfigError, match=r"no images .* in class folders of .*flat; an image's class is the folder"):
         opened(tmp_path / "flat")
+    with pytest.raises(ConfigError, match=r"no images .* in class folders of .*a.png; an image's class is the folder"):
+        (tmp_path / "a.png").write_bytes(png((1, 2, 3)))
+        opened(tmp_path / "a.png")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"data.path: .*a.tar cannot be read: Permission denied"):
+        patch.setattr("weft.train.reading.images.members", refused)
+        opened(tar(tmp_path / "a.tar", {"1.png": png((1, 2, 3))}))
     with pytest.raises(ConfigError, match=r"none does not exist; name a folder with a folder of images"):
         opened(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"a.tar, 1: no number of its class beside it \(1.cls\)"):

@@ -68,12 +68,16 @@ def _listed(paths: Sequence[str], key: str) -> tuple[list[Path], list[tuple[int,
     for root in roots:
         if not root.exists():
             raise ConfigError(f"{key}: {root} does not exist; name a folder with a folder of images for each class, or tar shards")
-    shards = [file for root in roots for file in (walk(root) if root.is_dir() else [root]) if file.suffix == ".tar"]
-    return _in_shards(shards, key) if shards else _in_folders(roots, key)
+    try:
+        shards = [file for root in roots for file in (walk(root) if root.is_dir() else [root]) if file.suffix == ".tar"]
+        return _in_shards(shards, key) if shards else _in_folders(roots, key)
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename} cannot be read: {error.strerror}; make it readable, or leave it out") from error
 
 
 def _in_folders(roots: Sequence[Path], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
-    classes = sorted({entry.name for root in roots for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")})
+    entries = [entry for root in roots if root.is_dir() for entry in root.iterdir()]
+    classes = sorted({entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")})
     files: list[Path] = []
     rows: list[tuple[int, int, int, int]] = []
     for root in roots:
