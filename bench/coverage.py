@@ -85,14 +85,14 @@ def columns() -> list[tuple[str, str]]:
     return [(axis, pair[i]) for i in (0, 1) for axis, pair in AXES.items() if pair[i]]
 
 
-def rows_of(name: str, make: Callable[[], Resolved], known: Mapping[str, Row]) -> Iterator[Row]:
+def rows_of(name: str, make: Callable[[], Resolved], known: Mapping[str, Row], device: str = "cpu") -> Iterator[Row]:
     """A row for each layout that is not `known`; where the model cannot be followed one that says why, and one of whole replicas."""
     wanted = [(axis, layout) for axis, layout in columns() if layout not in known]
     if not wanted or ("" in known and WHOLE in known):
         return
     try:
         model = make()
-        subject = Subject(name, min(model.default_batch, 8), model=model)
+        subject = Subject(name, min(model.default_batch, 8), model=model, device=device)
     except Exception as error:
         yield Row(name, "", "not made", note=_line(said(error)))
         return
@@ -220,6 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="the rows, written as they come; rows that it has are not run again")
     parser.add_argument("--again", metavar="STATUS,...", default="", help="of the file's rows those run again: failed,differs,refused")
     parser.add_argument("--part", metavar="I/N", default="0/1", help="every Nth model from the Ith on")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks run; several share a GPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin nothing after so long; 75 if there is more")
     parser.add_argument("--note", default="", metavar="TEXT", help="a sentence for the page")
     parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: write the page of the rows of these files")
@@ -233,7 +234,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, make in () if given.merge else list(subjects())[part::parts]:
         if given.models and not any(word in name for word in given.models):
             continue
-        for row in rows_of(name, make, {layout: row for (model, layout), row in rows.items() if model == name}):
+        known = {layout: row for (model, layout), row in rows.items() if model == name}
+        for row in rows_of(name, make, known, given.device):
             rows[row.model, row.layout] = row
             print(
                 f"{row.status:12} {row.seconds:5.1f} s  {row.model}  {row.layout}  {row.parameters:.2f} {row.flops:.2f} {row.note}",
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str]) -> int:
                 _write(Path(given.json), rows.values())
             if time.perf_counter() - began > given.seconds:
                 return 75
-    if given.merge or not (given.models or parts > 1):
+    if given.merge or not (given.models or parts > 1 or given.device != "cpu"):
         top = header("scripts/verify_all --axes", versions(("torch", "transformers")), note=given.note)
         page = document(list(rows.values()), top)
         PAGE.write_text(page, encoding="utf-8")

@@ -1,10 +1,11 @@
 """Every model under every layout: the parallel run against the serial one, in float64, over two steps.
 
 In: models by name, rank counts, which choices of microbatches, schedule, ZeRO and recomputation, or how many random ones. Out: a table of
-worst errors (or of why a layout is refused), `--json` rows, exit status 4 where anything differs or fails.
+worst errors (or of why a layout is refused), `--json` rows, exit status 4 where anything differs or fails. `--device cuda`: several ranks
+share a GPU.
 
 Each model is traced in this process; ranks are forked from it, so that none of them traces again. A case that is silent for longer
-than the limit is ended and reported by name. Not modelled: accelerators, more than one machine.
+than the limit is ended and reported by name. Not modelled: more than one machine.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class Row:
 class Subject:
     """One model, traced once, verified under many layouts. `model`: where the name is not one that resolves."""
 
-    def __init__(self, name: str, batch: int = BATCH, seed: int = 0, model: Resolved | None = None) -> None:
+    def __init__(self, name: str, batch: int = BATCH, seed: int = 0, model: Resolved | None = None, device: str = "cpu") -> None:
         resolved = model or resolve(name)
         most = resolved.default_batch if ".py" in name else batch
-        self.name, self.make, self.loss, self.seed = name, resolved.make, resolved.loss, seed
+        self.name, self.make, self.loss, self.seed, self.device = name, resolved.make, resolved.loss, seed, device
         self.batch = resolved.batch(min(batch, most))
         self.size = batch_size_of(self.batch)
         torch.manual_seed(seed)
@@ -98,7 +99,8 @@ class Subject:
         plan, source = self.plan(layout), self.source
         if eager and layout.tensor > 1 and not plan.uncaptured:
             plan, source = replace(plan, shards=()), replace(source, prices=EAGER[eager])
-        return verify_plan(plan, self.make, self.batch, self.loss, source, steps=steps, timeout_s=limit_s, seed=self.seed, **options)
+        limits: dict[str, Any] = {"timeout_s": limit_s, "device": self.device}
+        return verify_plan(plan, self.make, self.batch, self.loss, source, steps=steps, seed=self.seed, **limits, **options)
 
 
 def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
@@ -208,13 +210,17 @@ def merged(files: Sequence[str]) -> list[Row]:
 
 
 def run(
-    names: Sequence[str], cases: Callable[[int], Iterable[tuple[Layout, str]]], limit_s: float, tell: Callable[[Row], None]
+    names: Sequence[str],
+    cases: Callable[[int], Iterable[tuple[Layout, str]]],
+    limit_s: float,
+    tell: Callable[[Row], None],
+    device: str = "cpu",
 ) -> list[Row]:
     """All `cases` of all models; they depend on how many samples a batch has."""
     rows: list[Row] = []
     for name in names:
         try:
-            subject = Subject(name)
+            subject = Subject(name, device=device)
         except Exception as error:
             rows.append(Row(name, "", "", "failed", {}, f"{type(error).__name__}: {error}"))
             tell(rows[-1])
@@ -292,6 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random layouts")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks run; several share a GPU")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, after every case")
     parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: take the rows of these files, the last word on each case")
     parser.add_argument("--document", metavar="FILE", help="write the table there, as docs/benchmarks/verify.md is made")
@@ -324,7 +331,7 @@ def main(arguments: Sequence[str]) -> int:
             return random_layouts(counts, size, given.random, rng)
         return list(layouts(counts, size, given.choices))[:: given.every]
 
-    rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell)
+    rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell, given.device)
     total_s = time.perf_counter() - began
     if given.document:
         Path(given.document).write_text(document(rows), encoding="utf-8")

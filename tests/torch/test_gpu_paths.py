@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
@@ -20,14 +21,19 @@ from torch import Tensor
 
 import weft
 from weft.capture import fakes
+from weft.capture.apart import apart
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
-from weft.errors import RunError
+from weft.errors import Infeasible, RunError
 from weft.lower.kernels.randomness import Draw, Where, drawn
 from weft.lower.kernels.sample_positions import Place
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
 from weft.plan.program import Program, Recv, Send
+from weft.run.build import Traced
 from weft.run.proof.serial import Noise
 from weft.run.step.transfers import Crossing, Transfers, pairs_of, posted_before
+from weft.run.uncaptured.trial import refuse_division
 from weft.schedules import build
 from weft.world import matmul_backend
 from weft.world.connection import Connection
@@ -261,7 +267,6 @@ def test_gpus_are_a_cluster_that_reads_back_and_their_probe_leaves_them_their_me
     measured = {**dict.fromkeys(cases, 2e-14), "linear.float64": 4e-14, **dict.fromkeys(moves, 1e-12), "launch": 4e-6}
     monkeypatch.setattr(here, "measure_alone", lambda device: order.append("measure") or measured)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("let go"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="GPU", total_memory=80 << 30))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
@@ -300,3 +305,71 @@ def test_noise_is_measured_where_the_serial_runs_lie() -> None:
     run = SimpleNamespace(step=lambda: {"weights": {"w": found}}, perturb=lambda seed: None)
     with pytest.raises((*fakes.NO_FAKE, NotImplementedError), match=r"item|meta|_local_scalar_dense"):  # only the number is not there
         Noise(lambda: run).of("weights", "w", torch.ones(2), 0)  # type: ignore[arg-type, return-value]
+
+
+class _Doubled(torch.autograd.Function):
+    """A function of the user's own, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class _Own(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(self.linear(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _squares(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def _backwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where this process runs backward, from now on. Beside a GPU the driver then knows it, and its forks cannot use one."""
+    ran: list[str] = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **named: ran.append("grad") or grad(*args, **named))
+    monkeypatch.setenv("WEFT_CACHE", "off")
+    return ran
+
+
+def test_functions_of_the_users_own_are_traced_without_backward_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, x = _backwards(monkeypatch), torch.randn(4, 4)
+    here = Traced.of(_Own).capture(x, _squares, 4).graph
+    assert ran  # the twin: no GPU, no fork
+    ran.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert Traced.of(_Own).capture(x, _squares, 4).graph.operators == here.operators
+    assert not ran
+
+
+def test_models_that_are_no_graph_are_tried_without_backward_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def summed(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.square().sum()
+
+    ran, x, plan = _backwards(monkeypatch), torch.randn(4, 4), Plan(Layout.parse("data=2"), "", "", 4, uncaptured="no graph")
+    refuse_division(plan, _Own(), x, _squares)
+    assert ran
+    ran.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refuse_division(plan, _Own(), x, _squares)
+    with pytest.raises(Infeasible, match="where the mean over data=2 parts"):
+        refuse_division(plan, _Own(), x, summed)
+    assert not ran
+
+
+def test_what_a_fork_cannot_tell_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert apart(lambda: [1, os.getpid()], list, list)[1] != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 // 0, str, int)
+    with pytest.raises(RunError, match="ended with status 3 before it answered"):
+        apart(lambda: os._exit(3), str, str)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from weft.capture.apart import apart
 from weft.capture.fakes import fake_mode
 from weft.capture.functional import Memory, make_functional
 from weft.capture.functions.recording import Call, refusal, told
@@ -55,6 +56,13 @@ def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only:
     Raises:
         ModelError: the function does what no graph of operators holds, by name.
     """
+    from weft.capture.kept.written import packed, unpacked
+
+    traced: Joint = apart(lambda: _followed(call, specs, learns, only), packed, unpacked)
+    return traced
+
+
+def _followed(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int) -> Joint:
     before = python_randomness()
     try:
         with _ONE_AT_A_TIME:

@@ -68,7 +68,7 @@ def _settings() -> tuple[Any, ...]:
     cast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
     return (
         torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), attention, cast,
-        torch.backends.mha.get_fastpath_enabled(), torch.cuda.is_available(),
+        torch.backends.mha.get_fastpath_enabled(), torch.cuda.device_count(),
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def dump(captured: Captured) -> bytes | None:
         for path, leaf in leaves(captured.structure)
     }
     try:
-        text = json.dumps([_packed(captured.graph), _packed(rebuild(captured.structure, named))])
+        text = json.dumps([packed(captured.graph), packed(rebuild(captured.structure, named))])
     except _Unwritable:
         return None
     return save_tensors({name: x.clone() if shared else x for name, x in constants.items()}, metadata={_KEY: text})
@@ -62,21 +62,21 @@ def load(data: bytes) -> Captured | None:
     """What `dump` wrote; None where it holds classes that are not there now."""
     try:
         head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        graph, structure = (_unpacked(one) for one in json.loads(head["__metadata__"][_KEY]))
+        graph, structure = (unpacked(one) for one in json.loads(head["__metadata__"][_KEY]))
         return Captured(graph, load_tensors(data), structure)
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError):
         return None
 
 
-def _packed(x: Any) -> Any:
+def packed(x: Any) -> Any:
     if type(x) in (int, str, bool, type(None)) or (type(x) is float and math.isfinite(x)):
         return x
     if type(x) in _FIELDS:
-        return ["=", type(x).__name__, *(_packed(getattr(x, name)) for name in _FIELDS[type(x)])]
+        return ["=", type(x).__name__, *(packed(getattr(x, name)) for name in _FIELDS[type(x)])]
     if type(x) in (tuple, list):
-        return [type(x).__name__, *map(_packed, x)]
+        return [type(x).__name__, *map(packed, x)]
     if type(x) is dict:
-        return ["dict", *([_packed(key), _packed(value)] for key, value in x.items())]
+        return ["dict", *([packed(key), packed(value)] for key, value in x.items())]
     if type(x) in (float, complex):
         return [type(x).__name__, repr(x)]
     if isinstance(x, torch.Tensor):
@@ -92,10 +92,10 @@ def _packed_container(x: Any) -> Any:
     """Named tuples, and mappings that are dataclasses, as libraries' outputs are."""
     where = [type(x).__module__, type(x).__qualname__]
     if isinstance(x, tuple) and hasattr(x, "_make"):
-        return ["named", *where, *map(_packed, x)]
+        return ["named", *where, *map(packed, x)]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         items = x if isinstance(x, Mapping) else {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-        return ["data", *where, *([key, _packed(value)] for key, value in items.items())]
+        return ["data", *where, *([key, packed(value)] for key, value in items.items())]
     raise _Unwritable(type(x).__name__)
 
 
@@ -110,22 +110,22 @@ def _class(module: str, name: str) -> Any:
 
 
 def _data(module: str, name: str, *items: Any) -> Any:
-    return _class(module, name)(**{key: _unpacked(value) for key, value in items})
+    return _class(module, name)(**{key: unpacked(value) for key, value in items})
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
-    "=": lambda name, *rest: _CLASSES[name](*map(_unpacked, rest)),
-    "tuple": lambda *rest: tuple(map(_unpacked, rest)),
-    "list": lambda *rest: list(map(_unpacked, rest)),
-    "dict": lambda *rest: {_unpacked(key): _unpacked(value) for key, value in rest},
+    "=": lambda name, *rest: _CLASSES[name](*map(unpacked, rest)),
+    "tuple": lambda *rest: tuple(map(unpacked, rest)),
+    "list": lambda *rest: list(map(unpacked, rest)),
+    "dict": lambda *rest: {unpacked(key): unpacked(value) for key, value in rest},
     "float": float,
     "complex": complex,
     "tensor": lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device="meta"),
-    "named": lambda module, name, *rest: _class(module, name)._make(map(_unpacked, rest)),
+    "named": lambda module, name, *rest: _class(module, name)._make(map(unpacked, rest)),
     "data": _data,
     "object": lambda name: type(name, (), {})(),
 }
 
 
-def _unpacked(x: Any) -> Any:
+def unpacked(x: Any) -> Any:
     return _MAKERS[x[0]](*x[1:]) if isinstance(x, list) else x

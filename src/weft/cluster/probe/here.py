@@ -23,7 +23,7 @@ NOISE = 0.1  # part of a figure, below which what is left of it after another wa
 
 def measure_here(mark: str, quick: bool) -> Cluster:
     """This machine with the fingerprint `mark`: its GPUs, or its cores where it has none."""
-    return _of_gpus(mark) if torch.cuda.is_available() else _of_processor(mark, quick)
+    return _of_gpus(mark) if torch.cuda.device_count() else _of_processor(mark, quick)
 
 
 def _of_gpus(mark: str) -> Cluster:

@@ -16,7 +16,7 @@ LOOKS = 10
 
 def fingerprint(version: int) -> str:
     """Of the machine and the software whose speed it is: processor, cores, memory, GPUs, torch; and of what is measured."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -76,7 +76,7 @@ def resident_bytes() -> int:
 
 def has_bfloat16() -> bool:
     """Whether this machine multiplies bfloat16 in hardware."""
-    if torch.cuda.is_available():
+    if torch.cuda.device_count():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -88,7 +88,7 @@ def has_bfloat16() -> bool:
 def capabilities() -> dict[str, Any]:
     """What this torch can do here: `gloo`, `nccl` (bool), `gpus` (count), `gpu` (name of the first)."""
     here = torch.distributed.is_available()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     return {
         "gloo": here and torch.distributed.is_gloo_available(),
         "nccl": here and torch.distributed.is_nccl_available(),

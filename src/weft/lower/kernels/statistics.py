@@ -92,8 +92,9 @@ class _Normalised(torch.autograd.Function):
         normal, weight, mean, inverse = ctx.saved_tensors
         shape, x, grad = _like(normal), _wide(normal), _wide(grad.contiguous())
         # torch's kernel for what has been normalised by these: the sums of the gradient times that, and of the gradient.
+        # It is asked with weights, on which these sums do not depend: without, GPUs make none where channels lie side by side.
         _, times, by_bias = torch.ops.aten.native_batch_norm_backward.default(
-            grad, x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
+            grad, x, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, [False, True, True]
         )
         mine = torch.stack((by_bias, times))
         # Weight and bias get this rank's summands: their gradients are summed with all the others.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.capture.apart import apart
 from weft.capture.capture import Loss, call, called
 from weft.capture.modes import in_modes, modes_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
@@ -61,7 +62,7 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
     batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
     """
     if plan.layout.data > 1:
-        _tried(plan, model, batch, lambda inputs: call(model, inputs, loss))
+        apart(lambda: _tried(plan, model, batch, lambda inputs: call(model, inputs, loss)) is not None, bool, bool)
 
 
 def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Output]:
