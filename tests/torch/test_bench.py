@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from bench import gpu, train
 from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
 from bench.contenders import ALONE, CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
-from bench.document import command, markdown, show
+from bench.document import command, header, markdown, show
 from bench.measure import Effort, measure, turn
 
+from weft.cluster.catalogue import dump
+from weft.cluster.cluster import Cluster
 from weft.errors import OutOfMemory
 
 TARGETS = (Target("data, beside DDP", 1.0, lambda r: r.peer_name == "DDP"),)
@@ -245,27 +248,36 @@ def test_gpu_benchmark_says_why_it_is_skipped_and_ends_well(tmp_path: Path, caps
         pytest.skip("there is a GPU here")
     assert gpu.main(["--json", str(tmp_path / "rows.json")]) == 0
     assert "skipped: " in capsys.readouterr().out
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == []
+    assert not (tmp_path / "rows.json").exists()
 
 
 def test_gpu_benchmark_halves_the_batch_until_both_sides_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def measure(model: str, size: int, *_: object) -> tuple[Series, Series, float]:
-        tried.append(size)
-        if size > 2:
-            raise OutOfMemory("full") if size > 4 else torch.OutOfMemoryError("full")
-        one = Series("weft", (1.0,), (), (1.0,), 0, "", "", "")
-        return one, one, 1.0
+    def measure(case: gpu.Case, *_: object) -> int:
+        tried.append(case.samples)
+        if case.samples > 2:
+            raise OutOfMemory("full") if case.samples > 4 else torch.OutOfMemoryError("full")
+        return case.samples
 
     monkeypatch.setattr(gpu, "measure", measure)
-    assert gpu.measure_what_fits("gpt-tiny", 8, torch.device("cpu"), Effort(1, 1, 1))[2:] == (1.0, 2)
+    assert gpu.measure_what_fits(gpu.Case("gpt-tiny", 8), torch.device("cpu"), Effort(1, 1, 1)) == 2  # type: ignore[comparison-overlap]
     assert tried == [8, 4, 2]
 
 
-def test_gpu_benchmark_trains_the_same_model_on_both_sides() -> None:
-    ours, theirs, flops = gpu.measure("gpt-tiny", 4, torch.device("cpu"), Effort(2, 1, 1), compiled=False)
-    assert flops > 0
+def test_gpu_benchmark_trains_the_same_model_on_both_sides_and_predicts_what_it_measured(tmp_path: Path) -> None:
+    found = gpu.measure(gpu.Case("gpt-tiny", 4), torch.device("cpu"), Effort(2, 1, 1))
+    ours, theirs = found.pair
+    assert found.flops > 0
     assert loss_difference(theirs.losses, ours.losses) < 1e-2
     assert ours.losses[-1] < ours.losses[0]
     assert len(ours.seconds) == len(theirs.seconds) == 2
+    kept = replace(found, memory_bytes=1 << 30, busy_s=1.0)
+    card = dump(replace(Cluster.parse("1xhgx-h200"), name="here"))
+    file = {"header": header("scripts/bench gpu", {}, gpu="NVIDIA H200"), "peak": 1e12, "card": card, "measured": [asdict(kept)]}
+    (tmp_path / "gpu.json").write_text(json.dumps(file))
+    assert gpu.main(["--again", str(tmp_path / "gpu.json"), "--page", str(tmp_path / "gpu.md")]) == 0
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("| gpt-tiny, 4 samples | ") and "GiB" in line)
+    by_card, by_name = (cell.partition(" (")[0] for cell in line.split(" | ")[3:5])
+    assert by_card == by_name != ""  # the same card

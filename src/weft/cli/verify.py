@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
 _DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
+_DEVICE = "Where ranks run: cpu, cuda or auto. Several ranks share a GPU where there are more of them."
 _CUT = "Shard weights wherever the rules allow, even where it does not pay; small models are otherwise not sharded."
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
@@ -44,6 +45,7 @@ def verify(  # noqa: PLR0913
         float | None, typer.Option("--tolerance", metavar="X", help="Largest relative error; 1e-9 in float64.", show_default=False)
     ] = None,
     cut_everything: Annotated[bool, typer.Option("--cut-everything", help=_CUT)] = False,
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help=_DEVICE)] = "cpu",
     device_memory: options.DeviceMemory = None,
     schedule: Annotated[Path | None, typer.Option("--schedule", metavar="FILE", help=_SCHEDULE, show_default=False)] = None,
     as_json: options.Json = False,
@@ -75,8 +77,8 @@ def verify(  # noqa: PLR0913
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
             result = api.verify(
-                subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
-                cut_everything=cut_everything,
+                subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device=device,
+                device_memory=device_memory or 0, cut_everything=cut_everything,
             )  # fmt: skip
         results = result.layouts or (result,)
         if len(results) > 1:
