@@ -90,7 +90,7 @@ def stacks(found: Mapping[str, float]) -> dict[str, Stack]:
     made = {}
     for gpu, machine in MACHINES.items():
         mine = {key.rpartition(".")[2]: value for key, value in found.items() if key.startswith(gpu) or "." not in key}
-        made[gpu] = replace(stack_of(Cluster.parse(machine).device), **mine)
+        made[gpu] = replace(stack_of(Cluster.parse(machine).device, "fsdp"), **mine)
     return made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,10 +76,8 @@ def verify(  # noqa: PLR0913
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
-            result = api.verify(
-                subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device=device,
-                device_memory=device_memory or 0, cut_everything=cut_everything,
-            )  # fmt: skip
+            chosen: dict[str, Any] = {"dtype": dtype, "tolerance": tolerance, "device": device, "device_memory": device_memory or 0}
+            result = api.verify(subject, plan or asked, batch, steps=steps, cut_everything=cut_everything, **chosen)
         results = result.layouts or (result,)
         if len(results) > 1:
             _show_all(out, model, results)

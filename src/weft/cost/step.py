@@ -127,7 +127,7 @@ class Pricer(OperatorPricer):
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> Sections:
-        half, cutting = self.devices.is_half(layout.precision), (*self._cut(layout), self.devices.is_cast(layout.precision))
+        half, cutting = self.devices.is_half(layout), (*self._cut(layout), self.devices.is_cast(layout))
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
@@ -195,8 +195,8 @@ class Pricer(OperatorPricer):
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         places = self._stage_places(layout)
-        key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.threads, layout.batch_norm,
-               layout.shares, tuple(sites), places)  # fmt: skip
+        key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
+               layout.batch_norm, layout.shares, tuple(sites), places)  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):

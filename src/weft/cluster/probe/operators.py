@@ -34,6 +34,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
+    A GPU's are so large that a call takes a millisecond or so, beside which launching it and waiting for it is little.
     """
     precisions = {"float32": torch.float32, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
     big = device.type != "cpu"
@@ -42,7 +43,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
         yield from _products(device, big, share, precision, dtype)
     double = torch.randn(512, 512, device=device, dtype=torch.float64)
     yield Case("linear.float64", 2.0 * 512**3, lambda: double @ double, keeps_busy=True)
-    yield from _moves(device, 16384 if big else 2048 * share, "bfloat16" in precisions)
+    yield from _moves(device, 131072 if big else 2048 * share, "bfloat16" in precisions)
     yield _optimizer(device)
     if not big:
         yield pulse()
@@ -147,7 +148,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
 
     tokens, hidden, wide = (16384, 4096, 4096) if big else (512 * share, 384, 1536)
     yield _train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, randn(tokens, hidden), randn(wide, hidden), keeps_busy=True)
-    heads = (8, 16, 1024, WIDE) if big else (2 * share, 6, 256, WIDE)
+    heads = (8, 16, 2048, WIDE) if big else (2 * share, 6, 256, WIDE)
     flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
     # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
     attention = partial(scaled_dot_product_attention, F.scaled_dot_product_attention, is_causal=True)
@@ -155,7 +156,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     if not big:
         narrow = (*heads[:3], NARROW)
         yield _train(f"{SCORES}{precision}", 3.5 * prod(heads[:3]) * heads[2], attention, *(randn(*narrow) for _ in range(3)))
-    image = randn(32 if big else 2 * share, CHANNELS, 56, 56)
+    image = randn(256 if big else 2 * share, CHANNELS, 56, 56)
     filters = randn(CHANNELS, CHANNELS, 3, 3)
     yield _train(f"convolution.{precision}", 6.0 * image.numel() * CHANNELS * TAPS, partial(F.conv2d, padding=1), image, filters)
     if not big:
@@ -187,7 +188,8 @@ def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
 
 def _optimizer(device: torch.device) -> Case:
     """AdamW's update in one call: the function, since a `torch.optim.Optimizer` imports torch's compiler first, for a second."""
-    weights, gradients, first, second = ([torch.ones(1 << 20, device=device) for _ in range(4)] for _ in range(4))
+    size = 1 << (26 if device.type != "cpu" else 20)
+    weights, gradients, first, second = ([torch.ones(size, device=device) for _ in range(4)] for _ in range(4))
     steps = [torch.zeros((), device=device) for _ in weights]
     call = partial(
         adamw, weights, gradients, first, second, [], steps, fused=True, amsgrad=False, maximize=False,

@@ -84,7 +84,8 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """How efficient a training framework is on a kind of GPU, in mixed precision: 16-bit weights, gradients and activations.
+    """How efficient a training framework is on a kind of GPU, in mixed precision: 16-bit weights, gradients and activations, or with
+    `autocast` of operators over float32 weights, which run one by one unless a layout has them compiled.
 
     Products: `matmul` is the part of the peak that unboundedly large ones reach, `operands` the part of the time of moving their
     operands that is not hidden, `product_s` what the device takes to begin one, `unaligned` what is left of the rate where a side is no
@@ -99,11 +100,16 @@ class Stack:
     moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last backward
     that sums of gradients hide behind; what hides takes `contention` of its own time from the compute, since its kernels and its bytes
     share the device. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
-    relative standard deviation of ranks' times (see `weft.cost.devices.gpus.straggling`).
+    relative standard deviation of ranks' times (see `weft.cost.devices.gpus.straggling`). `moves`: of kernels that run one by one, the part
+    of the memory's bandwidth by kind; `convolution`: the part of the peak that convolutions reach with all that they do besides, 0 where
+    they reach what products do.
     """
 
     name: str
     device: str = ""  # whose own figures it has
+    autocast: bool = False
+    moves: tuple[tuple[str, float], ...] = ()
+    convolution: float = 0.0
     matmul: float = 0.75
     operands: float = 0.5
     product_s: float = 0.0
@@ -148,6 +154,11 @@ class Stack:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")
 
 
+    def moving(self, kind: str) -> float:
+        """Part of the memory's bandwidth that kernels of `kind` reach one by one."""
+        moves = dict(self.moves)
+        return moves.get(kind, moves.get("elementwise", self.bandwidth / self.traffic))
+
     def words(self, device: Device, precision: str) -> str:
         """Whose figures they are, for who reads a plan."""
         if self.name != TORCH:
@@ -157,7 +168,7 @@ class Stack:
         text = f"{self.name}: what weft runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
         text += f"large products at {reached} of the peak, {origin}"
         if PRECISIONS[precision].products:
-            text += "; weights and activations in 16 bits as FSDP has them, of which autocast, as weft runs it, keeps up to a quarter more"
+            text += "; autocast over float32 weights" if self.autocast else "; weights and activations in 16 bits, as FSDP has them"
         return text
 
 
@@ -176,11 +187,23 @@ def stack_of(device: Device, name: str = "") -> Stack:
     stacks, name = section("stack"), name or TORCH
     if name not in stacks:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(stacks)}")
-    table = {key: value for key, value in stacks[name].items() if key != "on"}
+    both = [stacks[stacks[name]["like"]]] if "like" in stacks[name] else []
+    both.append(stacks[name])
+    table = {key: value for one in both for key, value in one.items() if key not in ("on", "like")}
     here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
-    mine = stacks[name].get("on", {}).get(device.name, {})
+    mine = {key: value for one in both for key, value in one.get("on", {}).get(_chip(device.name, one.get("on", {})), {}).items()}
     sources = "; ".join(filter(None, (mine.get("source"), table.get("source"))))
     return parse_stack(name, {**here, **table, **mine, "device": device.name if mine else "", "source": sources})
+
+
+def _chip(name: str, devices: Mapping[str, object]) -> str:
+    """The device of the catalogue that a driver's name means.
+
+    >>> _chip("NVIDIA H200", {"H100": 0, "H200": 0}), _chip("NVIDIA A100-SXM4-80GB", {"A100-40": 0, "A100-80": 0}), _chip("Tesla T4", {})
+    ('H200', 'A100-80', '')
+    """
+    fitting = [key for key in devices if key == name or all(part in name for part in key.split("-"))]
+    return max(fitting, key=len, default="")
 
 
 def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
@@ -189,7 +212,7 @@ def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
     for key in table:
         if key not in defaults:
             raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(defaults)}")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    values: dict[str, Any] = {key: tuple(value.items()) if isinstance(value, Mapping) else value for key, value in table.items()}
     return Stack(name, **values)
 
 

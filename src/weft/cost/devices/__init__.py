@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
 from weft.cost.calibration.efficiency import Stack, stack_of
+from weft.cost.devices.card import of_card
 from weft.cost.devices.devices import Devices
-from weft.cost.devices.gpus import Gpus
+from weft.cost.devices.gpus import AutocastGpus, Gpus
 from weft.cost.devices.processors import Processors
 
 
@@ -13,4 +14,7 @@ def devices_of(cluster: Cluster, stack: Stack | None = None, busy: tuple[int, in
     """Those of a cluster. `stack`: an efficiency set in place of its own; `busy`: ranks that work at once, and threads of each."""
     if cluster.kind.shares_hosts:
         return Processors(cluster, busy)
-    return Gpus(cluster, busy, stack or stack_of(cluster.device, cluster.stack))
+    stack = stack or stack_of(cluster.device, cluster.stack)
+    if stack.autocast and cluster.speeds:
+        stack = of_card(stack, cluster.device, cluster.speed(1))
+    return (AutocastGpus if stack.autocast else Gpus)(cluster, busy, stack)

@@ -73,13 +73,13 @@ class Devices(ABC):
         """What one of a layout's ranks gets."""
         return self.cluster.speed(*(self.busy or (layout.num_ranks, layout.threads)))
 
-    def is_cast(self, precision: str) -> bool:
-        """Whether operators are cast by autocast."""
-        return self.casts and bool(PRECISIONS[precision].products)
+    def is_cast(self, layout: Layout) -> bool:
+        """Whether operators are cast by autocast, one by one."""
+        return self.casts and bool(PRECISIONS[layout.precision].products)
 
-    def is_half(self, precision: str) -> bool:
+    def is_half(self, layout: Layout) -> bool:
         """Whether what is kept is all of 16 bits."""
-        return not self.casts and bool(PRECISIONS[precision].products)
+        return bool(PRECISIONS[layout.precision].products) and not self.is_cast(layout)
 
     def widths(self, precision: str) -> Widths:
         """Of a parameter's state: all of it as wide as what is trained."""

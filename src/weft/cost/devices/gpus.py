@@ -37,6 +37,10 @@ class Gpus(Devices):
     tells_attention = False
     layers_moved = 2  # copies run beside the compute, and one comes meanwhile
 
+    def is_eager(self, layout: Layout) -> bool:
+        """Whether operators run one by one, as torch has them; frameworks' own kernels are what their sets were measured with."""
+        return False
+
     def widths(self, precision: str) -> Widths:
         """Of 16-bit weights there are float32 copies. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
         if not PRECISIONS[precision].products:
@@ -47,7 +51,8 @@ class Gpus(Devices):
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
     ) -> tuple[Array, Array]:
         """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
-        seconds = [scaled(kernel, by).seconds(self.cluster.device, self.stack, layout.precision) for kernel, by in kernels]
+        eager, device = self.is_eager(layout), self.cluster.device
+        seconds = [scaled(kernel, by).seconds(device, self.stack, layout.precision, eager) for kernel, by in kernels]
         both = []
         for way in ("forward", "backward"):
             host, busy = (np.array([getattr(pair[i], way) for pair in seconds])[index] for i in (0, 1))
@@ -105,6 +110,33 @@ class Gpus(Devices):
 
     def words(self, precision: str) -> str:
         return self.stack.words(self.cluster.device, precision)
+
+
+class AutocastMemory(KernelMemory):
+    """Of torch's kernels for GPUs under autocast: what is read moved is kept moved, and what is float32 stays so."""
+
+    keeps_as_read = True
+    is_half = False
+
+
+@dataclass(frozen=True)
+class AutocastGpus(Gpus):
+    """As weft runs: operators are autocast over float32 parameters, one by one, and every microbatch casts the weights anew.
+
+    Compiled, about as much is kept as frameworks of 16-bit activations keep: the compiler makes casts, norms and activations again.
+    """
+
+    kernel_memory = AutocastMemory
+    casts = True
+
+    def is_eager(self, layout: Layout) -> bool:
+        return layout.compile != "on"
+
+    def is_cast(self, layout: Layout) -> bool:
+        return super().is_cast(layout) and self.is_eager(layout)
+
+    def widths(self, precision: str) -> Widths:
+        return Devices.widths(self, precision)
 
 
 def straggling(num_ranks: int, spread: float) -> float:

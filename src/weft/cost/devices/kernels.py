@@ -31,10 +31,18 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "elementwise": (2, 2), "softmax": (12, 6), "gather": (2, 4), "make": (1, 0),
 }  # fmt: skip
 FUSED_ATTENTION = (2, 3)
+# The same one by one under autocast, with the casts of operands and of weights' gradients: 2,500 kernels of a step of 24 blocks of a
+# transformer, 990 of ResNet-50 (torch 2.11, `scripts/bench gpu`).
+EAGER_LAUNCHES: dict[str, tuple[int, int]] = {
+    "linear": (5, 11), "attention": (8, 12), "convolution": (4, 7), "recurrent": (4, 8), "norm": (2, 4), "batch_norm": (1, 2),
+    "activation": (1, 2), "elementwise": (2, 2), "softmax": (3, 3), "gather": (2, 4), "make": (1, 0),
+}  # fmt: skip
+EAGER_HOST = 3.0  # times as long as one addition's launch takes each of them, from Python and through autograd; as measured there
 UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
 CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100-megatron-deepspeed"
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 EIGHT = 16  # sides of 8-bit products are multiples of it
+RELAID = 2.0  # bytes that move for each that a convolution reads or makes, to lie in another order: read and written
 CASTING = 5.0  # bytes to make an operand of 8 bits of one of 16: read twice, written once
 WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
 
@@ -85,28 +93,53 @@ class Kernel:
     head: float = 0.0
     fixed: Moved = NOTHING
 
-    def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
-        """What the host takes to launch it, and what the device takes to run it, forward and backward.
+    def seconds(self, device: Device, stack: Stack, precision: str, eager: bool = False) -> tuple[Seconds, Seconds]:
+        """What the host takes to launch it, and what the device takes to run it, forward and backward. `eager`: operators run one by one,
+        and `bytes` are those of the dtypes that they have under autocast.
 
         Raises:
             Infeasible: the device lacks the precision.
         """
         if self.kind == "view":
             return Seconds(), Seconds()
-        forward, backward = LAUNCHES.get(self.kind, LAUNCHES["elementwise"])
+        launches, launch_s = (EAGER_LAUNCHES, EAGER_HOST * stack.launch_s) if eager else (LAUNCHES, stack.launch_s)
+        forward, backward = launches.get(self.kind, launches["elementwise"])
         if self.kind == "attention":
-            busy, (forward, backward) = self._attention(device, stack, precision)
+            busy, others = self._attention(device, stack, precision, eager)
+            forward, backward = (forward, backward) if eager else others
         elif self.kind in MATMUL_KINDS:
             busy = self._product(device, stack, precision)
+        elif eager:
+            busy = self._through(device, stack, precision, self.kind)
         else:
             busy = self._moved(device, stack, precision)
+        if eager:
+            busy += self._beside(device, stack, precision)
         behind = self.backward_bytes > 0
-        host = Seconds(forward * self.share * stack.launch_s, backward * self.share * stack.launch_s * behind)
+        host = Seconds(forward * self.share * launch_s, backward * self.share * launch_s * behind)
         return host, Seconds(busy.forward, busy.backward * behind)
+
+    def _through(self, device: Device, stack: Stack, precision: str, kind: str, times: float = 1.0) -> Seconds:
+        """`times` its bytes through memory, as fast as kernels of `kind` that torch runs one by one."""
+        each = times * (2.0 if precision == "float64" else 1.0) / (device.memory_bandwidth_bytes_per_s * stack.moving(kind))
+        return Seconds(self.bytes * each, self.backward_bytes * each)
+
+    def _beside(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        """What eager operators do beside their own kernels: casts, but a loss reads its 16 bits itself, and what a convolution reads and
+        makes is put into the order of its kernels and back."""
+        if self.kind == "convolution" and not stack.convolution:
+            return self._through(device, stack, precision, "convolution", RELAID)
+        if self.kind == "softmax":
+            return Seconds()
+        rate = device.memory_bandwidth_bytes_per_s * stack.moving("cast")
+        return Seconds(self.cast_bytes / rate, self.backward_cast_bytes / rate)
 
     def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
         if PRECISIONS[precision].linears:
             return self._scaled(device, stack, precision)
+        if self.kind == "convolution" and stack.convolution:
+            rate = device.peak(precision) * stack.convolution
+            return Seconds(self.flops / rate, self.backward_flops / rate)
         peak = device.peak(precision) * stack.matmul * stack.sustained
         width = WIDTH[precision]
         if not self.n:
@@ -151,9 +184,10 @@ class Kernel:
         slower = 1 + stack.attention_positions / positions**0.5 if positions else 1.0
         return stack.attention_peak / slower / (1 + stack.attention_head / self.head if self.head else 1.0)
 
-    def _attention(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, tuple[int, int]]:
+    def _attention(self, device: Device, stack: Stack, precision: str, eager: bool) -> tuple[Seconds, tuple[int, int]]:
         bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
-        moved = Seconds(self.bytes * WIDTH[precision] / 4 / bandwidth, self.backward_bytes * WIDTH[precision] / 4 / bandwidth)
+        width = WIDTH[precision] / 4 if not eager or precision == "float64" else 1.0
+        moved = Seconds(self.bytes * width / bandwidth, self.backward_bytes * width / bandwidth)
         if stack.attention == "fused":
             forward = self.visible * self.flops / (device.peak(PRECISIONS[precision].wide) * self._attention_rate(stack))
             backward = self.backward_flops / self.flops / stack.attention_backward if self.flops else 0.0

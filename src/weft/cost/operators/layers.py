@@ -351,7 +351,7 @@ class _Priced:
         storages = ((s, s.root.split()[0]) for s in self.parts.stored[at])
         mine = [s for s, value in storages if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
         alone = replace(self.parts, stored=(*self.parts.stored[:at], tuple(mine), *self.parts.stored[at + 1 :]))
-        half = self.pricer.devices.is_half(self.layout.precision)
+        half = self.pricer.devices.is_half(self.layout)
         return keeps(alone, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
 
 

@@ -147,7 +147,7 @@ class OperatorPricer:
 
     def held_parts(self, layout: Layout) -> Parts:
         """The same with what operators keep and work on in the dtypes that the layout's precision gives them."""
-        if not self.devices.is_cast(layout.precision):
+        if not self.devices.is_cast(layout):
             return self.parts(layout)
         key = self._cut(layout)
         if key not in self._cast_parts:
@@ -156,11 +156,12 @@ class OperatorPricer:
 
     def held_inventory(self, layout: Layout) -> Inventory:
         """What operators keep and work on in the dtypes that the layout's precision gives them."""
-        return self.cast_inventory if self.devices.is_cast(layout.precision) else self.inventory
+        return self.cast_inventory if self.devices.is_cast(layout) else self.inventory
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
-        key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.batch_norm, layout.shares)
+        key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile, layout.batch_norm,
+               layout.shares)  # fmt: skip
         if key not in self._times:
             parts = self.held_parts(layout)
             compute = self.devices.operator_seconds(layout, self._sized(layout, parts), parts.index, parts.repeated)

@@ -200,7 +200,7 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     parts, ops, runs = pricer.held_parts(layout), section.operators, section.runs(pricer.expert_ways(layout))
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout.precision)
-    narrow = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout.precision) else 1.0
+    narrow = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout) else 1.0
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads)
     samples, alone, thin = (which[ops] for which in parts.torch_kernels)
