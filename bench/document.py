@@ -58,9 +58,9 @@ def command(name: str, arguments: Sequence[str]) -> str:
     >>> command("train", ["--rounds", "3", "--json", "/home/me/x.json", "--steps=1", "--json=y.json"])
     'scripts/bench train --rounds 3 --steps=1'
     """
-    kept = [
-        word for before, word in zip(("", *arguments), arguments, strict=False) if before != "--json" and word.partition("=")[0] != "--json"
-    ]
+    places = ("--json", "--page")
+    pairs = zip(("", *arguments), arguments, strict=False)
+    kept = [word for before, word in pairs if before not in places and word.partition("=")[0] not in places]
     return " ".join(["scripts/bench", name, *kept])
 
 
