@@ -92,6 +92,15 @@ def test_experts_of_a_library_without_a_limit_of_tokens_equal_serial(name: str, 
         assert share["parameters"] > (0.3 if name == "deepseek_v3" else 0.6) or (axis == "data" and "zero" not in layout), (axis, share)
 
 
+@pytest.mark.parametrize("layout", ["tensor=2x1x2", "tensor=2 pipeline=4"])
+def test_experts_cut_twice_and_stages_around_them_equal_serial(layout: str) -> None:
+    """Each axis of a grid has a piece of the experts that the other left; no message holds rows, whose number only data says."""
+    pytest.importorskip("transformers")
+    found = verified(f"hf:{CONFIGS / 'mixtral'}.json", layout, 4)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+
+
 def test_broken_twin_gradients_of_other_weights_that_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     not_summed_over(monkeypatch, "expert")
     found = verified(GSHARD + ",capacity=2", "data=2 expert=2")

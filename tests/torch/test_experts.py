@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.capture import experts as operators
+from weft.errors import LayoutError
+from weft.model.stages.stages import cuts, split
 from weft.model.work import operator_flops
 from weft.run.build import Source
 from weft.zoo.resolve import resolve
@@ -105,3 +107,18 @@ def test_experts_are_theirs_again_after_a_capture(transformers: Any) -> None:
     model = resolve(f"hf:{CONFIGS[0]}")
     Source.of(model.make).capture(model.batch(2), model.loss, None)
     assert vars(interface)["get_interface"] is before
+
+
+def test_no_stage_begins_among_rows_of_experts(transformers: Any) -> None:
+    """These are as many as data says, and messages between stages as long as the graph says; before and behind them stages begin."""
+    model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    sites = {cut.site for cut in cuts(graph)}
+    layer = [op.site for op in graph.operators if op.site.startswith("model.layers.0.mlp.experts")]
+    begins, *rows, ends = layer[: 1 + next(i for i, site in enumerate(layer) if site.endswith("/from_experts"))]
+    assert begins.endswith("/to_experts")
+    assert begins in sites
+    assert sites.isdisjoint((*rows, ends))
+    assert layer[layer.index(ends) + 1] in sites
+    with pytest.raises(LayoutError, match=f"no stage can begin at '{rows[0]}': .*rows of experts.* move the cut"):
+        split(graph, [rows[0]])

@@ -223,9 +223,9 @@ class Call:
         """Axes over which what an average is taken of is cut."""
         return self._cut_for("average")
 
-    def axis_of(self, label: str) -> str:
-        """The axis over which a label is cut; "" where it is not."""
-        return next((axis for axis, cut in self.cut.items() if cut == label), "")
+    def axes_of(self, label: str) -> list[str]:
+        """The axes over which a label is cut, each after those whose pieces it cuts once more."""
+        return [axis for axis, cut in self.cut.items() if cut == label]
 
     def _cut_for(self, kernel: str) -> list[str]:
         kernels = self.rule.kernels if self.cut else {}

@@ -183,9 +183,10 @@ def _part(call: Call) -> fx.Node | None:
 def _units(call: Call) -> fx.Node | None:
     """A recurrence of which this rank has some of the hidden units."""
     op, low = call.op, call.low
-    axis, recurrence = call.axis_of(UNITS), call.record.recurrence
-    if not axis or recurrence is None:
+    axes, recurrence = call.axes_of(UNITS), call.record.recurrence
+    if not axes or recurrence is None:
         return None
+    (axis,) = axes
     kind, group = op.target.split(".")[1].removesuffix("_cell"), low.groups[axis]
     form = low.sharding.forms[op.outputs[-1]][axis]
     assert is_shard(form)
@@ -222,9 +223,13 @@ def _targets(call: Call) -> fx.Node | None:
 
 
 def _experts_here(call: Call, number: int) -> tuple[str, int, int]:
-    """(axis over which `number` experts are spread, "" where they are not; the first of this rank; how many it has)."""
-    axis = call.axis_of(EXPERT)
-    return (axis, *piece(number, call.low.groups[axis].size, call.low.groups[axis].index)) if axis else ("", 0, -1)
+    """(axis over which `number` experts are spread, "" where they are not; the first of this rank; how many it has). Of several such axes
+    each cuts the pieces of those before it once more, and all ranks have the same tokens."""
+    axes, first = call.axes_of(EXPERT), 0
+    for axis in axes:
+        start, number = piece(number, call.low.groups[axis].size, call.low.groups[axis].index)
+        first += start
+    return (axes[0], first, number) if axes else ("", 0, -1)
 
 
 def _to_experts(call: Call) -> fx.Node | None:
