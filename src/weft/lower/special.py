@@ -332,7 +332,9 @@ def _shaped(call: Call) -> fx.Node | None:
     """What is given the shape of its result, which here is that of this rank's part."""
     shapers = {"reshape": torch.ops.aten.reshape.default, "expand": torch.ops.aten.expand.default}
     shaper = shapers.get(call.record.moves)
-    return None if shaper is None else call.emit(shaper, [call.args[0], call.shape])
+    ragged, value = call.low.graph.ragged, call.op.outputs[0]
+    shape = [-1 if (value, dim) in ragged else size for dim, size in enumerate(call.shape)]
+    return None if shaper is None else call.emit(shaper, [call.args[0], shape])
 
 
 def _complex_scatter(target: Callable[..., Tensor], x: Tensor, source: Tensor, dim: int = 0, *rest: Any, **kwargs: Any) -> Tensor:

@@ -187,6 +187,13 @@ class Graph:
         return regions(self)
 
     @cached_property
+    def ragged(self) -> frozenset[tuple[str, int]]:
+        """(value, dimension) that holds rows of experts, see `weft.model.dims.rows`."""
+        from weft.model.dims.rows import ragged  # here, since rows are written in terms of Graph
+
+        return ragged(self, self.rules)
+
+    @cached_property
     def held_together(self) -> frozenset[int]:
         """Numbers of the operators before which no stage can begin, see `weft.model.stages.stages`."""
         from weft.model.stages.stages import held_together

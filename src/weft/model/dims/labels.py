@@ -182,21 +182,6 @@ def by_label(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
     return dims
 
 
-def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[tuple[str, int]]:
-    """(value, dimension) that holds rows of experts, as many as follow from data, see `weft.ops.experts`."""
-    dims: set[tuple[str, int]] = set()
-    for op in graph.operators:
-        rule, how = rules[op.name], record_of(op).ragged
-        if how == "begins":
-            dims.update((value, 0) for value in op.outputs)
-        elif rule is not None and how != "ends" and dims:
-            rows = zip(op.inputs, rule.inputs, strict=True)
-            labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in dims}
-            outputs = zip(op.outputs, rule.outputs, strict=True)
-            dims.update((value, dim) for value, row in outputs for dim, label in enumerate(row) if label and label in labels)
-    return frozenset(dims)
-
-
 def expert_weights(graph: Graph) -> dict[str, str]:
     """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from weft.model.dims.labels import Dim, by_label, common, meanings, ragged
+from weft.model.dims.labels import Dim, by_label, common, meanings
 from weft.model.graph import Graph, Operator
 from weft.model.joined import Joined
 from weft.model.work import operator_flops
@@ -163,7 +163,7 @@ class _Followed:
 
     def _labels(self) -> Iterator[_Label]:
         """Labels that carry features."""
-        graph, rows = self.graph, ragged(self.graph, self.graph.rules)
+        graph, rows = self.graph, self.graph.ragged
         for op in graph.operators:
             rule, means = self.rules[op.name], self.means[op.name]
             names = means.features - means.samples

@@ -14,6 +14,7 @@ from math import prod
 
 from weft.model.dims.causal import hides_later
 from weft.model.dims.labels import labelled, places_of
+from weft.model.dims.rows import ragged
 from weft.model.graph import Graph, Operator
 from weft.model.work import batched, operator_flops
 from weft.ops import Rule, draws, record_of
@@ -65,12 +66,13 @@ def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run
 def _followed(
     graph: Graph, rules: Mapping[str, Rule | None], users: Mapping[str, Sequence[Operator]], seeds: Iterable[Place]
 ) -> dict[Place, Run]:
-    """Where the same positions are as in some dimensions, which are one run each."""
+    """Where the same positions are as in some dimensions, which are one run each. Rows of experts are none, also where a token has one."""
     runs: dict[Place, Run] = {}
+    rows = ragged(graph, rules)
     waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in seeds]
     while waiting:
         place, run = waiting.pop()
-        if place in runs or run.size < 2:
+        if place in runs or place in rows or run.size < 2:
             continue
         runs[place] = run
         for op in users.get(place[0], ()):

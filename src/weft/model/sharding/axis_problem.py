@@ -60,19 +60,19 @@ class AxisProblem(AxisValues):
 
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether the axis is for dimensions of this kind."""
+        places = places_of(op, rule, label)
+        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places):
+            return True
         if self.cuts_positions:
-            places = places_of(op, rule, label)
             if self.row.cuts_sequences:
                 if label == heads_of(rule):
                     return True
-                return record_of(op).moves != "reshape" and all(place in self.sequences for place in places)
+                return record_of(op).moves != "reshape" and all(place in self.sequences or place in self.ragged for place in places)
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) in POSITIONAL:
             return False
-        if self.row.cuts_channels and self.channels.isdisjoint(places_of(op, rule, label)):
+        if self.row.cuts_channels and self.channels.isdisjoint(places):
             return False
-        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places_of(op, rule, label)):
-            return not draws(op)  # rows of a rank are no piece of those that a serial run draws for
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
@@ -82,7 +82,7 @@ class AxisProblem(AxisValues):
         if (op.name, label) in self.fused.labels:
             return bool(self._runs(*places_of(op, rule, label)[0])) and not draws(op)
         everywhere = places_of(op, rule, label)
-        places = [place for place in everywhere if not self._stays_replicated(op, *place)]
+        places = [place for place in everywhere if place not in self.ragged and not self._stays_replicated(op, *place)]
         if self.row.cuts_sequences and len({self.sequences[place] for place in places if place in self.sequences}) > 1:
             return False  # positions that do not lie alike
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
@@ -143,7 +143,7 @@ class AxisProblem(AxisValues):
         if rule is None or writes_buffer(op, self.placed):
             return self._said(op, said, options)
         for label in rule.labels:
-            if (said is None and not self.admits(op, rule, label)) or (record_of(op).ragged and label == EXPERT):
+            if (said is None and not self.admits(op, rule, label)) or self._spreads_rows(op, rule, label, spread):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, rule, label, seconds, summed)
@@ -162,6 +162,13 @@ class AxisProblem(AxisValues):
             options += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, options)
 
+    def _spreads_rows(self, op: Operator, rule: Rule, label: str, spread: list[Choice]) -> bool:
+        """Whether rows of experts lie by expert along an axis where they would lie by token if `label` were cut: they do wherever they can,
+        since pieces do not say what they are pieces of."""
+        how = record_of(op).ragged
+        both = how in ("begins", "ends") and bool(spread)
+        return bool(how) and (label == EXPERT or (both and not self.ragged.isdisjoint(places_of(op, rule, label))))
+
     def _handing_on(self, op: Operator, choice: Choice) -> list[Choice]:
         """Layers of a recurrence cut by hidden units gather these in every step, so that the whole output costs nothing more."""
         if choice.label != UNITS or not record_of(op).over_steps:
@@ -177,7 +184,7 @@ class AxisProblem(AxisValues):
             return [choice for choice in options if choice is not None]
         number = num_experts(op, self.graph.tensors)
         sends = self.row.cuts_experts  # its ranks have other tokens; along a tensor axis all have the same
-        if number < self.n or not (sends or self.cuts_weights):
+        if number < self.n or not (sends or self.cuts_weights) or any((v, 0) in self.ordered_rows for v in (*op.inputs, *op.outputs)):
             return []
         behind = () if how == "goes on" else op.inputs[0 if how == "begins" else 2 :]
         if not all(self.cuttable(v, 0) for v in op.inputs if v not in behind or sends):

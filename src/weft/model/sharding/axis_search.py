@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from weft.errors import LayoutError
 from weft.model.graph import Operator
 from weft.model.sharding.axis_problem import AxisProblem, Choice
 from weft.plan.placement import D, Placement, R
@@ -59,6 +60,11 @@ def solve(problem: AxisProblem, beam: int = BEAM) -> tuple[dict[str, Choice], di
                 if key not in best or total < best[key][0]:
                     best[key] = (total, after, _Decided(path, op.name, choice, stored))
         states = sorted(best.values(), key=lambda s: s[0])[:beam]
+        if not states:
+            raise LayoutError(
+                f"{op.site} cannot be computed over {problem.axis}={problem.n}: what it reads lies in pieces that are neither put together "
+                f"nor cut otherwise; leave {problem.axis} out"
+            )
     chosen: dict[str, Choice] = {}
     placed: dict[str, Placement] = {}
     node = states[0][2]

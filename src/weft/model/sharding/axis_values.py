@@ -14,7 +14,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.model.dims.labels import channels, positions, ragged
+from weft.model.dims.labels import channels, positions
+from weft.model.dims.rows import ordered_rows, ragged
 from weft.model.dims.runs import Fused
 from weft.model.dims.sequences import Run, heads, in_zigzag, sequences
 from weft.model.gradients import needs_gradient
@@ -74,6 +75,7 @@ class AxisValues:
         self.fused = graph.fused if self.cuts_weights and not others.again else Fused(graph.rules)
         self.rules = self.fused.rules
         self.ragged = ragged(graph, self.rules)
+        self.ordered_rows = ordered_rows(graph, self.rules, self.ragged)
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self._shards: dict[tuple[str, int], Shard | Strided] = {}
         if self.row.follows:
@@ -83,7 +85,7 @@ class AxisValues:
     def cuttable(self, value: str, dim: int) -> bool:
         """Whether every rank gets a piece of a dimension; pieces of another axis' pieces must be equal."""
         if (value, dim) in self.ragged:  # as many rows as follow from data
-            return True
+            return (value, dim) not in self.ordered_rows
         size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
         if self.row.cuts_sequences:
             return self._shares_positions(value, dim, size)

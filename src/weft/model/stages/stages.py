@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from weft.errors import Infeasible, LayoutError
-from weft.model.dims.labels import ragged
 from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
 from weft.model.work import closure
@@ -86,7 +85,7 @@ def held_together(graph: Graph) -> set[int]:
     """Operators before which no stage can begin: those between two uses of one buffer that is written while the model runs, and those
     between rows of experts and what reads them: messages are as long as the graph says, and these rows are as many as data says."""
     held: set[int] = set()
-    for value in {value for value, _ in ragged(graph, graph.rules)}:
+    for value in {value for value, _ in graph.ragged}:
         held.update(range(graph.place[value] + 1, graph.last_reader.get(value, 0) + 1))
     written = written_buffers(graph)
     uses: dict[str, list[int]] = {}
@@ -162,7 +161,8 @@ def _starts(graph: Graph, sites: Sequence[str]) -> list[int]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
         if order[site] in graph.held_together:
             raise LayoutError(
-                f"no stage can begin at {site!r}: a buffer that the model writes, or rows of experts, are used before and after it; move the cut"
+                f"no stage can begin at {site!r}: a buffer that the model writes, or rows of experts, are used before and after it; "
+                "move the cut"
             )
         starts.append(order[site])
     return starts
