@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate", "callable"},
     "serve": DATA | {"cluster"},
+    "deploy": PRICED | {"capture", "zoo", "serve"},
     "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,
@@ -54,7 +55,7 @@ EVERYTHING = {"cli", "adapters", "api", "api_loop", "api_verbs", "__init__", "__
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/transfers.py": {"world", "collectives"}}
 
-TORCH_PARTS = {"adapters", "capture", "zoo", "world", "lower", "run", "train"}
+TORCH_PARTS = {"adapters", "capture", "deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py", "api_verbs.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current", "capture/kept/store")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.

@@ -10,6 +10,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import Output, output, write_file
+from weft.cli.serve_profile import profile
 from weft.errors import UsageError
 from weft.report.tables import Table
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from weft.serve.workflow import Machines, Workflow
 
 app = typer.Typer(help="Place workflows of models on workers.", no_args_is_help=True, rich_markup_mode=None)
+app.command("profile")(profile)
 _OUTPUT = "Write the plan here (TOML)."
 _CLUSTER = "A file with [worker.NAME] and [[link]] tables; by default those of the workflow."
 _LATENCY = "Seconds within which a share of requests is answered; 0 counts throughput alone."

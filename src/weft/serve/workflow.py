@@ -22,13 +22,16 @@ Batches = tuple[tuple[int, float], ...]  # (requests together, seconds), ascendi
 class Variant:
     """One way to compute an operator. `latency_s`: by worker, seconds of a batch by its size. `output_bytes`: of one message.
 
-    `factor`: what it multiplies accuracy by, where the workflow says so.
+    `factor`: what it multiplies accuracy by, where the workflow says so. `model` or `call`: what computes it, a MODEL (or
+    `export:FILE.pt2`) or `file.py:name` of a function; the file lies in the workflow's `folder`.
     """
 
     name: str
     latency_s: tuple[tuple[str, Batches], ...]
     output_bytes: float = 0.0
     factor: float = 1.0
+    model: str = ""
+    call: str = ""
 
     def batches(self, worker: str) -> Batches:
         """Of a worker, () where it cannot run the variant."""
@@ -59,13 +62,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`count` equal machines on a tier; `spot` ones may be taken away."""
+    """`count` equal machines on a tier; `spot` ones may be taken away. `device`: `here`, or a CLUSTER that has it, for profiles;
+    `threads`: of a machine that is measured here."""
 
     name: str
     tier: int
     price_per_hour: float
     count: int = 1
     spot: bool = False
+    device: str = "here"
+    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +132,18 @@ class Accuracy:
     base: float = 100.0
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What accuracy is measured on. `labelled`: `file.py:name` of a function that returns requests (values by source) and labels; `score`:
+    of one from answers and labels to a number, by default the per cent that are equal."""
+
+    labelled: str = ""
+    score: str = ""
+
+
 @dataclass(frozen=True)
 class Workflow:
-    """Operators in any order; they are kept sorted, each behind its inputs.
+    """Operators in any order; they are kept sorted, each behind its inputs. `folder`: where the files that it names lie.
 
     Raises:
         ConfigError: a cycle, an input or variant that is not there, an operator without variants.
@@ -138,6 +153,8 @@ class Workflow:
     sources: tuple[Source, ...]
     operators: tuple[Operator, ...]
     accuracy: Accuracy = field(default_factory=Accuracy)
+    measure: Measure = Measure()
+    folder: str = ""
 
     def __post_init__(self) -> None:
         names = [*(s.name for s in self.sources), *(op.name for op in self.operators)]

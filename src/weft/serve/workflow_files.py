@@ -8,9 +8,11 @@ from typing import Any
 
 from weft.cluster import toml
 from weft.errors import ConfigError, nearest
-from weft.serve.workflow import Accuracy, Batches, Link, Machines, Operator, Source, Variant, Worker, Workflow
+from weft.serve.workflow import Accuracy, Batches, Link, Machines, Measure, Operator, Source, Variant, Worker, Workflow
 
 Table = Mapping[str, Any]
+_OF_WORKER = {"tier", "price_per_hour", "count", "spot", "device", "threads"}
+_OF_VARIANT = {"latency_s", "output_bytes", "accuracy_factor", "memory_bytes", "model", "call"}
 
 
 def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
@@ -21,14 +23,18 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     """
     where = str(path)
     data = toml.parse(toml.read(path, "workflow"), where)
-    toml.only(where, data, {"name", "rate", "source", "operator", "accuracy", "worker", "link"})
+    toml.only(where, data, {"name", "rate", "source", "operator", "accuracy", "measure", "worker", "link"})
     sources = tuple(
         Source(name, _number(at, row, "output_bytes"), _number(at, row, "share", 1.0), _integer(at, row, "tier"))
         for name, at, row in _tables(where, data, "source", {"output_bytes", "share", "tier"})
     )
     operators = tuple(_operator(name, at, row) for name, at, row in _tables(where, data, "operator", {"inputs", "variant"}))
     accuracy = _accuracy(f"{where} [accuracy]", _table(where, data, "accuracy"))
-    workflow = Workflow(_text(where, data, "name", Path(path).stem), sources, operators, accuracy)
+    row = _table(where, data, "measure")
+    toml.only(f"{where} [measure]", row, {"labelled", "score"})
+    measure = Measure(*(_text(f"{where} [measure]", row, key, "") for key in ("labelled", "score")))
+    name, folder = _text(where, data, "name", Path(path).stem), str(Path(path).resolve().parent)
+    workflow = Workflow(name, sources, operators, accuracy, measure, folder)
     machines = _machines(where, data) if "worker" in data else None
     if machines is not None:
         _check_workers(where, workflow, machines)
@@ -54,10 +60,7 @@ def _check_workers(where: str, workflow: Workflow, machines: Machines) -> None:
 
 
 def _machines(where: str, data: Table) -> Machines:
-    workers = tuple(
-        Worker(name, _integer(at, row, "tier"), _number(at, row, "price_per_hour"), _integer(at, row, "count", 1), _flag(at, row, "spot"))
-        for name, at, row in _tables(where, data, "worker", {"tier", "price_per_hour", "count", "spot"})
-    )
+    workers = tuple(_worker(name, at, row) for name, at, row in _tables(where, data, "worker", _OF_WORKER))
     rows, at = data.get("link", []), f"{where} [[link]]"
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{where}: link is a list of tables, [[link]]")
@@ -74,6 +77,12 @@ def _machines(where: str, data: Table) -> Machines:
     return Machines(workers, tuple(links))
 
 
+def _worker(name: str, where: str, row: Table) -> Worker:
+    tier, count, threads = (_integer(where, row, key, default) for key, default in (("tier", 0), ("count", 1), ("threads", 1)))
+    price, spot, device = _number(where, row, "price_per_hour"), _flag(where, row, "spot"), _text(where, row, "device", "here")
+    return Worker(name, tier, price, count, spot, device, max(1, threads))
+
+
 def _operator(name: str, where: str, row: Table) -> Operator:
     inputs = row.get("inputs", {})
     if isinstance(inputs, list) and all(isinstance(one, str) for one in inputs):
@@ -81,9 +90,13 @@ def _operator(name: str, where: str, row: Table) -> Operator:
     if not isinstance(inputs, dict):
         raise ConfigError(f"{where}: inputs = {inputs!r}; it is a list of names, or {{ Detector = 3.5 }}, requests for each of the input's")
     variants = []
-    for variant, at, of in _tables(where, row, "variant", {"latency_s", "output_bytes", "accuracy_factor"}):
+    for variant, at, of in _tables(where, row, "variant", _OF_VARIANT):
         latency = tuple((worker, _batches(at, value)) for worker, value in _table(at, of, "latency_s").items())
-        variants.append(Variant(variant, latency, _number(at, of, "output_bytes"), _number(at, of, "accuracy_factor", 1.0)))
+        numbers = _number(at, of, "output_bytes"), _number(at, of, "accuracy_factor", 1.0)
+        model, call = (_text(at, of, key, "") for key in ("model", "call"))
+        if model and call:
+            raise ConfigError(f"{at} has a model and a call; it is computed by one of them")
+        variants.append(Variant(variant, latency, *numbers, model, call))
     return Operator(name, tuple((key, _number(where, inputs, key)) for key in inputs), tuple(variants))
 
 

@@ -34,7 +34,7 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
     """
     if sequence is not None:
         raise ModelError(f"--sequence {sequence} does not apply to {text}: its factory makes the batch; change it there")
-    path, factory = _load(text)
+    path, factory = load(text)
 
     def made() -> tuple[nn.Module, Any, Loss | None]:
         with _beside(path.parent):
@@ -71,7 +71,8 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
     return Resolved(text, make, lambda size: first_of(size, real), loss, batch or num_samples or 1, form=lambda size: first_of(size, empty))
 
 
-def _load(text: str) -> tuple[Path, Callable[[], Any]]:
+def load(text: str) -> tuple[Path, Callable[..., Any]]:
+    """(its file, the function or class) of `file.py:name`. Raises `ModelError`, with the names that are there."""
     file, _, name = text.rpartition(":") if not text.endswith(".py") else (text, "", "")
     path = Path(file).expanduser().resolve()
     if not path.is_file():

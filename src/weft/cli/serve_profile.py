@@ -1,0 +1,138 @@
+"""`weft serve profile`: variants measured here and priced elsewhere. In: a workflow. Out: its file with the figures, a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output, write_file
+from weft.errors import UsageError
+from weft.report.tables import Table
+from weft.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from weft.deploy.profile import Profile
+    from weft.serve.workflow import Machines, Workflow
+
+_CLUSTER = "A file with [worker.NAME] tables; by default those of the workflow."
+_OUTPUT = "Write the workflow with its profile here; by default into its own file."
+
+
+def profile(
+    workflow: Annotated[Path, typer.Argument(metavar="WORKFLOW.toml", help="Operators whose variants have a model or call.")],
+    cluster: Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help=_CLUSTER, show_default=False)] = None,
+    batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Requests computed together.")] = "1,2,4,8",
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.0, help="Of each measurement; five runs at the least.")] = 0.5,
+    compare: Annotated[bool, typer.Option("--compare", help="Price this machine, too, beside what was measured.")] = False,
+    target: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT, show_default=False)] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure a workflow's variants here, price them on machines that are not here, and write the figures into its file.
+
+    Workers whose device is `here` get measured seconds, with their threads; those with a CLUSTER's name what the cost model
+    of training says.
+    With labelled requests every choice of variants gets its accuracy.
+
+    \b
+    Example:
+      weft serve profile examples/serve/tracking.toml --batches 1,4
+      weft serve profile examples/serve/tracking.toml --compare -o profiled.toml
+    """
+    with output(as_json) as out:
+        from weft.deploy.profile import Wanted
+        from weft.deploy.profile import profile as measured
+        from weft.serve.workflow_files import read_machines, read_workflow
+
+        sizes = _sizes(batches)
+        of, machines, _ = read_workflow(workflow)
+        machines = read_machines(cluster) if cluster is not None else machines
+        if machines is None:
+            raise UsageError(f"{workflow} has no [worker.NAME] tables; give --cluster FILE")
+        devices = _devices(machines, compare, out)
+        with out.working(f"measuring the variants of {of.name}"):
+            figures = measured(of, machines, Wanted(sizes, seconds, int(compare), devices))
+        where = target or workflow
+        write_file(where, _text(workflow, of, machines, figures))
+        _show(out, of, figures)
+        for line in figures.skipped:
+            out.message(line)
+        out.text(f"written to {where}")
+        out.answer(_record(of, machines, figures))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(one.strip().isdecimal() and int(one) > 0 for one in sizes):
+        raise UsageError(f"--batches {text} is no list of sizes; write --batches 1,2,4,8")
+    return tuple(sorted({int(one) for one in sizes}))
+
+
+def _devices(machines: Machines, compare: bool, out: Output) -> dict[str, Any]:
+    from weft.cli.operands import load_cluster
+
+    names = {w.device for w in machines.workers if w.device != "here"} | ({"here"} if compare else set())
+    return {name: load_cluster(name, out) for name in sorted(names)}
+
+
+def _text(file: Path, workflow: Workflow, machines: Machines, figures: Profile) -> str:
+    from weft.serve.profile_file import with_profile
+
+    keys = [(op.name, v.name) for op in workflow.operators for v in op.variants]
+    variants = {k: (figures.latency_s(k, machines), figures.output_bytes[k], figures.memory_bytes[k]) for k in keys}
+    names = [op.name for op in workflow.operators]
+    return with_profile(file.read_text(encoding="utf-8"), variants, names, figures.accuracy, str(file))
+
+
+def _show(out: Output, workflow: Workflow, figures: Profile) -> None:
+    rows: list[tuple[str, ...]] = []
+    for op in workflow.operators:
+        for v in op.variants:
+            key, priced = (op.name, v.name), figures.priced.get((op.name, v.name), {})
+            mine: list[tuple[str, ...]] = []
+            for threads, by_batch in figures.measured[key].items():
+                for batch, t in by_batch.items():
+                    here = priced.get("here", {}).get(batch)
+                    seconds = (format_seconds(t.median_s), format_seconds(t.p95_s), format_seconds(t.p99_s))
+                    price = format_seconds(here) if here else ""
+                    mine.append((f"here, {threads} thread{'s' * (threads > 1)}", str(batch), *seconds, _rate(batch / t.median_s), price))
+            elsewhere = ((device, batch, s) for device, by_batch in priced.items() if device != "here" for batch, s in by_batch.items())
+            mine += [(device, str(batch), "", "", "", _rate(batch / s), format_seconds(s)) for device, batch, s in elsewhere]
+            memory = format_bytes(figures.memory_bytes[key])
+            rows += [(*(key if i == 0 else ("", "")), *row, memory if i == 0 else "") for i, row in enumerate(mine)]
+    columns = ("operator", "variant", "on", "batch", "p50", "p95", "p99", "requests/s", "priced", "memory")
+    out.table(Table(f"Variants of {workflow.name}", columns, tuple(rows), right=tuple(range(3, 10))))
+    if figures.accuracy:
+        names = tuple(op.name for op in workflow.operators)
+        lines = tuple((*choice, f"{value:.4g}") for choice, value in figures.accuracy.items())
+        out.table(Table("Accuracy", (*names, "accuracy"), lines, right=(len(names),)))
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _record(workflow: Workflow, machines: Machines, figures: Profile) -> dict[str, Any]:
+    return {
+        "variants": [
+            {
+                "operator": op.name,
+                "variant": v.name,
+                "latency_s": figures.latency_s((op.name, v.name), machines),
+                "measured": [
+                    {"threads": n, "batch": b, "median_s": t.median_s, "p95_s": t.p95_s, "p99_s": t.p99_s, "requests_per_s": b / t.median_s}
+                    for n, by_batch in figures.measured[op.name, v.name].items()
+                    for b, t in by_batch.items()
+                ],
+                "priced_s": figures.priced.get((op.name, v.name), {}),
+                "output_bytes": figures.output_bytes[op.name, v.name],
+                "memory_bytes": figures.memory_bytes[op.name, v.name],
+            }
+            for op in workflow.operators
+            for v in op.variants
+        ],
+        "accuracy": [{"variants": list(choice), "accuracy": value} for choice, value in figures.accuracy.items()],
+        "skipped": figures.skipped,
+    }

@@ -1,0 +1,149 @@
+"""What computes an operator. In: a variant's `model` or `call`. Out: a function from requests to answers, several at once.
+
+A request is a value for each of the operator's inputs, in their order; a value is an array or tensor, a tuple of such, or what the user's
+function returned. A model sees tensors with one request a row; what it returns is handed on row by row, on the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft.capture.capture import taken
+from weft.errors import ConfigError, ModelError, UsageError, said
+from weft.serve.workflow import Operator, Variant
+from weft.zoo.from_file import load
+from weft.zoo.resolve import resolve
+from weft.zoo.resolved import Resolved
+
+Request = tuple[Any, ...]
+Compute = Callable[[Sequence[Request]], list[Any]]
+EXPORT = "export:"
+
+
+@dataclass(frozen=True)
+class Computing:
+    """`run` answers several requests. `module`: what it calls, None where that is a function; `resolved`: how MODEL makes it."""
+
+    run: Compute
+    module: nn.Module | None = None
+    resolved: Resolved | None = None
+
+
+def in_folder(text: str, folder: str) -> str:
+    """A MODEL or `file.py:name` whose file lies beside the workflow, with its whole path.
+
+    >>> in_folder("resnet-18", "/tmp"), in_folder("hf:/a/config.json", "/tmp")
+    ('resnet-18', 'hf:/a/config.json')
+    """
+    kind = next((k for k in ("hf:", EXPORT) if text.startswith(k)), "")
+    path = Path(folder) / text.removeprefix(kind).partition(".py:")[0]
+    there = path if kind else Path(f"{path}.py")
+    return f"{kind}{folder}/{text.removeprefix(kind)}" if folder and there.exists() else text
+
+
+def function_of(text: str, folder: str) -> Callable[..., Any]:
+    """The function or class of `file.py:name`."""
+    return load(in_folder(text, folder))[1]
+
+
+def computing(op: Operator, variant: Variant, folder: str) -> Computing:
+    """Ready to run: the model in evaluation mode, with the weights of its factory or folder.
+
+    Raises:
+        ConfigError: the variant names nothing that computes. ModelError: it cannot be built.
+    """
+    where = f"{op.name}.{variant.name}"
+    if variant.call:
+        return Computing(_called(where, variant.call, folder))
+    if not variant.model:
+        raise ConfigError(f'{where} has neither model nor call, so it cannot be run; give model = "resnet-18", say')
+    name = in_folder(variant.model, folder)
+    if name.startswith(EXPORT):
+        module, resolved = _exported(name.removeprefix(EXPORT)), None
+    else:
+        resolved = resolve(name)
+        module = resolved.make().eval()
+    return Computing(lambda requests: rows_of(_output(where, module, requests)), module, resolved)
+
+
+def example_requests(computer: Computing, size: int) -> list[Request] | None:
+    """Requests of MODEL's own example batch; None of what has none."""
+    if computer.resolved is None or computer.module is None:
+        return None
+    batch = taken(computer.module, computer.resolved.batch(size))
+    if isinstance(batch, Mapping):
+        batch = tuple(value for name, value in batch.items() if name != "labels")
+    tensors = [t for t in (batch if isinstance(batch, tuple | list) else (batch,)) if isinstance(t, Tensor)]
+    return [tuple(tensor[i] for tensor in tensors) for i in range(size)]
+
+
+def inputs_of(requests: Sequence[Request], module: nn.Module) -> tuple[Tensor, ...]:
+    """What a module is called with for these: values stacked, members of tuples one after another, floats in the module's own type."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    flat = [[member for value in request for member in (value if isinstance(value, tuple) else (value,))] for request in requests]
+    columns = zip(*flat, strict=True)
+    stacked = (torch.stack([torch.as_tensor(np.array(v) if isinstance(v, list) else v) for v in column]) for column in columns)
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in stacked)
+
+
+def rows_of(output: Any) -> list[Any]:
+    """A model's output as one value for each request, arrays that no longer hold the others."""
+    if isinstance(output, Mapping):  # of a library, with names
+        output = next((output[k] for k in ("logits", "last_hidden_state") if k in output), output)
+    if isinstance(output, Tensor):
+        return [row.copy() for row in output.detach().float().numpy()] if output.is_floating_point() else list(output.numpy())
+    if isinstance(output, tuple | list) and output and all(isinstance(t, Tensor) for t in output):
+        return list(zip(*(rows_of(t) for t in output), strict=True))
+    raise ModelError(f"a model of a workflow returned {type(output).__name__}; it returns a tensor, or a tuple of tensors, a row a request")
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a value's arrays and text, as they are handed on."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(size_of(v) for v in value.values())
+    if isinstance(value, tuple | list):
+        return sum(size_of(v) for v in value)
+    return len(value) if isinstance(value, bytes | str) else 8
+
+
+def _called(where: str, call: str, folder: str) -> Compute:
+    function: Any = function_of(call, folder)
+    if inspect.isclass(function):
+        function = function()
+
+    def run(requests: Sequence[Request]) -> list[Any]:
+        answers = [function(*request) for request in requests]
+        if any(inspect.isawaitable(a) for a in answers):
+            raise UsageError(f"{where}: {call} is asynchronous; write a plain function of one request")
+        return answers
+
+    return run
+
+
+def _output(where: str, module: nn.Module, requests: Sequence[Request]) -> Any:
+    try:
+        with torch.inference_mode():
+            return module(*inputs_of(requests, module))
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        shapes = [str(tuple(getattr(v, "shape", ())) or type(v).__name__) for v in requests[0]]
+        raise ModelError(f"{where} does not take a request of {', '.join(shapes)}: {said(error)[:300]}") from error
+
+
+def _exported(file: str) -> nn.Module:
+    try:
+        module: nn.Module = torch.export.load(file).module()
+    except Exception as error:
+        raise ModelError(f"{file} is no program of torch.export: {said(error)}; torch.export.save writes one") from error
+    return module

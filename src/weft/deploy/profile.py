@@ -1,0 +1,259 @@
+"""Variants measured on this machine, and priced on machines that are not here. In: a workflow, its workers. Out: `Profile`.
+
+Measured: seconds of a batch by its size and threads (median, 95th and 99th percentile), bytes of an answer, bytes alive, and the accuracy
+of every choice of variants on the user's labelled requests. Priced: forward of the captured model, as the training side prices it
+(`weft.cost.operators`), without what an answer's way through a server adds. A function of the user's cannot be priced, and says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.capture.capture import capture
+from weft.capture.init import Deferred
+from weft.capture.modes import evaluation_modes, in_modes
+from weft.cluster.cluster import Cluster
+from weft.cost.operators.operators import OperatorPricer
+from weft.deploy.alive import most_alive_bytes
+from weft.deploy.computes import Compute, Computing, Request, computing, example_requests, function_of, inputs_of, size_of
+from weft.deploy.flow import by_item, computed, requests_of
+from weft.errors import ConfigError, ModelError, UsageError
+from weft.model.graph import Graph
+from weft.plan.layout import Layout
+from weft.serve.workflow import Machines, Operator, Variant, Workflow
+from weft.units import format_bytes
+
+LEAST, TOGETHER = 5, 16  # runs of a batch at the least; requests computed together for accuracy
+Key = tuple[str, str]  # operator, variant
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A batch's seconds: median, of 95 and 99 per cent, and requests/s."""
+
+    median_s: float
+    p95_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timed:
+        median, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99))
+        return cls(float(median), float(p95), float(p99))
+
+
+@dataclass
+class Profile:
+    """`measured`: [operator, variant][threads][batch]. `priced`: seconds, [operator, variant][device][batch]. `skipped`: what could not
+    be priced, and why."""
+
+    measured: dict[Key, dict[int, dict[int, Timed]]] = field(default_factory=dict)
+    priced: dict[Key, dict[str, dict[int, float]]] = field(default_factory=dict)
+    output_bytes: dict[Key, float] = field(default_factory=dict)
+    memory_bytes: dict[Key, float] = field(default_factory=dict)
+    accuracy: dict[tuple[str, ...], float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    def latency_s(self, key: Key, machines: Machines) -> dict[str, dict[int, float]]:
+        """By worker and batch; workers that cannot run it, or that nobody can price, are not in it."""
+        out: dict[str, dict[int, float]] = {}
+        for w in machines.workers:
+            here = {batch: t.median_s for batch, t in self.measured[key].get(w.threads, {}).items()}
+            seconds = here if w.device == "here" else self.priced.get(key, {}).get(w.device, {})
+            if seconds:
+                out[w.name] = seconds
+        return out
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured: `batches` together, each for so many `seconds`; `devices`: clusters by the names that workers give them;
+    `threads` of what is priced, 0 for as many as there are cores."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    seconds: float = 0.5
+    threads: int = 0
+    devices: Mapping[str, Cluster] = field(default_factory=dict)
+
+
+def profile(workflow: Workflow, machines: Machines, wanted: Wanted, say: Say = lambda line: None) -> Profile:
+    """Measure and price every variant.
+
+    Raises:
+        ConfigError: a variant without model or call, labels that are missing. ModelError: one that cannot be run.
+    """
+    by_item(workflow)
+    computers = {(op.name, v.name): computing(op, v, workflow.folder) for op in workflow.operators for v in op.variants}
+    requests, labels = _labelled(workflow)
+    figures = Profile()
+    seen = _accuracies(workflow, computers, requests, labels, figures, say) if requests else {}
+    threads = sorted({w.threads for w in machines.workers if w.device == "here"})
+    before = torch.get_num_threads()
+    try:
+        for op in workflow.operators:
+            for v in op.variants:
+                key = op.name, v.name
+                inputs = seen.get(key) or _examples(op, v, computers[key], max(wanted.batches))
+                say(f"measuring {op.name}.{v.name}")
+                _measure(key, computers[key], inputs, threads, wanted, figures)
+                _price(key, computers[key], inputs, wanted, figures)
+    finally:
+        torch.set_num_threads(before)
+    return figures
+
+
+def _labelled(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]:
+    """(requests, labels) of the user's function, nothing where there is none."""
+    if not workflow.measure.labelled:
+        return [], None
+    labelled = function_of(workflow.measure.labelled, workflow.folder)()
+    sources = {s.name for s in workflow.sources}
+    if not isinstance(labelled, tuple) or len(labelled) != 2 or not labelled[0] or len(labelled[0]) != len(labelled[1]):
+        raise ConfigError(f"{workflow.measure.labelled} returns (requests, labels), two lists of equal length with at least one request")
+    requests, labels = labelled
+    if not all(isinstance(one, Mapping) and set(one) == sources for one in requests):
+        raise ConfigError(f"a request of {workflow.measure.labelled} is a dict with a value for each of {', '.join(sorted(sources))}")
+    return list(requests), labels
+
+
+def scored(workflow: Workflow, answers: Sequence[Any], labels: Sequence[Any]) -> float:
+    """How accurate answers are, by the user's function or as the per cent that are equal to their labels."""
+    if workflow.measure.score:
+        return float(function_of(workflow.measure.score, workflow.folder)(answers, labels))
+    return 100.0 * float(np.mean([_choice(a) == _choice(b) for a, b in zip(answers, labels, strict=True)]))
+
+
+def _choice(value: Any) -> Any:
+    """What an answer says: of scores the largest's number."""
+    return int(np.argmax(value)) if isinstance(value, np.ndarray) and value.ndim else value
+
+
+def labelled_requests(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]:
+    """The labelled requests of a workflow. Raises `ConfigError` where it has none."""
+    requests, labels = _labelled(workflow)
+    if not requests:
+        raise ConfigError(f'{workflow.name} has no requests to send; give [measure] labelled = "file.py:name"')
+    return requests, labels
+
+
+def _accuracies(
+    workflow: Workflow, computers: Mapping[Key, Computing], requests: Sequence[Any], labels: Any, figures: Profile, say: Say
+) -> dict[Key, list[Request]]:
+    """Every choice of variants on the labelled requests; returns what each variant saw, of the first choice that has it."""
+    inner, seen, computed_already = by_item(workflow), dict[Key, list[Request]](), dict[tuple[Any, ...], list[Any]]()
+    sources = {s.name: [one[s.name] for one in requests] for s in workflow.sources}
+    before = {op.name: _behind(workflow, op) for op in workflow.operators}
+    for choice in product(*(op.variants for op in workflow.operators)):
+        names = {op.name: v.name for op, v in zip(workflow.operators, choice, strict=True)}
+        values: dict[str, Sequence[Any]] = dict(sources)
+        for op in workflow.operators:
+            key = op.name, names[op.name]
+            asked = (op.name, *(names[one] for one in before[op.name]))
+            if asked not in computed_already:
+                say(f"computing {op.name}.{names[op.name]} on {len(requests)} requests")
+                inputs = [{name: values[name][i] for name, _ in op.inputs} for i in range(len(requests))]
+                seen.setdefault(key, [one for each in inputs for one in requests_of(op, inner, each)])
+                computed_already[asked] = computed(workflow, op, partial(_in_parts, computers[key].run), values)
+            values[op.name] = computed_already[asked]
+        answers = [tuple(values[name][i] for name in workflow.sinks) for i in range(len(requests))]
+        figures.accuracy[tuple(names.values())] = scored(workflow, [a[0] if len(a) == 1 else a for a in answers], labels)
+    return seen
+
+
+def _in_parts(run: Compute, rows: Sequence[Request]) -> list[Any]:
+    return [answer for first in range(0, len(rows), TOGETHER) for answer in run(rows[first : first + TOGETHER])]
+
+
+def _behind(workflow: Workflow, op: Operator) -> tuple[str, ...]:
+    """Operators that an operator's value follows from, itself included, in order."""
+    needed = {op.name}
+    for other in reversed(workflow.operators):
+        if other.name in needed:
+            needed.update(name for name, _ in other.inputs)
+    return tuple(o.name for o in workflow.operators if o.name in needed)
+
+
+def _examples(op: Operator, variant: Variant, computer: Computing, size: int) -> list[Request]:
+    requests = example_requests(computer, size)
+    if not requests:
+        raise ConfigError(f'{op.name}.{variant.name} has no example to be measured on; give [measure] labelled = "file.py:name"')
+    return requests
+
+
+def _measure(key: Key, computer: Computing, inputs: Sequence[Request], threads: Sequence[int], wanted: Wanted, figures: Profile) -> None:
+    answers = computer.run(inputs[: max(wanted.batches)])
+    figures.output_bytes[key] = float(np.mean([size_of(a) for a in answers]))
+    held = [*computer.module.parameters(), *computer.module.buffers()] if computer.module is not None else []
+    largest = _batch(inputs, max(wanted.batches), 0)
+    figures.memory_bytes[key] = float(sum(map(size_of, held)) + most_alive_bytes(lambda: computer.run(largest)))
+    for count in threads:
+        torch.set_num_threads(count)
+        by_batch = figures.measured.setdefault(key, {}).setdefault(count, {})
+        for batch in wanted.batches:
+            by_batch[batch] = Timed.of(_seconds(computer, inputs, batch, wanted.seconds))
+    figures.measured.setdefault(key, {})
+
+
+def _seconds(computer: Computing, inputs: Sequence[Request], batch: int, budget_s: float) -> list[float]:
+    computer.run(_batch(inputs, batch, 0))
+    seconds: list[float] = []
+    while len(seconds) < LEAST or sum(seconds) < budget_s:
+        requests = _batch(inputs, batch, len(seconds))
+        begun = time.perf_counter()
+        computer.run(requests)
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def _batch(inputs: Sequence[Request], size: int, number: int) -> list[Request]:
+    return [inputs[(number * size + i) % len(inputs)] for i in range(size)]
+
+
+def _price(key: Key, computer: Computing, inputs: Sequence[Request], wanted: Wanted, figures: Profile) -> None:
+    if not wanted.devices:
+        return
+    name = ".".join(key)
+    if computer.module is None or computer.resolved is None:
+        figures.skipped.append(f"{name} is a function or an exported program, which no cost model knows: measure it there")
+        return
+    for batch in wanted.batches:
+        try:
+            graph = _graph(computer, _batch(inputs, batch, 0))
+        except ModelError as error:
+            figures.skipped.append(f"{name} cannot be captured, so it has no price elsewhere: {error}")
+            return
+        for device, cluster in wanted.devices.items():
+            if figures.memory_bytes[key] > cluster.memory_of(1):
+                continue
+            figures.priced.setdefault(key, {}).setdefault(device, {})[batch] = forward_s(graph, cluster, batch, wanted.threads)
+    for device, cluster in wanted.devices.items():
+        if figures.memory_bytes[key] > cluster.memory_of(1):
+            takes, has = format_bytes(figures.memory_bytes[key]), format_bytes(cluster.memory_of(1))
+            figures.skipped.append(f"{name} takes {takes} and a device of {device} has {has}: it is not planned there")
+
+
+def _graph(computer: Computing, requests: Sequence[Request]) -> Graph:
+    """The module as it evaluates, captured without memory."""
+    assert computer.module is not None
+    assert computer.resolved is not None
+    with Deferred() as deferred:
+        model = computer.resolved.make()
+    with in_modes(model, evaluation_modes(model)):
+        batch = inputs_of(requests, computer.module)
+        return capture(model, batch, None, batch_size=len(requests), fake_mode=deferred.fake_mode, outputs=True).graph
+
+
+def forward_s(graph: Graph, cluster: Cluster, batch: int, threads: int = 0) -> float:
+    """Seconds of a graph's forward on one device of a cluster."""
+    if cluster.parts:
+        raise UsageError(f"{cluster.name} has several kinds of machines; a worker is one of them")
+    pricer = OperatorPricer(graph, cluster, batch)
+    return float(pricer.operator_seconds(Layout(threads=threads))[0].sum())
