@@ -32,6 +32,24 @@ class WeftError(Exception):
     """Anything weft reports to a user. `exit_code` is what the command line ends with."""
 
     exit_code = 4
+    second_hand = False  # whether another rank failed, and this one tells of it
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The error that came first, where cleaning up after it raised `error`.
+
+    >>> try:
+    ...     try:
+    ...         raise RunError("a rank failed")
+    ...     finally:
+    ...         open("/nowhere/at/all")
+    ... except OSError as later:
+    ...     first_of(later)
+    RunError('a rank failed')
+    """
+    while error.__cause__ is None and not error.__suppress_context__ and isinstance(error.__context__, WeftError | KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 class UsageError(WeftError):

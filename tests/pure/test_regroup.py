@@ -101,3 +101,12 @@ def test_any_order_of_faults_ends_running_or_failed(num_ranks: int) -> None:
         for event in joined(state.generation, num_ranks):
             state, _ = advance(state, event)
         assert state.stage is Stage.RUNNING
+
+
+def test_losses_without_a_snapshot_count_until_something_is_saved() -> None:
+    def lost(saved: list[int]) -> Stage:
+        events = [event for n, at in enumerate(saved) for event in (Ended(1, "killed", -1, at), *joined(n + 1))]
+        return after(*joined(0), *events)[0].stage
+
+    assert lost([1, 2, 3, 4, 5, 6]) is Stage.RUNNING
+    assert lost([-1, 1, 1, 1, 1]) is Stage.FAILED

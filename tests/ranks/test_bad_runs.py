@@ -202,6 +202,16 @@ def test_a_disk_that_is_full_loses_no_earlier_checkpoint(config: Path, finished:
     assert run(["checkpoint", "verify", str(finished)]) == 0
 
 
+@pytest.mark.parametrize("name", ["config.toml", "plan.toml", "metrics.jsonl", ".digests.json"])
+def test_a_pipe_in_the_place_of_a_file_of_the_run_ends_at_once(
+    config: Path, finished: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (finished / name).unlink()
+    os.mkfifo(finished / name)
+    assert run(["train", str(config), f"run.folder={finished}"]) == 2
+    assert f"{finished / name} is no file" in capfd.readouterr().err
+
+
 def test_an_interrupt_saves_and_leaves_nobody(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "config"
     launcher = subprocess.Popen(

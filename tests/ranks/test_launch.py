@@ -198,6 +198,34 @@ def test_a_lost_connection_is_never_the_first_cause(ranks: Any) -> None:
         ranks(slow_death, 3)
 
 
+def tells_of_another(world: World) -> None:
+    """Rank 0 ends a moment before rank 1, whose failure it tells of."""
+    world.everyone.barrier()
+    if world.rank == 0:
+        error = ConfigError("rank 1: it failed")
+        error.second_hand = True
+        raise error
+    time.sleep(0.4)
+    raise ConfigError("the cause")
+
+
+def test_what_a_rank_tells_of_another_is_never_the_first_cause(ranks: Any) -> None:
+    with pytest.raises(RankError, match="rank 1 failed: the cause"):
+        ranks(tells_of_another, 2)
+
+
+def cleans_up_badly(world: World) -> None:
+    try:
+        raise Infeasible("the cause")
+    finally:
+        Path("/nowhere/at/all").rmdir()
+
+
+def test_cleaning_up_masks_nothing(ranks: Any) -> None:
+    with pytest.raises(Infeasible, match="the cause"):
+        ranks(cleans_up_badly, 1)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [("stop", "its process is stopped"), ("hold", "native code holds its interpreter"), ("skip", "rank 1 did not take part")],
@@ -511,7 +539,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, forked: bool) -> None:
     assert not gone(lambda: alive(pids), 1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_lets_ranks_save_and_return(tmp_path: Path, number: signal.Signals) -> None:
     process, pids = start_launcher(tmp_path, grace_s=30.0)
     process.send_signal(number)
@@ -519,6 +547,15 @@ def test_a_signal_lets_ranks_save_and_return(tmp_path: Path, number: signal.Sign
     assert process.returncode == 0, said.decode()
     assert (tmp_path / "found").read_text() == "['saved', 'saved']"
     assert not gone(lambda: alive(pids), 1.0)
+
+
+def test_a_terminal_that_says_twice_that_it_is_gone_lets_ranks_save(tmp_path: Path) -> None:
+    process, pids = start_launcher(tmp_path, grace_s=30.0)
+    for pid in (process.pid, *pids, process.pid):  # the kernel tells all of them, and a shell its own child again
+        os.kill(pid, signal.SIGHUP)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said.decode()
+    assert (tmp_path / "found").read_text() == "['saved', 'saved']"
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, b"stopped by SIGTERM"), (signal.SIGINT, b"KeyboardInterrupt")])

@@ -6,12 +6,15 @@ import builtins
 import errno
 import io
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from test_checkpoint import blank, equal, state
 
 from weft.errors import CheckpointError
 from weft.run.state import checkpoint
+from weft.run.state.checkpoint import disk
 
 CALLS = ("fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir", "close")
 
@@ -227,3 +231,71 @@ def test_a_pipe_in_the_place_of_a_manifest_is_refused_at_once(tmp_path: Path) ->
     os.mkfifo(tmp_path / "step-00000001" / "manifest.json")
     with pytest.raises(CheckpointError, match="is not a regular file"):
         checkpoint.verify(tmp_path / "step-00000001")
+
+
+def test_a_folder_that_was_removed_is_made_anew_by_its_writer_alone(tmp_path: Path) -> None:
+    folder, said = tmp_path / "run" / "checkpoints", list[str]()
+    folder.parent.mkdir()
+    token = checkpoint.claim(folder)
+    checkpoint.save(folder, 1, state(1), token=token)
+    shutil.rmtree(folder)
+    checkpoint.save(folder, 2, state(2), token=token, warn=said.append)
+    assert [one.step for one in checkpoint.committed(folder)] == [2]
+    assert "was removed while the run went on" in said[0]
+    shutil.rmtree(folder)
+    other = checkpoint.claim(folder), checkpoint.claim(folder)
+    assert other[1] != token
+    with pytest.raises(checkpoint.Replaced):
+        checkpoint.save(folder, 3, state(3), token=token)
+
+
+def test_a_run_folder_that_was_removed_ends_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    token = checkpoint.claim(folder)
+    shutil.rmtree(folder.parent)
+    with pytest.raises(checkpoint.Removed, match="run was removed while the run went on"):
+        checkpoint.save(folder, 1, state(1), token=token)
+
+
+@dataclass
+class Thread:
+    """One of two ranks, in threads that share `given`."""
+
+    rank: int
+    given: list[list[int]]
+    meet: Barrier
+    num_ranks: int = 2
+    generation: int = 0
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        self.given[self.rank] = list(values)
+        self.meet.wait()
+        most = [max(pair) for pair in zip(*self.given, strict=True)]
+        self.meet.wait()
+        return most
+
+
+def test_every_rank_says_why_one_could_not_save(tmp_path: Path) -> None:
+    given, meet = [[], []], Barrier(2, timeout=20)
+
+    def save(rank: int) -> str:
+        try:
+            checkpoint.save(tmp_path / "file", 1, state(1), None, Thread(rank, given, meet))
+        except CheckpointError as error:
+            return f"{error.second_hand} {error}"
+        return ""
+
+    (tmp_path / "file").write_text("in the way")
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(save, range(2))
+    assert first.startswith("False checkpoint of step 1 not saved: File exists")
+    assert second == first.replace("False ", "True rank 0: ")
+
+
+def test_a_disk_without_inodes_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert "free space" in disk.explain(full, tmp_path, 0)
+    there = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*there[:5], 200, 0, 0, *there[8:])))
+    assert "no inodes are left" in disk.explain(full, tmp_path, 0)

@@ -7,6 +7,7 @@ failed, 130 interrupted. An error of the user's is one message, never a tracebac
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -40,9 +41,11 @@ from weft.cli import (
     verify,
     whatif,
 )
-from weft.errors import RunError, UsageError, WeftError
+from weft.errors import RunError, UsageError, WeftError, first_of
+from weft.world.terminal import lasting
 
 INTERRUPTED = 130
+LONGEST = 20_000  # characters of a message
 PLAN_ONCE = ("plan", "explain", "estimate", "simulate", "report")  # verbs of one search at most, none of which trains
 
 app = typer.Typer(
@@ -116,23 +119,29 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("weft: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except WeftError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"weft: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if debug or error.filename is None:
-            traceback.print_exc()
-        print(f"weft: cannot use {error.filename}: {error.strerror}; give another path, or change its permissions", file=sys.stderr)
-        return UsageError.exit_code
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            print("weft: this is a fault in weft, not in what you gave it; WEFT_DEBUG=1 shows where. Please report it:", file=sys.stderr)
-        print(f"weft: {type(error).__name__}: {error}", file=sys.stderr)
-        return RunError.exit_code
+        return _told(first_of(error), debug)
+
+
+def _told(error: BaseException, debug: bool) -> int:
+    """Says what ended the command, and returns its exit code."""
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case KeyboardInterrupt():
+            text, code = "interrupted", INTERRUPTED
+        case WeftError():
+            text, code = str(error), error.exit_code
+        case OSError(filename=str(path), strerror=str(why)):
+            remedy = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another path, or change its permissions"
+            text, code = f"cannot use {path}: {why}; {remedy}", UsageError.exit_code
+        case _:
+            fault = "this is a fault in weft, not in what you gave it; WEFT_DEBUG=1 shows where. Please report it:"
+            if not debug:
+                print(f"weft: {fault}", file=sys.stderr)
+            text, code = f"{type(error).__name__}: {error}", RunError.exit_code
+    print(f"weft: {text if len(text) <= LONGEST else f'{text[:LONGEST]}... ({len(text):,} characters)'}", file=sys.stderr)
+    return code
 
 
 def main() -> None:
@@ -143,6 +152,8 @@ def main() -> None:
     """
     if sys.argv[1:2] and sys.argv[1] in PLAN_ONCE:
         gc.disable()
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        sys.stdout, sys.stderr = lasting(1), lasting(2)
     code = run(sys.argv[1:])
     gc.freeze()
     sys.exit(code)

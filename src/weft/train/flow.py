@@ -25,6 +25,7 @@ from weft.run.state.checkpoint import committed, from_first
 from weft.train import loop, trials
 from weft.train.config import Config
 from weft.train.corpus import DESCRIPTION, PREPARED, describes_corpus, is_unchanged, open_data, read_description, save_description
+from weft.train.metrics import FILE
 from weft.train.subject import Subject
 from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
@@ -92,7 +93,7 @@ def _started(config: Config, folder: Path, planned: Planned) -> list[Any]:
                 stop_grace_s=STOP_GRACE_S,
                 folder=folder / "logs",
                 preload=modules,
-                recovery=Recovery() if recovers else None,
+                recovery=Recovery(saved=lambda: _saved(folder)) if recovers else None,
                 prepare=prepare_ranks if recovers and modules else None,
             )
         except LostKeeper as error:
@@ -100,6 +101,10 @@ def _started(config: Config, folder: Path, planned: Planned) -> list[Any]:
                 raise
             print(f"{error}; the ranks are started again, from the last checkpoint", file=sys.stderr)
     raise AssertionError
+
+
+def _saved(folder: Path) -> int:
+    return max((saved.step for saved in committed(folder / loop.CHECKPOINTS)), default=-1)
 
 
 def prepare_ranks(folder: str, peak_flops: float) -> Subject:
@@ -218,6 +223,9 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
 
 
 def _check_folder(config: Config, folder: Path) -> None:
+    for name in (CONFIG, PLAN, DESCRIPTION, DIGESTS, FILE):
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ConfigError(f"{folder / name} is no file; remove it, or choose another run.folder")
     earlier = _earlier(folder)
     if earlier is None:
         strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _PREPARED]

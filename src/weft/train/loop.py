@@ -153,6 +153,7 @@ class _Run:
         self.saving_s = 0.0
         self.data_wait_s = 0.0  # of the rank that waited longest, but for the first batch
         self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
+        self._place = _place(job.folder) if world.rank == 0 else None
         self._untold: deque[tuple[Row, _Told]] = deque()
 
     def run(self) -> Summary:
@@ -380,6 +381,8 @@ class _Run:
         if done < self._agree_at:
             return False, False
         self._check_text(done)
+        if self._place is not None and _place(self.job.folder) != self._place:
+            raise checkpoint.Removed(self.job.folder)
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
         due = self._interval is not None and self._interval.due(time.perf_counter())
         told = [int(self.world.stopping), int(due), min(period, 2 * self._agree_every)]
@@ -413,7 +416,7 @@ class _Run:
                 pieces, keep = self.engine.pieces(), self.section.keep
                 checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=token, warn=self.show.say)
             self.saved_step = step
-        except checkpoint.Replaced:
+        except (checkpoint.Replaced, checkpoint.Removed):
             raise
         except CheckpointError as error:
             if last:
@@ -456,6 +459,15 @@ class _Run:
             "saving_s": self.saving_s,
             "data_wait_s": self.data_wait_s,
         }
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """Where a folder is, which another of its name is not; None: nowhere."""
+    try:
+        there = folder.stat()
+    except OSError:
+        return None
+    return there.st_dev, there.st_ino
 
 
 def _last(rows: Sequence[Row], key: str) -> float | None:

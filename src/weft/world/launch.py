@@ -368,15 +368,16 @@ class _Folder:
 
     def __enter__(self) -> Path:
         _sweep(Path(tempfile.gettempdir()))
+        if self._copies is not None:
+            self._copies.mkdir(parents=True, exist_ok=True)
         self.path = Path(tempfile.mkdtemp(prefix="weft-"))
         self._lock = _hold(self.path)
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._copies is not None:
-            self._copies.mkdir(parents=True, exist_ok=True)
             for file in (*self.path.glob("rank-*.log"), self.path / "record"):
-                if file.exists():
+                with suppress(OSError):  # a full disk, a folder that was removed; that is no reason to say nothing else
                     shutil.copyfile(file, self._copies / file.name)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from weft.world.children import LARGEST_MESSAGE
 from weft.world.kept import Held
-from weft.world.prepared_rank import Made, Task, die_with_parent, enter, found, run_rank, sent
+from weft.world.prepared_rank import Made, Task, answered_by_launcher, die_with_parent, enter, found, run_rank, sent
 
 Terminal = tuple[int, int, int] | None
 
@@ -29,7 +29,7 @@ def run_nest(task: Task, events: int, lifeline: int, parent: int, terminal: Term
     """Serves one launch, and ends this process."""
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        answered_by_launcher()
         _Nest(task, socket.socket(fileno=events), lifeline, terminal).serve()
     except BaseException:
         traceback.print_exc()

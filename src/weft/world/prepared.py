@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from weft.world.children import LARGEST_MESSAGE
 from weft.world.nest import run_nest
-from weft.world.prepared_rank import Task, run_rank
+from weft.world.prepared_rank import Task, answered_by_launcher, run_rank
 
 
 @dataclass
@@ -136,7 +136,7 @@ def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int) -> None:
 def main() -> None:
     """The process's entry: `control` and `lifeline` are descriptors, the rest names modules to import beforehand."""
     control, lifeline, *modules = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answered_by_launcher()
     for module in modules:
         __import__(module)
     serve(socket.socket(fileno=int(control)), int(lifeline))

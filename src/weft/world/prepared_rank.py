@@ -27,17 +27,19 @@ from typing import Any, NoReturn
 import torch
 
 from weft import errors
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, first_of
 from weft.world import encoding, matmul_backend, private, recorder
 from weft.world.current import current_world, set_world
 from weft.world.kept import Kept
 from weft.world.pending import is_lost
 from weft.world.recorder import Recorder, process_state
+from weft.world.terminal import ASKING, lasting
 from weft.world.world import TRANSPORT, Survivor, World
 
 BEAT_S = 0.2
 BEATS_A_LOOK = 5
 LINGER_S = 3.0
+UNTOLD = 74  # the exit code of a rank that could not write down why it failed
 # Set while a rank imports the module of its function, so that a script that launches at its top level is told so.
 IMPORTING = "WEFT_RANK_IMPORTING"
 _PR_SET_PDEATHSIG = 1
@@ -95,6 +97,12 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def answered_by_launcher() -> None:
+    """Ctrl-C, and the end of a terminal, reach every process of it; only the launcher answers them."""
+    for number in (signal.SIGINT, *ASKING):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def log_file(folder: str, rank: int) -> Path:
     """Where the output of a rank goes that is not shown."""
     return Path(folder) / f"rank-{rank}.log"
@@ -131,8 +139,7 @@ def _run(
     memory: Kept | None,
 ) -> NoReturn:
     die_with_parent(parent)
-    # Ctrl-C reaches every process of the terminal; only the launcher answers it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answered_by_launcher()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(task, rank, terminal)
     folder = Path(task.folder)
@@ -160,7 +167,11 @@ def _run(
             time.sleep(0.005)
     except BaseException as error:  # SystemExit included: it would end the rank without a word
         code = 1
-        _write(folder / f"failure-{rank}", json.dumps(failure(error, rank)).encode())
+        try:
+            _write(folder / f"failure-{rank}", json.dumps(failure(error, rank)).encode())
+        except OSError:  # a full disk
+            code = UNTOLD
+            traceback.print_exception(error)
         notes.phase(recorder.FAILED)
     finally:
         _flush()
@@ -218,7 +229,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def failure(error: BaseException, rank: int) -> dict[str, Any]:
-    """What the launcher needs to know of an exception: plain data."""
+    """What the launcher needs to know of an exception, or of the one that it masks: plain data."""
+    error = first_of(error)
     error_class = (
         next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
         if isinstance(error, WeftError)
@@ -237,6 +249,7 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
         "kept": error_class,
         "message": text,
         "lost": is_lost(error),
+        "second_hand": isinstance(error, WeftError) and error.second_hand,
         "traceback": "".join(traceback.format_exception(error)),
         "frames": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in stack[-4:]],
     }
@@ -282,8 +295,7 @@ def _redirect(task: Task, rank: int, terminal: tuple[int, int, int] | None) -> N
         os.close(log)
     # The forked streams may be a notebook's or a test's, and hold text that their owner will write.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stdout, sys.stderr = lasting(1), lasting(2)
     faulthandler.enable(sys.stderr, all_threads=False)
 
 

@@ -23,7 +23,8 @@ class Stage(Enum):
 class State:
     """`condemned`: ranks that were killed and are not gone yet; `absent`: of them those that did not join, which are no loss of their own;
     `missing`: ranks to be forked once the condemned are gone. `together`: with one rank all are replaced, whose connections cannot be left
-    while a collective is under way (gloo, NCCL). `losses` since `steps` steps were done, of which `most` are borne."""
+    while a collective is under way (gloo, NCCL). `losses` since `steps` steps were done, and `saved` in a
+    checkpoint, of which `most` are borne."""
 
     num_ranks: int
     most: int
@@ -36,15 +37,18 @@ class State:
     absent: frozenset[int] = frozenset()
     losses: int = 0
     steps: int = -1
+    saved: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank is gone, `why`; all ranks had done `steps` steps, -1 before there is a snapshot."""
+    """The process of a rank is gone, `why`; all ranks had done `steps` steps, -1 where there is no snapshot; `saved`: those in the newest
+    checkpoint, -1 where there is none."""
 
     rank: int
     why: str
     steps: int
+    saved: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,8 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
     if state.stage is Stage.FAILED:
         return state, []
     match event:
-        case Ended(rank, why, steps):
-            return _ended(state, rank, why, steps)
+        case Ended():
+            return _ended(state, event)
         case Hung(rank, why):
             if rank in state.condemned | state.missing:
                 return state, []
@@ -138,10 +142,11 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
             return after, [Say(words), *map(Kill, missing)]
 
 
-def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[Instruction]]:
-    losses = (state.losses if steps == state.steps else 0) + (rank not in state.absent)
+def _ended(state: State, event: Ended) -> tuple[State, list[Instruction]]:
+    rank, why, steps, saved = event.rank, event.why, event.steps, event.saved
+    losses = (state.losses if (steps, saved) == (state.steps, state.saved) else 0) + (rank not in state.absent)
     if losses > state.most:
-        at = f"after step {steps}" if steps >= 0 else "before the first step"
+        at = f"after step {max(steps, saved)}" if max(steps, saved) >= 0 else "before the first step"
         return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
     words = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
     todo: list[Instruction] = [Say(f"{why}; {words}, and a new process takes its place")] if rank not in state.condemned else []
@@ -149,7 +154,7 @@ def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[I
     with_it = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
     condemned, absent = condemned | with_it, state.absent - {rank} | with_it
     todo += map(Kill, sorted(with_it))
-    after = replace(state, condemned=condemned, absent=absent, missing=missing, losses=losses, steps=steps, joined=frozenset())
+    after = replace(state, condemned=condemned, absent=absent, missing=missing, losses=losses, steps=steps, saved=saved, joined=frozenset())
     if condemned:
         return replace(after, stage=Stage.LOST), todo
     generation = state.generation + 1

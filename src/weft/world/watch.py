@@ -24,10 +24,11 @@ from weft.errors import RankError, RunError, WeftError
 from weft.world import encoding
 from weft.world.children import LostKeeper
 from weft.world.hangs import HangWatch, Limits, each
-from weft.world.prepared_rank import log_file
+from weft.world.prepared_rank import UNTOLD, log_file
 from weft.world.recorder import Reader, Status
 from weft.world.regroup import Ended, Event, Fail, Fork, Hung, Joined, Kill, Overdue, Publish, Say, Stage, State, advance
 from weft.world.stuck import listed
+from weft.world.terminal import ASKING
 
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
 LOST_S = 1.5  # the first cause of a lost connection comes within this
@@ -58,24 +59,26 @@ class Children(Protocol):
 
 @dataclass(slots=True)
 class Stops:
-    """How often the launcher was told to stop, and by which signal first."""
+    """How often the launcher was told to stop, and by which signal first. A terminal that goes away may say so twice."""
 
     count: int = 0
     first: int = 0
 
     def __call__(self, number: int, frame: object) -> None:
+        self.count += not self.first or number not in ASKING
         self.first = self.first or number
-        self.count += 1
 
 
 @contextmanager
 def caught_signals() -> Iterator[Stops]:
-    """Counts SIGTERM and SIGINT instead of obeying them; in a thread, where that is impossible, counts none."""
+    """Counts what asks this process to end instead of obeying it; in a thread, where that is impossible, counts nothing. What the process
+    ignores (nohup), or answers itself, stays as it is."""
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    before = {number: signal.signal(number, stops) for number in (signal.SIGTERM, signal.SIGINT)}
+    asking = [number for number in ASKING if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, stops) for number in (signal.SIGTERM, signal.SIGINT, *asking)}
     try:
         yield stops
     finally:
@@ -90,6 +93,7 @@ class _Failure:
     message: str
     error_class: str = ""
     lost: bool = False
+    second_hand: bool = False
     native: bool = False  # the process ended without a word
     stack: tuple[str, ...] = ()
     traceback: str = ""
@@ -97,10 +101,12 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it. `together`: as of `regroup.State`."""
+    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it. `saved`: the steps in the newest checkpoint, -1
+    where there is none. `together`: as of `regroup.State`."""
 
     most: int = 5
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    saved: Callable[[], int] = lambda: -1
     together: bool = False
 
 
@@ -172,20 +178,20 @@ class _Supervisor:
 
     def _end(self, rank: int, code: int) -> None:
         failure = _failure(self.folder, rank, code)
-        if failure is not None and self._replaces(failure):
+        if failure is not None and self.recovery is not None and self._replaces(failure):
             (self.folder / f"failure-{rank}").unlink(missing_ok=True)
             done = [max((side for side in pair if side is not None), default=-1) for pair in self.record.snapshots()]
-            self._advance(Ended(rank, f"rank {rank} {failure.message}", min(done)))
+            self._advance(Ended(rank, f"rank {rank} {failure.message}", min(done), self.recovery.saved()))
             return
         self.ended[rank] = code
         if failure is not None:
             self.failures.append(failure)
-            self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if failure.lost else SETTLE_S))
+            self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if failure.lost or failure.second_hand else SETTLE_S))
 
     def _replaces(self, failure: _Failure) -> bool:
         """Whether another process takes the place of a rank that ended so: of one that was killed, not of one that says why it failed."""
         returned = any(code == 0 for code in self.ended.values())
-        return self.recovery is not None and (failure.native or failure.lost) and not (self.failures or returned)
+        return (failure.native or failure.lost) and not (self.failures or returned)
 
     def _look(self, now: float) -> None:
         """At the ranks that live."""
@@ -240,7 +246,8 @@ class _Supervisor:
 def stopped(stops: Stops, grace_s: float) -> BaseException:
     if stops.first == signal.SIGINT:
         return KeyboardInterrupt()
-    return RunError(f"stopped by SIGTERM before the ranks returned (they had {grace_s:g} s)")
+    name = signal.Signals(stops.first).name if stops.first else "SIGTERM"
+    return RunError(f"stopped by {name} before the ranks returned (they had {grace_s:g} s)")
 
 
 def _failure(folder: Path, rank: int, code: int) -> _Failure | None:
@@ -249,16 +256,21 @@ def _failure(folder: Path, rank: int, code: int) -> _Failure | None:
     if told.exists():
         data = json.loads(told.read_text())
         text = data["message"] if data["kept"] else f"{data['type']}: {data['message']}"
-        return _Failure(rank, data["time"], text, data["kept"], data["lost"], False, tuple(data["frames"]), data["traceback"])
+        lost, second_hand, stack = data["lost"], data["second_hand"], tuple(data["frames"])
+        return _Failure(rank, data["time"], text, data["kept"], lost, second_hand, stack=stack, traceback=data["traceback"])
     if code == 0 and (folder / f"result-{rank}").exists():
         return None
-    if code >= 0:
+    if code == UNTOLD:
+        text = f"failed and could not write down why in {folder}; is there room on that disk?"
+    elif code >= 0:
         text = f"exited with code {code} before its function returned; return from the function instead of ending the process"
     else:
         name = signal.Signals(-code).name
         remedy = {
             signal.SIGKILL: "if nobody killed it, the kernel did for want of memory: use fewer ranks, smaller microbatches or recompute",
             signal.SIGTERM: "somebody ended it",
+            signal.SIGBUS: "memory that it mapped is gone: a file that was cut off while it was read (data, a library), or no room in "
+            "shared memory (df /dev/shm)",
         }.get(
             signal.Signals(-code),
             "a fault in native code; a collective that ranks call with different shapes ends so too, so compare what each was in",
@@ -268,7 +280,7 @@ def _failure(folder: Path, rank: int, code: int) -> _Failure | None:
 
 
 def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list[Status], folder: Path, shown: bool) -> RankError:
-    first = min(failures, key=lambda failure: (failure.lost, failure.time_s))
+    first = min(failures, key=lambda failure: (failure.lost, failure.second_hand, failure.time_s))
     lines = [f"rank {first.rank} {first.message}" if first.native else f"rank {first.rank} failed: {first.message}"]
     if first.lost:
         gone = [rank for rank, code in ended.items() if code == 0]

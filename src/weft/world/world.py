@@ -30,6 +30,7 @@ from weft.world.pending import LostPeer, Work, is_lost, synchronize
 from weft.world.recorder import RUNNING, Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
+from weft.world.terminal import ASKING
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
@@ -134,13 +135,14 @@ class World:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was told to stop (SIGTERM, Ctrl-C): save, then return.
+        """Whether the run was told to stop (SIGTERM, Ctrl-C, the end of a terminal, SIGUSR1): save, then return.
 
         Ranks may see it at different times: agree before acting on it, `world.maximum([world.stopping])`.
         """
         if self._catch_sigterm:
             self._catch_sigterm = False
-            signal.signal(signal.SIGTERM, lambda number, frame: self.recorder.stop())
+            for number in (signal.SIGTERM, *(n for n in ASKING if signal.getsignal(n) == signal.SIG_DFL)):
+                signal.signal(number, lambda number, frame: self.recorder.stop())
         return self.recorder.stopping
 
     def regrouped(self, error: BaseException) -> World:

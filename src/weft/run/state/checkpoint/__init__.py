@@ -1,6 +1,6 @@
 """Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
 
-from weft.run.state.checkpoint.folder import Replaced, Saved, claim, committed
+from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed
 from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_full, verify
 from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.run.state.checkpoint.region import Box, Region
@@ -13,6 +13,7 @@ __all__ = [
     "Box",
     "Piece",
     "Region",
+    "Removed",
     "Replaced",
     "Saved",
     "Together",

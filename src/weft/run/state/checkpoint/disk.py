@@ -90,6 +90,10 @@ def explain(error: OSError, folder: Path, need_bytes: int) -> str:
     """What went wrong while writing, with the numbers and the remedy."""
     what = error.strerror or str(error)
     match error.errno:
+        case errno.ENOSPC if _no_inodes(folder):
+            return f"{what}: no inodes are left on the disk of {folder}, whatever room it has; remove files there, or use another folder"
+        case errno.ENOENT | errno.ESTALE:
+            return f"{what}: {folder} was removed while it was written to, or its disk unmounted; leave it there until the run has ended"
         case errno.ENOSPC | errno.EDQUOT:
             try:
                 free = units.format_bytes(shutil.disk_usage(folder).free)
@@ -103,3 +107,11 @@ def explain(error: OSError, folder: Path, need_bytes: int) -> str:
             return f"{what}: the disk under {folder} fails; use another"
         case _:
             return f"{what} in {folder}"
+
+
+def _no_inodes(folder: Path) -> bool:
+    try:
+        there = os.statvfs(folder)
+    except OSError:
+        return False
+    return bool(there.f_files) and not there.f_favail

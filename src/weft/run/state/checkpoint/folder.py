@@ -29,6 +29,16 @@ class Replaced(CheckpointError):
     """Another run has become the writer of this folder; this one must end."""
 
 
+class Removed(CheckpointError):
+    """The folder in which a run keeps all that it has is gone, or is another's; the run must end."""
+
+    def __init__(self, what: Path | str) -> None:
+        super().__init__(
+            f"{what} was removed while the run went on, with all checkpoints in it; begin a new run, and leave its folder in place until "
+            "it has ended" if isinstance(what, Path) else what
+        )
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Saved:
     """A committed checkpoint, ordered by age: step, then attempt."""
@@ -117,6 +127,27 @@ def _taken(folder: Path, token: int) -> int:
         for old in sorted((folder / CLAIMS).iterdir())[:-KEPT_CLAIMS]:
             old.unlink(missing_ok=True)
         return token
+
+
+def claim_again(folder: Path, token: int, warn: Warn) -> None:
+    """Make a folder anew that somebody removed while its writer, `token`, lives.
+
+    Raises:
+        Replaced: another writer was there before; Removed: the folder that it lies in is gone, too.
+    """
+    if (folder / FENCE).exists():
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / CLAIMS).mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise Removed(folder.parent) from error
+    try:
+        os.close(os.open(folder / CLAIMS / f"{token:08d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        check_token(folder, token)
+    disk.replace_file(folder / FENCE, json.dumps({"token": token}).encode())
+    warn(f"{folder} was removed while the run went on; it is made anew, and the checkpoints that were in it are lost")
 
 
 def check_token(folder: Path, token: int | None) -> None:

@@ -42,12 +42,18 @@ def verify(path: Path | str, together: Together | None = None) -> Manifest:
         failure = error
     except OSError as error:
         failure = CheckpointError(f"{path} cannot be read: {error.strerror}")
-    failed = first_failed(together, int(failure is not None))
+    failed = first_failed(together, str(failure or ""))
     if failure is not None:
         raise failure
     if failed or manifest is None:
-        raise CheckpointError(f"{path} is damaged: rank {failed[0] if failed else 0} found a file that is not what was written")
+        raise _second_hand(failed or (0, f"{path} is damaged"))
     return manifest
+
+
+def _second_hand(failed: tuple[int, str]) -> CheckpointError:
+    error = CheckpointError(f"rank {failed[0]}: {failed[1]}")
+    error.second_hand = True
+    return error
 
 
 def _check_files(path: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
@@ -133,9 +139,11 @@ def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Toge
                     _fill(reader, piece, stored[piece.key])
     except (CheckpointError, OSError) as error:
         failure = error
-    failed = first_failed(together, int(failure is not None))
+    failed = first_failed(together, f"{path} cannot be read: {failure}" if failure is not None else "")
+    if failure is not None:
+        raise CheckpointError(f"{path} cannot be read: {failure}") from failure
     if failed:
-        raise CheckpointError(f"rank {failed[0]} cannot read {path}{f': {failure}' if failure else ''}") from failure
+        raise _second_hand(failed)
 
 
 def _fill(reader: Reader, piece: Piece, stored: StoredTensor) -> None:

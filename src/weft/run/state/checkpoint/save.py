@@ -18,15 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from weft.errors import CheckpointError
 from weft.run.state.checkpoint import disk
-from weft.run.state.checkpoint.folder import TEMPORARY, Replaced, Saved, Warn, check_token, next_name, retain, sweep
+from weft.run.state.checkpoint.folder import TEMPORARY, Removed, Replaced, Saved, Warn, check_token, claim_again, next_name, retain, sweep
 from weft.run.state.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredTensor, fingerprint
 from weft.run.state.checkpoint.piece import Piece, label
 from weft.run.state.checkpoint.tensorfile import write_pieces
 from weft.run.state.checkpoint.together import Alone, Together, first_failed, from_first
 
 T = TypeVar("T")
-_REFUSED = 10_000  # codes above every errno: the rank itself has said why
-_REPLACED = 10_001
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, Replaced, Removed)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def save(
     folder, together = Path(folder), together or Alone()
     work = _Save(folder, step, [piece for piece in pieces if piece.owner], together)
     temporary = folder / f"{TEMPORARY}{step:08d}-{from_first(together, token or 0)}"
-    work.do(lambda: _begin(folder, temporary, token), first_only=True)
+    work.do(lambda: _begin(folder, temporary, token, warn), first_only=True)
     try:
         work.do(lambda: _write_part(temporary, together.rank, work.pieces))
         saved = work.do(lambda: _commit(temporary, folder, step, extra or {}, together, token), first_only=True)
@@ -96,30 +95,32 @@ class _Save:
 
     def do(self, work: Callable[[], T], first_only: bool = False) -> T | None:
         failure: CheckpointError | None = None
-        result, code = None, 0
+        result = None
         if not first_only or self.together.rank == 0:
             try:
                 result = work()
             except CheckpointError as error:
-                failure, code = error, _REPLACED if isinstance(error, Replaced) else _REFUSED
+                failure = error
             except OSError as error:
                 need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
                 failure = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
                 failure.__cause__ = error
-                code = error.errno or _REFUSED
-        failed = first_failed(self.together, code)
+        failed = first_failed(self.together, f"{type(failure).__name__}: {failure}" if failure is not None else "")
         if failure is not None:
             raise failure
         if failed:
-            rank, code = failed
-            why = os.strerror(code) if code < _REFUSED else "its own message says why"
-            kind = Replaced if code == _REPLACED else CheckpointError
-            raise kind(f"checkpoint of step {self.step} not saved: rank {rank}: {why}")
+            rank, (kind, _, why) = failed[0], failed[1].partition(": ")
+            failure = _KINDS.get(kind, CheckpointError)(f"rank {rank}: {why}")
+            failure.second_hand = True
+            raise failure
         return result
 
 
-def _begin(folder: Path, temporary: Path, token: int | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def _begin(folder: Path, temporary: Path, token: int | None, warn: Warn) -> None:
+    if token is None:
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        claim_again(folder, token, warn)
     check_token(folder, token)
     sweep(folder)
     temporary.mkdir()

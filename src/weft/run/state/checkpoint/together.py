@@ -42,10 +42,16 @@ def from_first(together: Together, value: int) -> int:
     return together.maximum([value if together.rank == 0 else -1])[0]
 
 
-def first_failed(together: Together, code: int) -> tuple[int, int] | None:
-    """The lowest rank that gives a `code` above 0, and its code; None where every rank gives 0."""
-    rank_first = together.maximum([together.num_ranks - together.rank if code else 0])[0]
+def first_failed(together: Together, why: str) -> tuple[int, str] | None:
+    """The lowest rank that says `why` it failed, and what it says, on every rank; None where every rank gives an empty text.
+
+    >>> first_failed(Alone(), "no room"), first_failed(Alone(), "")
+    ((0, 'no room'), None)
+    """
+    rank_first = together.maximum([together.num_ranks - together.rank if why else 0])[0]
     if not rank_first:
         return None
     rank = together.num_ranks - rank_first
-    return rank, together.maximum([code if together.rank == rank else 0])[0]
+    text = why.encode() if together.rank == rank else b""
+    length = together.maximum([len(text)])[0]
+    return rank, bytes(together.maximum(list(text.ljust(length, b"\0")))).decode()
