@@ -57,6 +57,44 @@ def test_what_is_equal(got: Tensor | None, want: Tensor, noise: float, passes: b
         assert found.first.startswith("gradients of g in step 1")
 
 
+@pytest.mark.parametrize(
+    ("weight", "gradient", "gain", "passes"),
+    [
+        (1.2e-9, 2e-14, 1e5, True),
+        (1.2e-9, 2e-14, 0.0, False),  # more than 1e-9 of the largest weight
+        (1.2e-9, 1e-15, 1e5, False),  # more than the update makes of the gradient's difference
+        (2.5e-9, 2e-14, 1e5, False),
+        (3e-8, 9e-10, 1e5, False),  # more than noise
+        (1.2e-9, 2e-9, 1e5, False),  # of a gradient that differs itself
+    ],
+)
+def test_a_weight_may_differ_by_what_its_update_makes_of_noise(weight: float, gradient: float, gain: float, passes: bool) -> None:
+    """Of a gradient that is zero but for rounding. The largest weight and gradient are 1; serial runs differ by 1.3e-9 and 2e-10."""
+    noise = {"gradients": 2e-10, "weights": 1.3e-9}
+    seen = Comparison(1e-9, lambda kind, name, reference, step: noise[kind], gain=gain)
+    want = values(other=real(1.0), b=real(0.0)) | {"weights": {"other": real(1.0), "b": real(0.25)}}
+    got = values(other=real(1.0), b=real(gradient)) | {"weights": {"other": real(1.0), "b": real(0.25 + weight)}}
+    seen.step(0, got, want)
+    assert (seen.first is None) == passes, seen
+
+
+def test_gain_is_how_much_adamw_makes_of_noise() -> None:
+    """Two runs of torch's whose gradients are noise; SGD, momentum or other optimizers have none that is known."""
+    spec, generator = OptimizerSpec("adamw", lr=1e-3, weight_decay=0.0), torch.Generator().manual_seed(0)
+    weights = [torch.ones(50, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    runs, far = [spec.build([(w, False)]) for w in weights], 0.0
+    for step in range(4):
+        noise = [1e-14 * torch.randn(50, dtype=torch.float64, generator=generator) for _ in weights]
+        far = max(far, float((noise[0] - noise[1]).abs().max()))
+        for run, w, gradient in zip(runs, weights, noise, strict=True):
+            w.grad = gradient
+            run.step()
+        moved = float((weights[0] - weights[1]).detach().abs().max())
+        assert moved < spec.gain * (step + 1) * far * (1 + 1e-4)
+        assert step or moved > 0.999 * spec.gain * far
+    assert OptimizerSpec("sgd", momentum=0.9).gain == OptimizerSpec("rmsprop").gain == 0.0
+
+
 def test_noise_is_not_measured_where_all_is_well() -> None:
     def never(*asked: Any) -> float:
         raise AssertionError(asked)

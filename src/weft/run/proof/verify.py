@@ -92,14 +92,17 @@ class Comparison:
 
     `narrow`: computed in less than float64. AdamW then makes full steps of gradients that are rounding noise, up or down, where in float64
     its epsilon keeps them small; so weights are measured against the largest weight. `rounding`: the unit of rounding of 16 bits, in which
-    a difference is compared with the noise itself, and `tolerance` and errors are multiples of that; 0 elsewhere.
+    a difference is compared with the noise itself, and `tolerance` and errors are multiples of that; 0 elsewhere. `gain`: the optimizer's,
+    by which it hands on a gradient's difference; 0 where nothing is known.
     """
 
     tolerance: float
     noise: Callable[[str, str, Tensor, int], float]
     narrow: bool = False
     rounding: float = 0.0
+    gain: float = 0.0
     full_step: float = 0.0  # the noise of the noisiest weight
+    gradients: dict[str, float] = field(default_factory=dict)  # by parameter, how far its gradient was from the serial run's at most
     worst: dict[str, float] = field(default_factory=dict)
     first: str | None = None
 
@@ -130,13 +133,17 @@ class Comparison:
 
     def _add(self, kind: str, name: str, difference: float, want: Tensor, largest: float, step: int, where: str = "") -> None:
         why, want = "", want.cpu()
+        if kind == "gradients":
+            self.gradients[name] = max(self.gradients.get(name, 0.0), difference)
         error = _over(difference, want, largest if self.narrow and kind == "weights" else 0.0)
         if self.rounding:
             error = self._in_noise(kind, name, difference, want, step)
         elif self.tolerance < error < float("inf"):
-            # What noise excuses stays under the tolerance of the largest tensor of its kind: more than that is not rounding.
+            # What noise excuses stays under the tolerance of the largest tensor of its kind: more than that is not rounding. Of a weight it
+            # may be what the updates so far make of its gradient's difference, which was judged as such.
             noise = _NOISE_FACTOR * self.noise(kind, name, want, step)
-            error = _over(difference, want, min(noise / self.tolerance, largest))
+            moved = self.gain * (step + 1) * self.gradients.get(name, 0.0) if kind == "weights" else 0.0
+            error = _over(difference, want, min(noise / self.tolerance, max(largest, moved / self.tolerance)))
             if error > self.tolerance and _over(difference, want, noise / self.tolerance) <= self.tolerance:
                 why = (
                     f"; serial runs whose weights differ by one unit of rounding do so too ({noise / _NOISE_FACTOR:.1e}), so the "
@@ -207,7 +214,8 @@ class _Run:
         usual = _NARROW_FACTOR if measured else TOLERANCE[plan.layout.precision]
         self.bound = usual if options.tolerance is None else options.tolerance
         rounding = EPSILON[plan.layout.precision] if measured else 0.0
-        self.seen = Comparison(self.bound, self._noise_of, plan.layout.precision != "float64", rounding)
+        narrow = plan.layout.precision != "float64"
+        self.seen = Comparison(self.bound, self._noise_of, narrow, rounding, 0.0 if narrow else self.spec.gain)
         self.whole_batch: dict[str, float] = {}  # how far the first step is from that on the whole batch
 
     def _coupled(self) -> str:

@@ -85,6 +85,12 @@ class OptimizerSpec:
         return ("exp_avg", "exp_avg_sq") if self.name == "adamw" else ("momentum_buffer",) if self.momentum else ()
 
     @property
+    def gain(self) -> float:
+        """Of AdamW, how much further at most a step moves a weight whose gradients, far below `eps`, differ by one: lr / eps, since it
+        moves by lr m / (sqrt(v) + eps), m an average of them (Kingma and Ba 2015). 0 of others, of which nothing is said."""
+        return self.lr / self.eps if self.name == "adamw" and self.usual and self.eps else 0.0
+
+    @property
     def scalars(self) -> tuple[str, ...]:
         """Names of numbers that the optimizer counts with, beside the steps."""
         return () if self.usual else traits_of(self).scalars
