@@ -1,6 +1,6 @@
 """Figures of devices from the tables that ai-dynamo/aiconfigurator measured. In: a checkout of it. Out: constants, curves, held-out errors.
 
-    python -m bench.devices CHECKOUT            # the constants, for `[stack.fsdp.on.*]` of the catalogue, and the errors
+    python -m bench.devices CHECKOUT            # the constants, for `[stack.torch.on.*]` of the catalogue, and the errors
     python -m bench.devices CHECKOUT --write    # src/weft/cluster/curves.toml and docs/benchmarks/devices.md as well
 
 The tables are parquet files (`pip install pyarrow`), Apache-2.0; what is taken from them are the constants of two closed forms and
@@ -183,7 +183,7 @@ def frozen(products: Products, device: Device) -> list[float]:
     """Errors of the catalogue's own figures, without what a step's load takes, through the price of one kernel."""
     from dataclasses import replace
 
-    stack = replace(stack_of(device, "fsdp"), sustained=1.0)
+    stack = replace(stack_of(device), sustained=1.0)
     found = []
     for m, n, k, seconds in zip(products.m, products.n, products.k, products.seconds, strict=True):
         kernel = Kernel("linear", 2 * m * n * k, 4 * m * n * k, 1.0, 1.0, m, n, k)
@@ -269,7 +269,7 @@ HEAD = f"""# Figures of devices, and what was held out of them
 
 Written by `python -m bench.devices CHECKOUT --write` from the tables of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator)
 (commit {COMMIT}, Apache-2.0, NVIDIA): products of bfloat16 of {LEAST} and more on every side, causal attention of {LEAST} positions and
-more, NCCL inside a node. The catalogue has three constants of products and three of attention for each device (`[stack.fsdp.on.*]`), and
+more, NCCL inside a node. The catalogue has three constants of products and three of attention for each device (`[stack.torch.on.*]`), and
 for NVLink 4 and 5 curves of four collectives at every second size (`curves.toml`). Errors are of the predicted against the measured time,
 in percent of the measured. *frozen*: what the catalogue has, before what a training step's load takes (`sustained`, see [how true the
 predictions are](../validation.md)).
@@ -298,7 +298,7 @@ def main() -> int:
         for name in DEVICES:
             found, mine = of_device(asked.checkout, name)
             rows += mine
-            show(f"[stack.fsdp.on.{name}]\n" + "\n".join(f"{key} = {value:.4g}" for key, value in found.items()) + "\n")
+            show(f"[stack.torch.on.{name}]\n" + "\n".join(f"{key} = {value:.4g}" for key, value in found.items()) + "\n")
         every = {}
         for name in CURVES:
             every[name], mine = of_link(asked.checkout, name)

@@ -53,9 +53,9 @@ the rate of large bfloat16 matrix products measured in the same run."""
 
 PREDICTED = """## Predictions
 
-`measured card`: by the rates of the card that `weft` measures itself before it plans for it. `catalogue`: by the card's name alone.
-`kernels` is how long kernels run in a step; where that is much less than the step, the host that launches them is what takes the time.
-Of memory, the allocator's peak and what is predicted without its margin."""
+`measured card`: by the rates of the card that `weft` measures itself before it plans for it. `catalogue`: by the card's name
+alone, eager as `1xhgx-h200@eager` has it. `kernels` is how long kernels run in a step; where that is much less than the step, the
+host that launches them is what takes the time. Of memory, the allocator's peak and what is predicted without its margin."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,8 @@ def prediction_lines(rows: Sequence[Measured], card: Cluster, node: str) -> Iter
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in rows:
         step = one.pair[0].median
-        by_card, by_name = (predicted(one.case, cluster) if cluster else None for cluster in (card, node))
+        named = f"{node}{'' if one.case.is_compiled else '@eager'}" if node else ""
+        by_card, by_name = (predicted(one.case, cluster) if cluster else None for cluster in (card, named))
         told_s = (_apart(p.step_time_s if p else 0.0, step) for p in (by_card, by_name))
         cells = [f"{step * 1e3:.1f} ms", f"{one.busy_s * 1e3:.1f} ms", *told_s]
         need = by_card.memory.total - by_card.memory.margin if by_card else 0.0

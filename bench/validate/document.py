@@ -32,15 +32,18 @@ NOTES = """
   says. `accumulate_bytes` (what fused accumulation moves) and `spread` (the repeat noise of the single-node table) were set after
   predictions had been compared with utilisations that Megatron-LM's papers state for 175 B to 1 T parameters (such as 52 % on 3,072
   GPUs with recomputation counted, 56.3 % on 512 without). Nothing was fitted to those, but they are no blind test of this set.
-- **fsdp** (`stack.fsdp`), FSDP's mixed precision, and of `stack.torch`, the default of every GPU, all that was not measured of weft
-  itself [on an H200](benchmarks/gpu.md). Matrix products and attention's forward come by device from [tables of single
-  kernels](benchmarks/devices.md). What those do not show was fitted to sixteen FSDP runs of one 7 B model on A100 and H100: the rate of
-  products under a step's load (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100 and of its backward on
-  both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses (`contention`). The rows of
+- **torch** (`stack.torch`), the default of the catalogue's GPUs. Matrix products and attention's forward come by device from [tables of
+  single kernels](benchmarks/devices.md). What those do not show was fitted to sixteen FSDP runs of one 7 B model on A100 and H100: the
+  rate of products under a step's load (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100 and of its backward
+  on both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses (`contention`). The rows of
   other sizes were held out: no fitted constant was changed after they were seen. Six of them were then priced as ZeRO-2, which they
   are, and NVLink 4's efficiency outside of its curves was put back to 0.8 for another table. PyTorch of 2023 ran them. cuDNN's
   attention, which torch 2.11 and later use on H100 and Blackwell where the library has it, is faster, so long contexts are predicted
-  too slow there. Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed to be H100's.
+  too slow there. H200 has its own attention and `sustained`, of two models that [weft ran there](benchmarks/gpu.md); Blackwell has no
+  such runs, and H100's are assumed.
+- **eager** (`stack.eager`), what weft runs where nothing is compiled, and what a card that was measured here is priced with: autocast
+  over float32 weights, torch's operators one by one. Rates by kind of kernel and the host's time are of seven models' steps on an H200,
+  which are no blind test of it ([figures](benchmarks/gpu.md)).
 - **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. A cluster's name asks for it
   (`dgx-h100@h100-megatron-core`).
 - **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.

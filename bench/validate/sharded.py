@@ -1,4 +1,4 @@
-"""Training under sharded data parallelism (ZeRO-2 and 3 of FSDP) on A100 and H100: the efficiency set "fsdp".
+"""Training under sharded data parallelism (ZeRO-2 and 3 of FSDP) on A100 and H100: the efficiency set "torch".
 
 Sixteen runs of one 7 B model calibrate what no table of single kernels says: what a step's load leaves of the rate of products, the
 backward of attention, what moves bytes, and what the gathering of weights hides behind. Every other size, from 350 M to 70 B on 8 to 512
@@ -90,7 +90,7 @@ def stacks(found: Mapping[str, float]) -> dict[str, Stack]:
     made = {}
     for gpu, machine in MACHINES.items():
         mine = {key.rpartition(".")[2]: value for key, value in found.items() if key.startswith(gpu) or "." not in key}
-        made[gpu] = replace(stack_of(Cluster.parse(machine).device, "fsdp"), **mine)
+        made[gpu] = replace(stack_of(Cluster.parse(machine).device), **mine)
     return made
 
 

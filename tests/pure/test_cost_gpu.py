@@ -29,7 +29,7 @@ from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
-A100 = Cluster.parse("4xdgx-a100-80@fsdp")
+A100 = Cluster.parse("4xdgx-a100-80")
 DEVICE = A100.device
 IDEAL = Stack("ideal", matmul=1.0, operands=0.0, unaligned=0.5, bandwidth=1.0, traffic=1.0)
 HALF = Layout(precision="float16")
@@ -219,7 +219,7 @@ def test_every_device_has_what_weft_runs_by_default(machine: str) -> None:
 def held(layers: int, hidden: int, heads: int, samples: int, recompute: str) -> Memory:
     """On each of 8 A100 of 80 GB under ZeRO-3, 4,096 positions, GPT-NeoX's vocabulary."""
     graph = gpt(layers, hidden, heads, 4096, 50368, 8)
-    p = Pricer(graph, Cluster.parse("dgx-a100-80@fsdp"), 8 * samples)
+    p = Pricer(graph, Cluster.parse("dgx-a100-80"), 8 * samples)
     layout = Layout(data=8, zero=3, precision="bfloat16", recompute=recompute)
     prediction = p.predict(layout, p.stages(layout), [])
     p.check_memory(layout, prediction)  # both ran, and fit: mosaicml/llm-foundry, scripts/train/benchmarking

@@ -18,13 +18,13 @@ from weft.plan.layout import Layout
 from weft.schedules import schedule_of
 
 S, B, H, A = 128, 4, 256, 8  # sequence, microbatch, hidden, heads
-A100 = Cluster.parse("4xdgx-a100-80@fsdp")
+A100 = Cluster.parse("4xdgx-a100-80")
 PLAIN = Layout(precision="float16")
 
 
 def pricer(layers: int, attention: str = "scores") -> Pricer:
     graph = gpt(layers, H, A, S, 64, B)
-    return Pricer(graph, A100, B, stack=replace(stack_of(A100.device, "fsdp"), attention=attention))
+    return Pricer(graph, A100, B, stack=replace(stack_of(A100.device), attention=attention))
 
 
 def layer_bytes(layout: Layout, attention: str = "scores") -> float:

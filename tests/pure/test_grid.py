@@ -281,7 +281,7 @@ def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.Mo
 # The planner.
 
 WIDE = chain((16384,) * 9, 256)
-DGX = Cluster.parse("1xdgx-a100-40@fsdp")
+DGX = Cluster.parse("1xdgx-a100-40")
 
 
 def test_the_planner_finds_a_grid_where_it_sends_less() -> None:

@@ -23,7 +23,7 @@ def _step(cluster: Cluster, precision: str) -> float:
 
 def test_tf32_lies_between_float32_and_bfloat16() -> None:
     """Products at the catalogue's peak, in bytes of float32: state, sums and memory are those of float32."""
-    cluster = Cluster.parse("dgx-a100-80@fsdp")
+    cluster = Cluster.parse("dgx-a100-80")
     exact, tf32, half = (_step(cluster, name) for name in ("float32", "tf32", "bfloat16"))
     assert exact > 2 * tf32 > 2 * half
     wide, narrow = (Pricer(GRAPH, cluster, 64).devices.widths(name) for name in ("float32", "tf32"))

@@ -133,7 +133,7 @@ def test_a_chooser_without_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def cluster(memory_bytes: float, flops: float = 1e12, devices: int = 2) -> Cluster:
     device = Device("gpu", "gpu", (("float32", flops), ("bfloat16", 4 * flops)), memory_bytes, 1e12, 1.0, 5e-6)
-    return Cluster("gpus", device, (Level("node", devices, Link(3e-6, 2e11)),), stack="fsdp")
+    return Cluster("gpus", device, (Level("node", devices, Link(3e-6, 2e11)),))
 
 
 def _fits(pricer: Pricer, layout: Layout, sites: tuple[str, ...]) -> Priced | None:

@@ -273,11 +273,11 @@ def test_gpu_benchmark_trains_the_same_model_on_both_sides_and_predicts_what_it_
     assert ours.losses[-1] < ours.losses[0]
     assert len(ours.seconds) == len(theirs.seconds) == 2
     kept = replace(found, memory_bytes=1 << 30, busy_s=1.0)
-    card = dump(replace(Cluster.parse("1xhgx-h200"), name="here"))
+    card = dump(replace(Cluster.parse("1xhgx-h200@eager"), name="here"))
     file = {"header": header("scripts/bench gpu", {}, gpu="NVIDIA H200"), "peak": 1e12, "card": card, "measured": [asdict(kept)]}
     (tmp_path / "gpu.json").write_text(json.dumps(file))
     assert gpu.main(["--again", str(tmp_path / "gpu.json"), "--page", str(tmp_path / "gpu.md")]) == 0
     lines = (tmp_path / "gpu.md").read_text().splitlines()
     line = next(line for line in lines if line.startswith("| gpt-tiny, 4 samples | ") and "GiB" in line)
     by_card, by_name = (cell.partition(" (")[0] for cell in line.split(" | ")[3:5])
-    assert by_card == by_name != ""  # the same card
+    assert by_card == by_name != ""  # the same card, by the rates of its name

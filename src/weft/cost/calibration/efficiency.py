@@ -21,7 +21,8 @@ from weft.errors import ConfigError
 from weft.plan.precision import PRECISIONS
 from weft.units import format_percent
 
-TORCH = "torch"  # the set of what weft runs: torch's kernels, NCCL, a fused optimizer
+TORCH = "torch"  # the set of a catalogue's devices: torch's kernels, NCCL, a fused optimizer, 16-bit weights and activations
+EAGER = "eager"  # that of a card that was measured here: the same, autocast, one operator after another unless they are compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,15 @@ class Stack:
 
     def words(self, device: Device, precision: str) -> str:
         """Whose figures they are, for who reads a plan."""
-        if self.name != TORCH:
+        if self.name not in (TORCH, EAGER):
             return f"{self.name}: of another framework, not of what weft runs; they were asked for by name"
         reached = format_percent(self.matmul * self.sustained)
         origin = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
         text = f"{self.name}: what weft runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
         text += f"large products at {reached} of the peak, {origin}"
         if PRECISIONS[precision].products:
-            text += "; autocast over float32 weights" if self.autocast else "; weights and activations in 16 bits, as FSDP has them"
+            narrow = "weights and activations in 16 bits as FSDP has them, of which autocast, as weft runs it, keeps up to a quarter more"
+            text += "; autocast over float32 weights" if self.autocast else f"; {narrow}"
         return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Stack, stack_of
+from weft.cost.calibration.efficiency import EAGER, Stack, stack_of
 from weft.cost.devices.card import of_card
 from weft.cost.devices.devices import Devices
 from weft.cost.devices.gpus import AutocastGpus, Gpus
@@ -14,7 +14,7 @@ def devices_of(cluster: Cluster, stack: Stack | None = None, busy: tuple[int, in
     """Those of a cluster. `stack`: an efficiency set in place of its own; `busy`: ranks that work at once, and threads of each."""
     if cluster.kind.shares_hosts:
         return Processors(cluster, busy)
+    if stack is None and cluster.speeds:
+        stack = of_card(stack_of(cluster.device, cluster.stack or EAGER), cluster.device, cluster.speed(1))
     stack = stack or stack_of(cluster.device, cluster.stack)
-    if stack.autocast and cluster.speeds:
-        stack = of_card(stack, cluster.device, cluster.speed(1))
     return (AutocastGpus if stack.autocast else Gpus)(cluster, busy, stack)
