@@ -11,6 +11,7 @@ import typer
 from weft.cli import options
 from weft.cli.output import Output, output, write_file
 from weft.cli.serve_profile import profile
+from weft.cli.serve_run import run_plan
 from weft.errors import UsageError
 from weft.report.tables import Table
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Place workflows of models on workers.", no_args_is_help=True, rich_markup_mode=None)
 app.command("profile")(profile)
+app.command("run")(run_plan)
 _OUTPUT = "Write the plan here (TOML)."
 _CLUSTER = "A file with [worker.NAME] and [[link]] tables; by default those of the workflow."
 _LATENCY = "Seconds within which a share of requests is answered; 0 counts throughput alone."

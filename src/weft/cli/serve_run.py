@@ -1,0 +1,154 @@
+"""`weft serve run`: a plan deployed. In: a plan of `weft serve plan -o`. Out: a server until it is stopped, or what a load measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output
+from weft.errors import RunError, UsageError
+from weft.report.tables import Table
+from weft.units import format_seconds
+
+if TYPE_CHECKING:
+    from weft.deploy.server import Server
+    from weft.deploy.trial import Trial
+
+_EMULATE = "Let every worker take as long as the plan says, times this: a plan for many machines runs on one."
+_LOAD = "Send requests for so many seconds, say what was measured beside what was planned, and end."
+_KILL = "With --load: end a process of this worker after a third of it."
+_ADDRESS = "A Ray cluster whose nodes have resources worker:NAME; by default one is started here."
+
+
+def run_plan(  # noqa: PLR0913
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="What `weft serve plan -o` wrote.", show_default=False)],
+    port: Annotated[int, typer.Option("--port", help="Where requests come in, on loopback.")] = 8000,
+    page_port: Annotated[int, typer.Option("--page", metavar="PORT", help="A page, and /metrics for Prometheus; 0: any port.")] = 8001,
+    emulate: Annotated[float | None, typer.Option("--emulate", metavar="X", min=0.01, help=_EMULATE, show_default=False)] = None,
+    load: Annotated[float | None, typer.Option("--load", metavar="S", min=0.1, help=_LOAD, show_default=False)] = None,
+    rate: Annotated[float | None, typer.Option("--rate", metavar="R", help="Of --load; by default the plan's.", show_default=False)] = None,
+    kill: Annotated[str, typer.Option("--kill", metavar="WORKER", help=_KILL, show_default=False)] = "",
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait for a place; more are refused (503).")] = 100,
+    address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help=_ADDRESS, show_default=False)] = "",
+    fixed: Annotated[bool, typer.Option("--fixed", help="Never plan anew when a worker goes or the rate changes.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Deploy a plan on Ray Serve: replicas by the plan, bounded queues, a new plan when a worker goes or the rate changes.
+
+    POST a request to the port: arrays by source as safetensors, or JSON with lists. It ends at Ctrl-C, with everything that it started.
+
+    \b
+    Example:
+      weft serve plan examples/serve/vqa.toml --accuracy 56 --latency 0.6 -o plan.toml
+      weft serve run plan.toml --emulate 2 --load 20 --kill cpu-5
+    """
+    with output(as_json) as out:
+        from weft.deploy.page import figures_of, serve_page
+        from weft.deploy.server import How, Server
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        workflow, machines, placed = read_plan(plan)
+        requests, labels = _requests(workflow) if load is not None else ([], None)
+        server = Server(workflow, machines, placed, How(port, emulate or 0.0, queue, address, not fixed))
+        if kill and kill not in {s.worker for c in placed.choices for s in c.shares}:
+            raise UsageError(f"--kill {kill}: the plan uses no such worker")
+        with out.working(f"starting {workflow.name}"):
+            server.start()
+        try:
+            stop = _until_stopped(at_once=load is not None)
+            page = serve_page(lambda: figures_of(server), page_port)
+            out.text(f"requests to {server.url}, page and metrics at http://127.0.0.1:{page.server_address[1]}/")
+            if load is None:
+                stop.wait()
+                out.answer(figures_of(server))
+            else:
+                _try(out, server, load, rate or placed.ask.rate, requests, labels, kill)
+            page.shutdown()
+        finally:
+            with out.working("ending"):
+                server.stop()
+
+
+def read_plan(plan: Path) -> tuple[Any, Any, Any]:
+    """(workflow, machines, placement) of a plan's file, whose workflow lies where it says or beside it."""
+    from weft.cluster import toml
+    from weft.serve.placed_file import parse_placed
+    from weft.serve.workflow_files import read_machines, read_workflow
+
+    placed, of, cluster = parse_placed(toml.read(plan, "plan"), str(plan))
+
+    def there(name: str) -> Path:
+        return Path(name) if Path(name).exists() else plan.parent / Path(name).name
+
+    workflow, machines, _ = read_workflow(there(of))
+    machines = read_machines(there(cluster)) if cluster else machines
+    if machines is None:
+        raise UsageError(f"{of} has no [worker.NAME] tables, and {plan} names no cluster; plan again")
+    return workflow, machines, placed
+
+
+def _requests(workflow: Any) -> tuple[Any, Any]:
+    from weft.deploy.profile import labelled_requests
+
+    return labelled_requests(workflow) if workflow.measure.labelled else ([], None)
+
+
+def _until_stopped(at_once: bool) -> threading.Event:
+    """Set by Ctrl-C and SIGTERM, which Ray has taken for itself; `at_once`: they interrupt what runs."""
+    stop = threading.Event()
+
+    def end(*_: object) -> None:
+        stop.set()
+        if at_once:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    return stop
+
+
+def _try(out: Output, server: Server, seconds: float, rate: float, requests: Any, labels: Any, kill: str) -> None:
+    from weft.deploy.load import Load
+    from weft.deploy.trial import tried
+
+    with out.working(f"sending {rate:g} requests/s for {seconds:g} s"):
+        trial = tried(server, Load(rate, seconds), requests, labels, kill)
+    _show(out, server, trial, rate)
+    answers = trial.answers
+    out.answer(
+        {
+            "sent": answers.sent, "answered": len(answers.latency_s), "refused": answers.refused, "held": answers.held, "lost": trial.lost,
+            "failures": answers.failed[:10], "latency_bound_s": trial.bound_s or None,
+            "rows": [{"what": r.what, "planned": r.planned, "measured": r.measured, "error": r.error, "unit": r.unit} for r in trial.rows],
+            "changes": [{"why": c.why, "planned_s": c.planned_s, "seconds": c.seconds, "price_per_hour": c.placed.price_per_hour}
+                        for c in server.changes],
+        }
+    )  # fmt: skip
+    if trial.lost:
+        first = answers.failed[0] if answers.failed else "no answer"
+        out.message(f"{trial.lost} of {answers.sent} requests were lost; the first: {first}")
+        raise typer.Exit(RunError.exit_code)
+
+
+def _show(out: Output, server: Server, trial: Trial, rate: float) -> None:
+    def words(value: float, unit: str) -> str:
+        return format_seconds(value) if unit == "s" else f"{value:.4g}"
+
+    rows = tuple((r.what, words(r.planned, r.unit), words(r.measured, r.unit), f"{r.error:+.1%}", r.unit) for r in trial.rows)
+    a = trial.answers
+    note = f"{a.sent} requests, {len(a.latency_s)} answered, {a.refused} refused by full queues, {trial.lost} lost"
+    if trial.bound_s:
+        note += f"; the plan's bound of p{server.placed.ask.percentile * 100:g} is {format_seconds(trial.bound_s)}"
+    title, columns = f"{server.workflow.name} at {rate:g} requests/s", ("", "planned", "measured", "", "")
+    out.table(Table(title, columns, rows, right=(1, 2, 3), note=note))
+    for c in server.changes:
+        price = f"${c.placed.price_per_hour:.4f} an hour"
+        out.text(f"{c.why}: a new plan, {price}, after {c.planned_s:.2f} s, at work after {c.seconds:.2f} s")
+    if server.trouble:
+        out.message(server.trouble)

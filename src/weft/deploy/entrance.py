@@ -1,0 +1,239 @@
+"""Where requests come in, as Ray Serve runs it: each goes through the workflow, by the plan's shares. In: HTTP. Out: the answer, counts.
+
+A request whose worker dies is sent to another; it is lost only where none answers in time. Queues are bounded: beyond them a request is
+refused at once (503), not kept. Ray Serve chooses among the replicas of a deployment and watches them; here is chosen which deployment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weft.deploy.flow import by_item, requests_of
+from weft.deploy.shares import Shares
+from weft.serve.workflow import Operator, Source, Variant, Workflow
+
+KEPT = 20_000  # latest latencies
+RETRY_S = 60.0
+
+
+class Refused(Exception):
+    """All queues of an operator are full."""
+
+
+class _Gone(Exception):
+    """A place that is no longer planned for."""
+
+
+class _Routes:
+    """One plan's places. A request keeps the routes that it began with."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        from ray import serve
+
+        ops = []
+        self.table, self.handles, self.shares = table, dict[str, Any](), dict[str, Shares]()
+        self.sizes: dict[str, float] = {}
+        self.workers: dict[str, str] = {}
+        for op in table["operators"]:
+            ops.append(Operator(op["name"], tuple((n, r) for n, r in op["inputs"]), (Variant("any", ()),)))
+            self.shares[op["name"]] = Shares({p["name"]: max(p["load"], 1e-9) for p in op["places"]})
+            for p in op["places"]:
+                self.handles[p["name"]] = serve.get_deployment_handle("Replica", p["name"])
+                self.sizes[p["name"]], self.workers[p["name"]] = p["output_bytes"], p["worker"]
+        self.workflow = Workflow("served", tuple(Source(n, size) for n, size in table["sources"].items()), tuple(ops))
+        self.inner = by_item(self.workflow)
+
+    def way(self, start: str, end: str) -> tuple[float, float, float]:
+        price, latency, per_byte = self.table["links"].get(start, {}).get(end, (0.0, 0.0, 0.0))
+        return price, latency, per_byte
+
+
+class Entrance:
+    """`queue`: requests that may wait for a deployment at most. `delays`: whether links take time. `table`: see `table_of`."""
+
+    def __init__(self, queue: int, delays: bool, table: Mapping[str, Any]) -> None:
+        self._queue, self._delays = queue, delays
+        self._counts: Counter[str] = Counter()
+        self._loads: Counter[str] = Counter()
+        self._latencies: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._down: set[str] = set()
+        self._gone: dict[str, asyncio.Event] = {}
+        self._under_way: Counter[str] = Counter()
+        self._lost: dict[str, str] = {}
+        self._dollars = 0.0
+        self._routes = _Routes(table)
+
+    def turn_to(self, table: Mapping[str, Any]) -> None:
+        """A new plan, for the requests that come from now on."""
+        self._routes = _Routes(table)
+        for place in self._down - set(self._routes.handles):
+            if place in self._gone:
+                self._gone[place].set()  # who still waits there goes elsewhere
+        self._down.clear()
+
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        begun = time.monotonic()
+        self._counts["arrived"] += 1
+        try:
+            values = _values(await request.body(), request.headers.get("content-type", ""))
+            answer = await self.answer(values)
+        except Refused as error:
+            self._counts["refused"] += 1
+            return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+        except Exception as error:
+            self._counts["failed"] += 1
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, 500)
+        self._counts["answered"] += 1
+        self._latencies.append((time.time(), time.monotonic() - begun))
+        return JSONResponse({"answer": _as_json(answer)})
+
+    async def answer(self, values: Mapping[str, Any]) -> Any:
+        """What the workflow answers to a request, a value for each source."""
+        routes = self._routes
+        tasks: dict[str, asyncio.Task[tuple[Any, Any]]] = {}
+        for op in routes.workflow.operators:
+            tasks[op.name] = asyncio.ensure_future(self._operator(routes, op, values, tasks))
+        try:
+            done = [await tasks[name] for name in routes.table["sinks"]]
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return done[0][0] if len(done) == 1 else {n: value for n, (value, _) in zip(routes.table["sinks"], done, strict=True)}
+
+    async def _operator(self, routes: _Routes, op: Operator, values: Mapping[str, Any], tasks: Mapping[str, Any]) -> tuple[Any, Any]:
+        """(value, where it was computed); of an operator of items lists of both."""
+        before: dict[str, Any] = {}
+        starts: list[str] = []
+        for name, _ in op.inputs:
+            if name in tasks:
+                before[name], place = await tasks[name]
+                starts.append(place[0] if isinstance(place, list) else place)
+            else:
+                before[name] = values.get(name)
+                starts.append(name)
+        requests = _emulated(op, routes.inner, before) or requests_of(op, routes.inner, before)
+        results = await asyncio.gather(*(self._call(routes, op, request, starts) for request in requests))
+        if op.name in routes.inner:
+            return [value for value, _ in results], [place for _, place in results] or [starts[0]]
+        return results[0]
+
+    async def _call(self, routes: _Routes, op: Operator, request: tuple[Any, ...], starts: list[str]) -> tuple[Any, str]:
+        from ray.exceptions import RayActorError
+        from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+        until = time.monotonic() + RETRY_S
+        while True:
+            current = self._routes if op.name in self._routes.shares else routes
+            place = self._choose(current, op, starts)
+            await self._travel(routes, starts, place)
+            self._under_way[place] += 1
+            try:
+                value = await self._sent(place, current.handles[place].remote(request))
+                self._loads[place] += 1
+                return value, place
+            except BackPressureError as error:
+                raise Refused(f"{op.name} has {self._queue} requests waiting at {place}; send fewer, or plan for more") from error
+            except (RayActorError, DeploymentUnavailableError, _Gone) as error:
+                self._counts["sent again"] += 1
+                self._down.add(place)
+                actor = getattr(error, "actor_id", None)
+                if actor and current.workers.get(place):
+                    self._lost.setdefault(str(actor), current.workers[place])
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.05)
+            finally:
+                self._under_way[place] -= 1
+
+    async def _sent(self, place: str, response: Any) -> Any:
+        """The answer. Raises `_Gone` where a new plan has come without the place, whose replica had died."""
+
+        async def answer() -> Any:
+            return await response
+
+        waiting = asyncio.ensure_future(answer())
+        leaving = asyncio.ensure_future(self._gone.setdefault(place, asyncio.Event()).wait())
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                response.cancel()
+                raise _Gone
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            leaving.cancel()
+
+    def _choose(self, routes: _Routes, op: Operator, starts: list[str]) -> str:
+        sizes = [routes.table["sources"].get(s, routes.sizes.get(s, 0.0)) for s in starts]
+        shares = routes.shares[op.name]
+        names = [p["name"] for one in routes.table["operators"] if one["name"] == op.name for p in one["places"]]
+        ends = list(zip(starts, sizes, strict=True))
+        price = {n: sum(routes.way(s, n)[0] * max(size, 1.0) for s, size in ends) for n in names}
+        return shares.take(price, self._down)
+
+    async def _travel(self, routes: _Routes, starts: list[str], place: str) -> None:
+        """Count what a message costs where it goes up a tier, and wait as long as it would take."""
+        slowest = 0.0
+        for start in starts:
+            size = routes.table["sources"].get(start, routes.sizes.get(start, 0.0))
+            price, latency, per_byte = routes.way(start, place)
+            if price < float("inf"):
+                self._dollars += price * size
+            slowest = max(slowest, latency + per_byte * size)
+        if self._delays and slowest:
+            await asyncio.sleep(slowest)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the beginning, the latest latencies, and machines whose replicas died."""
+        now = time.time()
+        recent = [s for t, s in self._latencies if t > now - 30]
+        return {
+            "number": self._routes.table["number"],
+            "time": now,
+            "counts": dict(self._counts),
+            "loads": dict(self._loads),
+            "lost": dict(self._lost),
+            "under_way": dict(self._under_way),
+            "dollars": self._dollars,
+            "latency_s": {str(q): float(np.quantile(recent, q)) for q in (0.5, 0.95, 0.99)} if recent else {},
+        }
+
+    def check_health(self) -> None:
+        """That this is called at all says that the process answers."""
+
+
+def _emulated(op: Operator, inner: frozenset[str], before: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
+    """Requests where there are no values: as many as the plan counts."""
+    if op.name not in inner or any(value is not None for value in before.values()):
+        return None
+    return [tuple(None for _ in op.inputs)] * max(1, round(max(ratio for _, ratio in op.inputs)))
+
+
+def _values(body: bytes, kind: str) -> dict[str, Any]:
+    """A request's values by source: safetensors, or JSON with lists."""
+    if not body:
+        return {}
+    if "json" not in kind:
+        from safetensors.numpy import load
+
+        return dict(load(body))
+    return {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in json.loads(body).items()}
+
+
+def _as_json(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): _as_json(v) for k, v in value.items()}
+    return [_as_json(v) for v in value] if isinstance(value, tuple | list) else value

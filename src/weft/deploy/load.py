@@ -1,0 +1,114 @@
+"""A load of known kind: requests at random times (Poisson), sent whatever the answers take, so many seconds, so many at once at most.
+
+In: where to send, requests. Out: what came back. An open loop: a server that is slow gets no fewer requests for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+WAIT_S = 120.0
+
+
+@dataclass
+class Answers:
+    """`latency_s` of what was answered; `values`: (number of the request, answer); `refused`: by full queues; `failed`: all else, by why.
+    `held`: not sent, since too many were on their way."""
+
+    seconds: float = 0.0
+    sent: int = 0
+    latency_s: list[float] = field(default_factory=list)
+    values: list[tuple[int, Any]] = field(default_factory=list)
+    refused: int = 0
+    held: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def percentile_s(self, percentile: float) -> float:
+        """Seconds within which so many (0 to 1) of the answers came."""
+        return float(np.quantile(self.latency_s, percentile)) if self.latency_s else float("nan")
+
+    @property
+    def rate(self) -> float:
+        """Answers a second."""
+        return len(self.latency_s) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """`rate` requests/s for `seconds`, at most `at_once` on their way."""
+
+    rate: float
+    seconds: float
+    at_once: int = 500
+    seed: int = 0
+
+    def times(self) -> list[float]:
+        """Seconds after the beginning at which requests are sent."""
+        rng, at, times = random.Random(self.seed), 0.0, list[float]()
+        while (at := at + rng.expovariate(self.rate)) < self.seconds:
+            times.append(at)
+        return times
+
+
+def send(url: str, bodies: Sequence[bytes], load: Load, meanwhile: Sequence[tuple[float, Callable[[], object]]] = ()) -> Answers:
+    """Send and wait for all. `meanwhile`: what is done so many seconds after the beginning."""
+    return asyncio.run(_send(url, bodies, load, meanwhile))
+
+
+def body_of(values: Mapping[str, Any]) -> bytes:
+    """A request as it is sent: arrays by source, in safetensors; nothing where there are none."""
+    from safetensors.numpy import save
+
+    return save({name: np.ascontiguousarray(value) for name, value in values.items()}) if values else b""
+
+
+async def _send(url: str, bodies: Sequence[bytes], load: Load, meanwhile: Sequence[tuple[float, Callable[[], object]]]) -> Answers:
+    import aiohttp
+
+    answers, tasks = Answers(), set[asyncio.Task[None]]()
+    limit = aiohttp.ClientTimeout(total=WAIT_S)
+    async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as session:
+        begun, number = time.monotonic(), 0
+        others = [asyncio.ensure_future(_later(delay, act)) for delay, act in meanwhile]
+        for at in load.times():
+            await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
+            if len(tasks) >= load.at_once:
+                answers.held += 1
+                continue
+            task = asyncio.ensure_future(_one(session, url, bodies[number % len(bodies)], number % len(bodies), answers))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            number += 1
+        await asyncio.sleep(max(0.0, begun + load.seconds - time.monotonic()))
+        answers.sent, answers.seconds = number, time.monotonic() - begun
+        await asyncio.gather(*tasks, *others)
+    return answers
+
+
+async def _later(delay: float, act: Callable[[], object]) -> None:
+    await asyncio.sleep(delay)
+    await asyncio.to_thread(act)
+
+
+async def _one(session: Any, url: str, body: bytes, number: int, answers: Answers) -> None:
+    begun = time.monotonic()
+    try:
+        async with session.post(url, data=body, headers={"content-type": "application/x-safetensors"}) as response:
+            text = await response.text()
+            if response.status == 200:
+                answers.latency_s.append(time.monotonic() - begun)
+                answers.values.append((number, json.loads(text)["answer"]))
+            elif response.status == 503:
+                answers.refused += 1
+            else:
+                answers.failed.append(f"{response.status}: {text[:300]}")
+    except Exception as error:
+        answers.failed.append(f"{type(error).__name__}: {error}")

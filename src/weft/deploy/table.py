@@ -1,0 +1,90 @@
+"""What an entrance has to know of a plan: who runs which operator, what it costs to get there. In: a plan. Out: plain data, and back.
+
+Deployments are named by operator, variant and worker, so that what two plans have in common stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from weft.errors import UsageError
+from weft.serve.assign import GIB, Placed
+from weft.serve.workflow import Machines, Workflow
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A deployment: `replicas` machines of `worker`, each computing batches of `batch` for which it waits `wait_s` at most."""
+
+    name: str
+    operator: str
+    variant: str
+    worker: str
+    tier: int
+    replicas: int
+    batch: int
+    wait_s: float
+    load: float
+    output_bytes: float
+
+
+def places_of(workflow: Workflow, machines: Machines, placed: Placed) -> tuple[Place, ...]:
+    """Deployments of a plan.
+
+    Raises:
+        UsageError: a plan whose workers are shared, or that is of other workers or variants.
+    """
+    if placed.ask.shared:
+        raise UsageError("a plan of shared workers cannot be run: each worker runs one operator; plan without --shared")
+    workers = {w.name: w for w in machines.workers}
+    places = []
+    for choice in placed.choices:
+        variants = {v.name: v for op in workflow.operators if op.name == choice.operator for v in op.variants}
+        for s in choice.shares:
+            if choice.variant not in variants or s.worker not in workers:
+                raise UsageError(f"the plan has {choice.operator} {choice.variant} on {s.worker}, which its workflow lacks; plan again")
+            machines_used = max(1, ceil(s.machines - 1e-6))
+            places.append(
+                Place(
+                    f"{choice.operator}.{choice.variant}@{s.worker}x{machines_used}b{s.batch}", choice.operator, choice.variant, s.worker,
+                    workers[s.worker].tier, machines_used, s.batch, (s.batch - 1) * machines_used / s.load if s.load else 0.0, s.load,
+                    variants[choice.variant].output_bytes,
+                )
+            )  # fmt: skip
+    return tuple(places)
+
+
+def table_of(workflow: Workflow, machines: Machines, placed: Placed, slower: float = 0.0) -> dict[str, Any]:
+    """What an entrance is configured with. `slower`: by what links' delays are multiplied; 0 leaves them out.
+
+    `links`: [from place or source][to place] -> (dollars a byte, seconds, seconds a byte), where a message goes up a tier.
+    """
+    places = places_of(workflow, machines, placed)
+    starts = [(s.name, s.name, s.tier) for s in workflow.sources] + [(p.name, p.worker, p.tier) for p in places]
+    links: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for name, start, tier in starts:
+        for p in places:
+            link = machines.link(start, tier, machines.worker(p.worker)) if p.tier > tier else None
+            if link is not None:
+                delay = slower * link.latency_s, slower / link.bandwidth_bytes_per_s
+                links.setdefault(name, {})[p.name] = (link.price_per_gib / GIB, *delay)
+            elif p.tier != tier:
+                links.setdefault(name, {})[p.name] = (float("inf"), 0.0, 0.0)  # no way
+    return {
+        "sources": {s.name: s.output_bytes for s in workflow.sources},
+        "operators": [
+            {
+                "name": op.name,
+                "inputs": [[name, ratio] for name, ratio in op.inputs],
+                "places": [
+                    {"name": p.name, "load": p.load, "output_bytes": p.output_bytes, "worker": p.worker}
+                    for p in places if p.operator == op.name
+                ],
+            }
+            for op in workflow.operators
+        ],
+        "links": links,
+        "sinks": list(workflow.sinks),
+    }  # fmt: skip
