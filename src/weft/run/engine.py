@@ -109,7 +109,7 @@ class Engine:
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         self._connect(sums, replicas.groups)
         staleness = plan.layout.staleness
-        share(self.parts.groups, sums, staleness + 1)
+        share(self.parts.groups, sums, staleness + 1, keep=plan.layout.servers > 0)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
@@ -143,7 +143,7 @@ class Engine:
     def _sums_of_gradients(self, sums: Sequence[Group | None]) -> Gradients:
         parts, layout = self.parts, self.plan.layout
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
-        return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress))
+        return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress), self.memory)
 
     def _updates(self, sums: Sequence[Group | None]) -> tuple[Optimizer, Stale | Servers | None]:
         """What updates this rank's parameters, and what does so late or for all replicas."""
@@ -164,7 +164,7 @@ class Engine:
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.state_tensors())
         rooms, weights = (self._stale.rooms, self._stale.weights) if self._stale is not None else ([], [])
-        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._residuals.tensors, *rooms])
+        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.rooms), *self._residuals.tensors, *rooms])
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups), *weights])
         self.memory.forget_peak()
         self.memory.check(self.world.rank)

@@ -75,6 +75,7 @@ def gradient_pieces(parts: Parts) -> list[Piece]:
         if group.scattered:
             pieces += _pieces_in(group, group.grad)
             continue
+        group.hold()
         for spec in group.members:
             pieces += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, group.views[spec.name], owner=spec.counted)
     return pieces

@@ -55,7 +55,8 @@ class Devices(ABC):
     and what moves is narrow only of products; elsewhere everything is. `even_stages`: frameworks give stages equally many layers.
     `scatters_sends`: tensor ranks hand on a part each of what goes to the next stage (Narayanan et al. 2021, section 4.1).
     `ties_hide`: the sum of tied weights hides behind a backward as others do. `tells_attention`: what selective recomputation drops is told
-    by operator. `layers_moved`: layers that move to the host and are on the device at once.
+    by operator. `layers_moved`: layers that move to the host and are on the device at once. `keeps_gradients`: from step to step, as those
+    of GPUs are priced (Megatron-LM's are).
     """
 
     cluster: Cluster
@@ -68,6 +69,7 @@ class Devices(ABC):
     ties_hide: ClassVar[bool]
     tells_attention: ClassVar[bool]
     layers_moved: ClassVar[int]
+    keeps_gradients: ClassVar[bool]
 
     def speed(self, layout: Layout) -> Speed:
         """What one of a layout's ranks gets."""

@@ -35,6 +35,7 @@ class Gpus(Devices):
     scatters_sends = True
     ties_hide = True
     tells_attention = False
+    keeps_gradients = True
     layers_moved = 2  # copies run beside the compute, and one comes meanwhile
 
     def is_eager(self, layout: Layout) -> bool:

@@ -35,6 +35,7 @@ class Processors(Devices):
     ties_hide = False
     tells_attention = True
     layers_moved = 1
+    keeps_gradients = False
 
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]

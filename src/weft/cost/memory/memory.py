@@ -151,7 +151,8 @@ class StageState:
     `entering_bytes` come from other stages, gradients of `leaving_bytes` come back from those; `kept_bytes` are kept on the device for
     backward, `scores_bytes` of them by attention's scores. `beside` is what there is for a moment of backward beside what is kept, less
     what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what is gone, at
-    that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host.
+    that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host. `from_backward`: gradients
+    are there from backward on only, and `beside` less those that are still to come.
     """
 
     num_parameters: float
@@ -165,6 +166,7 @@ class StageState:
     moved_bytes: float = 0.0
     num_unsummed: float = 0.0
     leaving_bytes: float = 0.0
+    from_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,11 @@ def memory_of(
         optimizer /= layout.servers
     if layout.moves_optimizer:
         optimizer = 0.0
-    beside = state.beside.of(pieces) + PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    beside = state.beside.of(pieces)
+    if state.from_backward:  # behind backward there is nothing else, and a bucket of gradients a second time
+        beside = max(beside, min(BUCKET_BYTES, gradients) - activation)
+        gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
+    beside += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
     buffers = beside + 2 * entering + leaving

@@ -93,6 +93,7 @@ class Runs:
     scattered: NDArray[np.float64]
     before: NDArray[np.float64]  # of `scattered`, what the runs behind it left
     staying: NDArray[np.float64]
+    missing: NDArray[np.float64]  # by operator: trainable parameters that only those before it read, which have no gradient yet
 
     @classmethod
     def of(
@@ -110,6 +111,10 @@ class Runs:
         for run, (first, last) in enumerate(zip(starts, [*starts[1:], len(operators)], strict=True)):
             for value in dict.fromkeys(v for op in operators[first:last] for v in op.inputs if v in trained):
                 readers.setdefault(value, []).append(run)
+        ends = [0.0] * len(operators)
+        for value, last in {v: i for i, op in enumerate(operators) for v in op.inputs if v in trained}.items():
+            ends[last] += trained[value] / (spread if value in experts else 1)
+        missing = np.cumsum([0.0, *ends])[:-1]
         together: dict[tuple[int, ...], list[float]] = {}  # sizes of those that the same runs read: buckets hold no others
         for value, those in readers.items():
             together.setdefault(tuple(those), []).append(trained[value] / (spread if value in experts else 1))
@@ -123,9 +128,9 @@ class Runs:
             left.append(before)
             scattered.append(max(before, bucket if parameter > bucket else 0.0))
             before = bucket or before
-        ends = [_ends(operators[first:last], learns, trained) for first, last in zip(starts, [*starts[1:], len(operators)], strict=True)]
-        staying = behind(np.array(parameters) * np.array(ends))
-        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]), np.array(left[::-1]), staying)
+        stops = [*starts[1:], len(operators)]
+        staying = behind(np.array(parameters) * [_ends(operators[a:b], learns, trained) for a, b in zip(starts, stops, strict=True)])
+        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]), np.array(left[::-1]), staying, missing)
 
     def most(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
         """By run: the most bytes that there are in the backward of one of its operators."""

@@ -277,14 +277,22 @@ def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: f
 
 def _waiting(graph: Graph, grads: frozenset[str], makers: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
     """By operator: gradients that lie there while its backward runs, since something behind it has made them and their own operator's
-    backward is still to come: of what goes round it. `sizes`: of what is `makers`."""
+    backward is still to come: of what goes round it. `sizes`: of what is `makers`. What goes round an operator and is added to its result
+    has the gradient of that result, one tensor, which counts there as the operator's."""
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs}
+    first = {value: i for i, op in reversed([*enumerate(graph.operators)]) for value in op.inputs}
     rows = [[0.0] * (len(graph.operators) + 1) for _ in range(3)]
     for (value, maker), size in zip(makers.items(), sizes, strict=True):
         if value in grads and last.get(value, 0) > maker + 1:
             for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
                 row[maker + 1] += each
                 row[last[value]] -= each
+            reader = graph.operators[last[value]]
+            beside = [makers[v] for v in reader.inputs if v in makers and first[v] == last[v] and makers[v] > maker]
+            if record_of(reader).gradient in ("same", "summed") and len(beside) == 1:
+                for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
+                    row[beside[0]] -= each
+                    row[beside[0] + 1] += each
     return Amounts(*(np.cumsum(row[:-1]) for row in rows))
 
 

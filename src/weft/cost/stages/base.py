@@ -119,6 +119,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         moved_bytes=activations + scores,
         num_unsummed=held.unsummed if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
+        from_backward=_from_backward(pricer, layout),
     )
 
     @cache
@@ -194,9 +195,15 @@ def like(base: Base, index: int, names: Callable[[], Sequence[str]], make: Calla
     return replace(base, block=block, by_layer=by_layer, loads=loads)
 
 
+def _from_backward(pricer: Pricer, layout: Layout) -> bool:
+    """Whether forward finds no gradients: of a rank that makes one backward, and sums them with no other (`run/reduce/overlapped`)."""
+    return not pricer.devices.keeps_gradients and layout.microbatches == 1 and layout.num_ranks == layout.pipeline
+
+
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
-    """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: nothing
-    where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
+    """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: where
+    gradients and weights are whole nothing, or less than nothing for gradients that have not come yet; then whole gradients on their way,
+    then gathered weights as well."""
     parts, ops, runs = pricer.held_parts(layout), section.operators, section.runs(pricer.expert_ways(layout))
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout.precision)
@@ -210,4 +217,5 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     tensors = follows * np.where(by_torch, parts.torch_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.weight_ranks, len(works))
-    return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))
+    coming = -widths.gradient * runs.missing * _from_backward(pricer, layout)
+    return narrow * works, runs, (coming, scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

@@ -1,8 +1,12 @@
 """Gradient exchange that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
 
-A hook on every parameter moves its finished gradient into the flat buffer; when the last action that adds to it completes a bucket, it
-is summed over the ranks that share it while backward goes on. Buckets are launched strictly in order, so that all ranks launch the
-same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
+When the last action that adds to it completes a bucket, it is summed over the ranks that share it while backward goes on. Buckets are
+launched strictly in order, so that all ranks launch the same ones in the same order, whatever autograd does. A parameter whose gradient
+never comes (unused in this step) counts as zero.
+
+Where a bucket has memory that others read, a hook on every parameter moves its gradient there as it comes. Elsewhere gradients stay where
+autograd has made them until their bucket is complete, and are then moved in one call; a bucket has memory only from then until the next
+step begins, so that forward finds none of it taken. Where nobody waits for a bucket no hook is called at all.
 
 With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
 lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
@@ -25,6 +29,7 @@ from weft.run.reduce.between_hosts import BetweenHosts, compressed
 from weft.run.reduce.compressed import DTYPES, Compressed
 from weft.run.reduce.scattered import Scattered
 from weft.run.state.parameters import Bucket, FlatGroup
+from weft.world.memory import Accounts
 from weft.world.world import Group, Work
 
 
@@ -33,7 +38,7 @@ class Gradients:
 
     Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
     `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so. `compress`: how
-    what is summed whole, or scattered from whole gradients, travels.
+    what is summed whole, or scattered from whole gradients, travels. `memory`: told which memory is for gradients.
     """
 
     def __init__(
@@ -44,7 +49,9 @@ class Gradients:
         sharded: bool = False,
         by_program: bool = False,
         compress: Compression | None = None,
+        memory: Accounts | None = None,
     ) -> None:
+        self._memory = memory or Accounts()
         self.groups, self.parameters = list(groups), parameters
         self._sums, self._sharded = list(sums), sharded
         # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
@@ -55,11 +62,11 @@ class Gradients:
         self._views = {name: view for group in groups for name, view in group.views.items()}
         self._completes: frozenset[str] = frozenset()
         self._first = dict.fromkeys(self._of, True)
-        self._waiting: list[int] = []
+        self._waiting: list[int] = []  # by place in the order: how many are still to be complete
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
-        self.push: Callable[[int, Tensor, bool], None] | None = None  # of servers: (place in the order, bucket, whether it is summed)
+        self.push: Callable[[int, Tensor], None] | None = None  # of servers: (place in the order, bucket)
         # By place in the order; and those of this step that were started, that are met, in that order.
         self.compressed = {k: compressed for k, (g, bucket) in enumerate(self.order) if (compressed := self._compress(compress, g, bucket))}
         self._started: list[Compressed | BetweenHosts] = []
@@ -71,32 +78,36 @@ class Gradients:
             if group.scattered and over is not None
         }
         self._scatters = {member.name: one for number, one in self._scattered.items() for member in groups[number].members}
-        for name in (*self._views, *self._scatters):
+        # What is collected bucket by bucket, and not as it comes.
+        self._by_bucket = frozenset(name for number, bucket in self.order if groups[number].comes_and_goes for name in bucket.names)
+        self._exchanged = [(over := self._sums[number]) is not None and over.size > 1 for number, _ in self.order]
+        # Where nobody waits for a gradient, no hook says that it has come.
+        hooked = (name for (_, bucket), has_hooks in zip(self.order, self._exchanged, strict=True) if has_hooks for name in bucket.names)
+        for name in (*hooked, *self._scatters):
             self._hook(name)
 
     def _compress(self, how: Compression | None, number: int, bucket: Bucket) -> Compressed | BetweenHosts | None:
         over, group = self._sums[number], self.groups[number]
         if how is None or how.kind == "none" or over is None or over.size == 1 or group.grad.dtype not in DTYPES:
             return None
-        start, stop = bucket.start, bucket.stop
-        return compressed(
-            how, bucket.names[0], stop - start, lambda: group.grad[start:stop], over, self._sharded, early=not group.members[0].across
-        )
+        early = not group.members[0].across
+        size = bucket.stop - bucket.start
+        return compressed(how, bucket.names[0], size, lambda: group.gradients(bucket), over, self._sharded, early=early)
 
     def _hook(self, name: str) -> None:
         # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
         mine = weakref.ref(self)
 
         def done(parameter: Tensor) -> None:
-            gradients = mine()
-            if parameter.grad is None or gradients is None:
+            gradients, grad = mine(), parameter.grad
+            if grad is None or gradients is None:
                 return
             view = gradients._views.get(name)
-            if parameter.grad is view:  # autograd itself has added to it
+            if grad is view or name in gradients._by_bucket:  # autograd itself has added to it
                 gradients._came(name)
             else:
-                gradients.add(name, parameter.grad)
                 parameter.grad = view
+                gradients.add(name, grad)
 
         self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
 
@@ -105,7 +116,7 @@ class Gradients:
         if name in self._scatters:
             self._scatters[name].add(name, grad)
             return
-        view = self._views[name]
+        view = self._view(name)
         if self._first[name]:
             view.copy_(grad)
             self._first[name] = False
@@ -115,13 +126,19 @@ class Gradients:
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """As `add` of the product of two matrices, without a tensor in between."""
-        view = self._views.get(name)
-        if view is None:
+        if name in self._scatters:
             self.add(name, a @ b)
             return
+        view = self._view(name)
         torch.addmm(view, a, b, beta=0 if self._first[name] else 1, out=view)  # 0 also drops what is not a number
         self._first[name] = False
         self._came(name)
+
+    def _view(self, name: str) -> Tensor:
+        """Where a gradient is collected."""
+        with self._memory.counting("gradients"):
+            self.order[self._of[name]][1].hold()
+        return self._views[name]
 
     def _came(self, name: str) -> None:
         if name in self._completes:
@@ -131,11 +148,13 @@ class Gradients:
     def start(self) -> None:
         """Begin a step: nothing has been collected."""
         self._first = dict.fromkeys(self._first, True)
-        self._waiting = [len(bucket.names) for _, bucket in self.order]
+        self._waiting = [len(bucket.names) * waits for (_, bucket), waits in zip(self.order, self._exchanged, strict=True)]
         self._next = 0
         self._completes = frozenset()
         for name in self._views:
             self.parameters[name].grad = None
+        for _, bucket in self.order:
+            bucket.release()
         for scattered in self._scattered.values():
             scattered.start()
 
@@ -156,25 +175,47 @@ class Gradients:
 
     def _launch(self) -> None:
         while self._next < len(self.order) and self._waiting[self._next] <= 0:
-            self._sum(*self.order[self._next])
+            self._sum(self._next)
             self._next += 1
 
-    def _sum(self, number: int, bucket: Bucket) -> None:
-        group = self.groups[number]
+    @torch.no_grad()
+    def _complete(self, place: int) -> Tensor:
+        """A bucket with all that has come, where that is not there yet; what has not come is zero."""
+        number, bucket = self.order[place]
+        views: list[Tensor] = []
+        copied: list[Tensor] = []
+        with self._memory.counting("gradients"):
+            bucket.hold()
         for name in bucket.names:
-            if self._first[name]:
-                group.views[name].zero_()
-                self._first[name] = False
-        over = self._sums[number]
-        gradient = group.grad[bucket.start : bucket.stop]
+            parameter, view = self.parameters[name], self._views[name]
+            grad = parameter.grad
+            if grad is not None and grad is not view:
+                parameter.grad = None
+                if self._first[name]:
+                    views.append(view)
+                    copied.append(grad)
+                else:
+                    view.add_(grad)
+            elif self._first[name]:
+                view.zero_()
+            self._first[name] = False
+        if copied:
+            torch._foreach_copy_(views, copied)
+        return self.groups[number].gradients(bucket)
+
+    def _sum(self, place: int) -> None:
+        over = self._sums[self.order[place][0]]
+        if over is None or not self._exchanged[place]:
+            return
+        gradient = self._complete(place)
         if self.push is not None:
-            self.push(self._next, gradient, over is not None)
+            self.push(place, gradient)
             return
-        if over is None or over.size == 1 or not self.exchange:
+        if not self.exchange:
             return
-        if (one := self.compressed.get(self._next)) is not None:
+        if (one := self.compressed.get(place)) is not None:
             if self.before is not None:
-                self.before[self._next] = gradient.clone()
+                self.before[place] = gradient.clone()
             one.start()
             self._meet(backward=True)
             self._started.append(one)
@@ -193,12 +234,15 @@ class Gradients:
         self._started = waiting
 
     def finish(self) -> None:
-        """After the last backward: launch what is left, in order."""
+        """After the last backward: launch what is left, in order, and collect what nobody waits for."""
         for scattered in self._scattered.values():
             scattered.flush()
         while self._next < len(self.order):
-            self._sum(*self.order[self._next])
+            self._sum(self._next)
             self._next += 1
+        for place, is_exchanged in enumerate(self._exchanged):
+            if not is_exchanged:
+                self._complete(place)
 
     def hand_over(self) -> list[Work]:
         """After `finish`, in the place of `wait`: the sums under way, of gradients that are whole and not compressed."""
@@ -224,5 +268,5 @@ class Gradients:
         for number, bucket in self.order:
             over = self._sums[number]
             if over is not None and over.size > 1:
-                gradient = self.groups[number].grad[bucket.start : bucket.stop]
+                gradient = self.groups[number].gradients(bucket)
                 over.all_gather_into(gradient, gradient.view(over.size, -1)[over.index].clone())

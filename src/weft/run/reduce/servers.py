@@ -182,12 +182,9 @@ class Servers:
         self._jobs[self._turn] = []
         self._gradients.turn(self._turn)
 
-    def _push_bucket(self, at: int, bucket: Tensor, summed: bool) -> None:
-        """The gradients of a bucket are there: push its parts; where this rank is a server, add up its own. What is the same everywhere is
-        not `summed`."""
+    def _push_bucket(self, at: int, bucket: Tensor) -> None:
+        """The gradients of a bucket are there: push its parts; where this rank is a server, add up its own."""
         parts = bucket.view(len(self._served.ranks), -1)
-        if not summed:
-            return
         first = self._add_inside(self._served.inside[self._buckets[at][0]], bucket)
         if self._client.groups:
             self._jobs[self._turn].append(self._client.do(_after(first, lambda: self._send(at, parts))))

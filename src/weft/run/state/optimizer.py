@@ -190,6 +190,9 @@ class Optimizer:
         group = self._groups[number]
         places = self.pieces(number)
         params = [group.data.narrow(0, at if group.gathered else start, length) for start, at, length in places]
+        if group.comes_and_goes:
+            buckets = zip(group.buckets, places, strict=True)
+            return params, [group.gradients(bucket).narrow(0, start - bucket.start, length) for bucket, (start, _, length) in buckets]
         return params, [group.grad.narrow(0, at if group.scattered else start, length) for start, at, length in places]
 
     def state_tensors(self) -> list[Tensor]:
@@ -225,7 +228,7 @@ class Optimizer:
     def pieces(self, number: int) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in its pieces one after the other, length) of what this rank updates of group `number`."""
         group = self._groups[number]
-        return group.pieces() if self.sharded[number] else [(0, 0, group.data.numel())]
+        return group.pieces() if self.sharded[number] or group.comes_and_goes else [(0, 0, group.data.numel())]
 
     def load_parameters(self) -> None:
         """After parameters were written from outside (initial values, a checkpoint): take them over, where they have a copy here."""
@@ -239,6 +242,8 @@ class Optimizer:
 
         Where a loss is scaled and any rank's gradients are not finite, nothing is updated, and there is no norm.
         """
+        for group in self._groups:
+            group.hold()  # also where no step has been made
         if self.offload:
             for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
                 for (weights, source), (copy, target) in zip(there, mine, strict=True):

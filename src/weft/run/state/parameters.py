@@ -70,14 +70,28 @@ class LocalParameter:
 class Bucket:
     """A range of a flat group, exchanged as one message.
 
-    `units`: from ZeRO-2 on, the layers that read it. `full`: of ZeRO-3, where they read it.
+    `units`: from ZeRO-2 on, the layers that read it. `full`: of ZeRO-3, where they read it. `grad`: of gradients that come and go, where
+    they are collected; it has memory from then on until the next step begins.
     """
 
     start: int
     stop: int
     names: tuple[str, ...]
+    used: int  # elements; what is behind them fills it up
     units: tuple[tuple[int, int], ...] = ()
     full: Tensor | None = None
+    grad: Tensor | None = None
+
+    def hold(self) -> None:
+        """Have memory for gradients."""
+        if self.grad is not None and not (storage := self.grad.untyped_storage()).nbytes():
+            storage.resize_(self.grad.nbytes)
+            self.grad[self.used :].zero_()
+
+    def release(self) -> None:
+        """Let go of it."""
+        if self.grad is not None:
+            self.grad.untyped_storage().resize_(0)
 
 
 @dataclass
@@ -85,7 +99,8 @@ class FlatGroup:
     """Parameters as views of `data`, gradients as views of `grad` (of `padded` elements, a multiple of the number of shards).
 
     `index`: this rank among the `shards` between which buckets are divided, -1 where others have them all (`reduce/servers`).
-    `scattered`: `grad` is this rank's pieces only, and there are no views; `gathered`: so is `data`.
+    `scattered`: `grad` is this rank's pieces only, and there are no views; `gathered`: so is `data`. `grad` is empty where buckets have
+    gradients of their own.
     """
 
     sum_ranks: tuple[int, ...]
@@ -110,6 +125,35 @@ class FlatGroup:
         for member, start in zip(self.members, self.starts, strict=True):
             self.views[member.name] = grad[start : start + member.size].view(member.shape)
 
+    def come_and_go(self) -> None:
+        """Let gradients have memory only from when they are collected until the next step begins: a bucket each, in the place of `grad`."""
+        self.grad = self.grad.new_empty(0)
+        at = dict(zip((member.name for member in self.members), zip(self.starts, self.members, strict=True), strict=True))
+        for bucket in self.buckets:
+            bucket.grad = self.grad.new_zeros(bucket.stop - bucket.start)
+            for start, member in map(at.__getitem__, bucket.names):
+                begin = start - bucket.start
+                self.views[member.name] = bucket.grad[begin : begin + member.size].view(member.shape)
+
+    def gradients(self, bucket: Bucket) -> Tensor:
+        """Of a bucket, flat."""
+        return self.grad[bucket.start : bucket.stop] if bucket.grad is None else bucket.grad
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Where gradients lie."""
+        return [*self.turns, *(bucket.grad for bucket in self.buckets if bucket.grad is not None)]
+
+    def hold(self) -> None:
+        """Have memory for all gradients."""
+        for bucket in self.buckets:
+            bucket.hold()
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether gradients have memory only from when they are collected until the next step begins."""
+        return any(bucket.grad is not None for bucket in self.buckets)
+
     def pieces(self) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in the pieces, length) of this rank's share of every bucket."""
         pieces, at = [], 0
@@ -132,6 +176,7 @@ class FlatGroup:
     def gradient(self, name: str) -> Tensor | None:
         """The summed gradient of a parameter: this rank's block, or the flat piece of it that it has. None where it has another group."""
         if not self.scattered:
+            self.hold()
             return self.views.get(name)
         if all(member.name != name for member in self.members):
             return None
@@ -210,28 +255,29 @@ def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket
         limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if not buckets else bucket_bytes
         ends = i == len(members) - 1 or (by_unit and members[i + 1].units != p.units)
         if (at - begin) * item >= limit or ends:
-            at = begin + -(-(at - begin) // shards) * shards
-            buckets.append(Bucket(begin, at, tuple(names), p.units if by_unit else ()))
+            used = at - begin
+            at = begin + -(-used // shards) * shards
+            buckets.append(Bucket(begin, at, tuple(names), used, p.units if by_unit else ()))
             begin, names = at, []
     return starts, buckets
 
 
-def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int = 1) -> None:
-    """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory.
+def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int = 1, keep: bool = False) -> None:
+    """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory. Elsewhere
+    whole gradients come and go, unless several steps' are there at once, or they are to be kept (`keep`).
 
     `turns`: steps whose gradients are kept apart, where gradients are whole. Every rank goes through its sums in the order of their
     ranks: two that met in different orders would wait for one another.
     """
-    order = sorted(
-        (over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1 and not groups[number].scattered
-    )
-    for _, number in order:
-        over = sums[number]
+    for _, number in sorted((over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1):
+        over, group = sums[number], groups[number]
         assert over is not None
-        group = groups[number]
-        group.turns = [over.shared_buffer(group.grad.numel(), group.grad.dtype) for _ in range(turns)]
-        group.collect_in(group.turns[0])
+        if not group.scattered and (over if over.levels is None else over.levels.box).shares_memory:
+            group.turns = [over.shared_buffer(group.grad.numel(), group.grad.dtype) for _ in range(turns)]
+            group.collect_in(group.turns[0])
     for group in groups:
+        if not (group.turns or group.scattered or keep or turns > 1):
+            group.come_and_go()
         group.turns = group.turns or [group.grad, *(torch.zeros_like(group.grad) for _ in range(turns - 1))]
 
 
