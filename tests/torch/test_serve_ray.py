@@ -109,7 +109,7 @@ def test_a_plan_is_served_and_a_worker_that_dies_under_load_loses_no_request(tmp
     placed = place(workflow, machines, Ask(rate))
     assert placed is not None
     assert [s.worker for s in placed.choice("total").shares] == ["cheap"]
-    server = Server(workflow, machines, placed, How(port=free_port(), slower=2.0, queue=200))
+    server = Server(workflow, machines, placed, How(port=free_port(), slower=2.0, queue=150))
     requests, labels = labelled_requests(workflow)
     server.start()
     try:
@@ -131,7 +131,7 @@ def test_a_plan_is_served_and_a_worker_that_dies_under_load_loses_no_request(tmp
         rows = {r.what: r for r in trial.rows}
         assert rows["accuracy"].measured == pytest.approx(95.0, abs=3)
         # Beyond what can wait, requests are refused at once, and counted.
-        flood = send(server.url, [body_of(requests[0])], Load(450.0, 1.0))
+        flood = send(server.url, [body_of(requests[0])], Load(550.0, 1.0))
         assert flood.refused > 0
         assert not flood.failed
         page = serve_page(lambda: figures_of(server), 0)

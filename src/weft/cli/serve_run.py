@@ -34,7 +34,7 @@ def run_plan(  # noqa: PLR0913
     load: Annotated[float | None, typer.Option("--load", metavar="S", min=0.1, help=_LOAD, show_default=False)] = None,
     rate: Annotated[float | None, typer.Option("--rate", metavar="R", help="Of --load; by default the plan's.", show_default=False)] = None,
     kill: Annotated[str, typer.Option("--kill", metavar="WORKER", help=_KILL, show_default=False)] = "",
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait for a place; more are refused (503).")] = 100,
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait at a replica, and for a place; more get 503.")] = 100,
     address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help=_ADDRESS, show_default=False)] = "",
     fixed: Annotated[bool, typer.Option("--fixed", help="Never plan anew when a worker goes or the rate changes.")] = False,
     as_json: options.Json = False,

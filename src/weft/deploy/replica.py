@@ -9,11 +9,15 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.serve.workflow import Operator, Variant
+
+if TYPE_CHECKING:
+    from weft.deploy.receiver import Receiver
 
 
 def planned_s(batches: Sequence[tuple[int, float]], size: int) -> float:
@@ -35,12 +39,16 @@ class Replica:
         self._how, self._worker, self._batches = how, worker, variant.batches(worker)
         self._run: Any = None
         self._free_at_s = 0.0
-        self.version = 0
+        self._receiver: Receiver | None = None
         if variant.model or variant.call:
             from weft.deploy.computes import computing
 
-            self._computing = computing(operator, variant, folder)
-            self._run = self._computing.run
+            operation = computing(operator, variant, folder)
+            self._run = operation.run
+            if operation.module is not None:
+                from weft.deploy.receiver import Receiver
+
+                self._receiver = Receiver(operation.module)
             import torch
 
             torch.set_num_threads(how["threads"])
@@ -56,13 +64,21 @@ class Replica:
 
     async def _answer(self, came: list[tuple[tuple[Any, ...], float]]) -> list[Any]:
         requests = [request for request, _ in came]
-        answers = await asyncio.to_thread(self._run, requests) if self._run is not None else [None] * len(requests)
+        answers = await asyncio.to_thread(self._computed, requests) if self._run is not None else [None] * len(requests)
         if self._how["slower"]:
             # A worker begins when the last of a batch is there and the batch before is done, however late this process wakes up.
             begun = max(self._free_at_s, *(at for _, at in came))
             self._free_at_s = begun + self._how["slower"] * planned_s(self._batches, len(came))
             await asyncio.sleep(max(0.0, self._free_at_s - time.monotonic()))
         return list(answers)
+
+    def _computed(self, requests: list[tuple[Any, ...]]) -> Any:
+        with self._receiver.lock if self._receiver is not None else nullcontext():
+            return self._run(requests)
+
+    def address(self) -> tuple[str, int] | None:
+        """Where new weights are taken; None of what has none."""
+        return self._receiver.address if self._receiver is not None else None
 
     def pid(self) -> int:
         """Of its process."""

@@ -28,7 +28,6 @@ from weft.serve.workflow import Machines, Workflow
 
 STORE_BYTES = 80_000_000
 LOOK_S, DRAIN_S = 0.25, 20.0
-AHEAD = 2  # batches that a replica has in hand, so that it need not wait for the next
 ENTRANCE = "entrance"
 _HALF = 0.5  # of a machine's resource, so that an old replica and its successor fit on it
 
@@ -36,7 +35,7 @@ _HALF = 0.5  # of a machine's resource, so that an old replica and its successor
 @dataclass(frozen=True, slots=True)
 class How:
     """`slower`: emulate all workers, by the profile's seconds times this; 0 computes as fast as it goes. `queue`: requests that may wait
-    for a place. `address`: of a Ray cluster, "" starts one here. `follow`: whether to plan anew."""
+    at a replica, and as many for a place. `address`: of a Ray cluster, "" starts one here. `follow`: whether to plan anew."""
 
     port: int = 8000
     slower: float = 0.0
@@ -137,8 +136,9 @@ class Server:
         op = self.workflow.operator(p.operator)
         worker = self.machines.worker(p.worker)
         how = {"batch": p.batch, "wait_s": p.wait_s * (self.how.slower or 1.0), "threads": worker.threads, "slower": self.how.slower}
+        # Requests wait at the replica: those that Ray's router keeps back it offers again after pauses, in which a replica would idle.
         deployment = serve.deployment(
-            Replica, name="Replica", num_replicas=p.replicas, max_ongoing_requests=AHEAD * p.batch,
+            Replica, name="Replica", num_replicas=p.replicas, max_ongoing_requests=p.batch + self.how.queue,
             max_queued_requests=self.how.queue,
             ray_actor_options={"num_cpus": 0, "resources": {f"worker:{p.worker}": _HALF}},
             health_check_period_s=2.0, health_check_timeout_s=10.0, graceful_shutdown_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
@@ -172,6 +172,28 @@ class Server:
         _, serve = ray_and_serve()
         name = next(p.name for p in self._places.values() if p.worker == worker)
         return int(serve.get_deployment_handle("Replica", name).pid.remote().result(timeout_s=20))
+
+    def addresses(self, operator: str) -> list[tuple[str, int]]:
+        """Where the replicas of an operator take new weights, for `engine.publish`.
+
+        Raises:
+            UsageError: no such operator, or one whose variant is no model.
+        """
+        _, serve = ray_and_serve()
+        places = [p for p in self.places if p.operator == operator]
+        if not places:
+            raise UsageError(f"{operator} is not served here; {', '.join(sorted({p.operator for p in self.places}))} are")
+        every: list[tuple[str, int]] = []
+        for p in places:
+            mine: set[tuple[str, int]] = set()
+            until = time.monotonic() + DRAIN_S
+            while len(mine) < p.replicas and time.monotonic() < until:
+                address = serve.get_deployment_handle("Replica", p.name).address.remote().result(timeout_s=DRAIN_S)
+                if address is None:
+                    raise UsageError(f"{operator} {p.variant} is no model whose weights can change; give it model = ..., not a call")
+                mine.add(tuple(address))
+            every += sorted(mine)
+        return every
 
     def kill(self, worker: str) -> None:
         """End a worker's process at once, as a machine that goes: for trials."""

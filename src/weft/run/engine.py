@@ -31,6 +31,7 @@ from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced, build
 from weft.run.captured import Capture
 from weft.run.captures import Asked, captured_in
+from weft.run.published import Address, send_pieces
 from weft.run.rank_agreement import check_batch_agrees
 from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
@@ -293,9 +294,7 @@ class Engine:
                 self._stale.drain()
 
     def evaluate(self, batch: Any, whole: bool | None = None, samples: int = 0) -> float:
-        """The loss on a batch as the model in evaluation computes it, without training. `whole` and `samples`: as for `step`.
-
-        The first call captures the model in evaluation, which may compute otherwise than in training.
+        """The loss on a batch as the model in evaluation computes it, captured at the first call. `whole` and `samples`: as for `step`.
 
         Raises:
             ModelError: the model cannot be followed in evaluation.
@@ -305,8 +304,7 @@ class Engine:
         capture = self._of_form(batch, rows, trains=False)
         parts = capture.parts
         parts.draw.step = self.step_index
-        # A model that runs whole is the user's module, with modes of its own.
-        module = parts.only.module if self.plan.uncaptured else nn.Module()
+        module = parts.only.module if self.plan.uncaptured else nn.Module()  # that of a model that runs whole is the user's, with modes
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
             inputs = capture.step_inputs(tensors_of(batch), rows, is_stale=False)
             self._counted, executor = None, inputs.executor
@@ -433,8 +431,7 @@ class Engine:
         """
         if drain:
             self.drain()
-        counters = self._counters | self._optimizer.counters
-        pieces = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
+        pieces = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters)
         if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
             pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
         return [*pieces, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
@@ -478,6 +475,10 @@ class Engine:
         """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/state/checkpoint/save`."""
         return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep)
 
+    def publish(self, to: Sequence[Address]) -> int:
+        """Give the weights to replicas that serve, without a file; every rank calls it. Returns bytes sent. See `run/published`."""
+        return send_pieces(self.pieces(), to, self._everyone, self.step_index)
+
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.
 
@@ -486,8 +487,7 @@ class Engine:
         """
         if self.plan.layout.servers:  # which may be at work
             self.drain()
-        counters = self._counters | self._optimizer.counters
-        wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), counters)
+        wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters)
         optional = [*self._residuals.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:

@@ -1,0 +1,135 @@
+"""New weights for a model that serves. In: pieces from ranks that train, over TCP. Out: the model with them, from one batch to the next.
+
+A version is staged beside the weights in use until every rank has sent its part, each element once; only when all ranks say so the model
+turns to it, between two batches. What is missing, comes twice or is of another model is refused, and the model keeps what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+WAIT_S = 120.0
+
+
+@dataclass
+class _Staged:
+    """A version on its way: tensors, which of their elements are there, and how many ranks have sent all and committed."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    there: dict[str, Tensor] = field(default_factory=dict)
+    sent: int = 0
+    committed: int = 0
+    trouble: str = ""
+
+
+class Receiver:
+    """Listens on `host` at a free port. `lock`: held while the model computes a batch, and while it turns to new weights."""
+
+    def __init__(self, module: nn.Module, host: str = "127.0.0.1") -> None:
+        self.module, self.version, self.received_bytes = module, 0, 0
+        self.lock = threading.Lock()
+        self._staged: dict[int, _Staged] = {}
+        self._changed = threading.Condition()
+        self._listening = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(WAIT_S)
+        with connection, connection.makefile("rb") as stream:
+            try:
+                head = json.loads(stream.readline())
+                self._receive(connection, stream, head["version"], head["ranks"], head["pieces"])
+            except (OSError, ValueError, KeyError, EOFError):
+                return  # the rank went: nothing is committed
+
+    def _receive(self, connection: socket.socket, stream: BinaryIO, version: int, ranks: int, pieces: int) -> None:
+        with self._changed:
+            staged = self._staged.setdefault(version, _Staged())
+        for _ in range(pieces):
+            piece = json.loads(stream.readline())
+            data = stream.read(piece["bytes"])
+            if len(data) < piece["bytes"]:
+                raise EOFError
+            with self._changed:
+                self.received_bytes += len(data)
+                staged.trouble = staged.trouble or _lay(staged, piece, data)
+        with self._changed:
+            staged.sent += 1
+            self._changed.notify_all()
+            all_there = self._changed.wait_for(lambda: staged.sent >= ranks, WAIT_S)
+            trouble = staged.trouble or (_misfit(self.module, staged) if all_there else "not all ranks sent their part in time")
+        connection.sendall(json.dumps({"error": trouble}).encode() + b"\n")
+        committed = json.loads(stream.readline())["commit"]
+        with self._changed:
+            if not committed or trouble:
+                self._staged.pop(version, None)
+                return
+            staged.committed += 1
+            if staged.committed == ranks:
+                self._turn_to(version, staged)
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: staged.committed >= ranks, WAIT_S)
+        connection.sendall(json.dumps({"error": "" if done else "not all ranks committed"}).encode() + b"\n")
+
+    def _turn_to(self, version: int, staged: _Staged) -> None:
+        with self.lock, torch.no_grad():
+            for name, held in _held(self.module).items():
+                held.copy_(staged.tensors[name])
+            self.version = version
+        self._staged.pop(version, None)
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, tied ones once, under the name that a trainer has them by."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _lay(staged: _Staged, piece: dict[str, Any], data: bytes) -> str:
+    name, shape = piece["name"], tuple(piece["shape"])
+    values = torch.frombuffer(bytearray(data), dtype=_DTYPES[piece["dtype"]]) if data else torch.empty(0, dtype=_DTYPES[piece["dtype"]])
+    tensor = staged.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+    there = staged.there.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+    block = tuple(slice(begin, begin + size) for begin, size in zip(piece["offsets"], piece["block"], strict=True))
+    begin, end = piece["flat"] or (0, values.numel())
+    places = torch.arange(there.numel()).view(shape)[block].reshape(-1)[begin:end]
+    if there.view(-1)[places].any():
+        return f"{name}: elements came twice"
+    there.view(-1)[places] = True
+    tensor.view(-1)[places] = values
+    return ""
+
+
+def _misfit(module: nn.Module, staged: _Staged) -> str:
+    held = _held(module)
+    if missing := sorted(set(held) ^ set(staged.tensors)):
+        return f"the server's model and the trainer's differ in {', '.join(missing[:5])}"
+    for name, tensor in staged.tensors.items():
+        if tuple(tensor.shape) != tuple(held[name].shape):
+            return f"{name} is {list(tensor.shape)} for the trainer and {list(held[name].shape)} for the server"
+        if not staged.there[name].all():
+            return f"{name}: {int((~staged.there[name]).sum())} elements did not come"
+    return ""

@@ -1,0 +1,165 @@
+"""Weights from any training layout to a model that serves, without a file: values, bytes counted, one version at a time, refusals."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.deploy.receiver import Receiver
+from weft.errors import RunError
+from weft.world.world import World
+
+NUMBERS = 6 * 8 + 8 + 8 * 4 + 4 + 2 * 4 + 1 + 2 * 4  # two linear layers, a batch norm with its statistics
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def _published(world: World, layout: str, addresses: list[tuple[str, int]]) -> tuple[int, dict[str, torch.Tensor] | None, str]:
+    """Bytes that this rank sent, the whole weights on rank 0, and what the engine said."""
+    dtype = torch.float64 if "float64" in layout else torch.float32
+    batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=dtype),)
+    engine = weft.parallelize(_model, batch, loss=_loss, plan=layout, seed=0, world=world)
+    engine.step(batch)
+    try:
+        sent, said = engine.publish(addresses), ""
+    except RunError as error:
+        sent, said = 0, str(error)
+    return sent, engine.full_state_dict(), said
+
+
+@pytest.mark.parametrize("layout", ["data=2 precision=float64", "tensor=2 precision=float64", "data=2 zero=3 precision=float64",
+                                    "pipeline=2 microbatches=1 precision=float64"])  # fmt: skip
+def test_every_element_crosses_once_and_the_server_has_the_trainers_weights(ranks: Callable[..., list[Any]], layout: str) -> None:
+    receivers = [Receiver(_model().double()) for _ in range(2)]
+    results = ranks(_published, 2, layout, [r.address for r in receivers])
+    for receiver in receivers:
+        receiver.close()
+        state = results[0][1]
+        assert receiver.version == 1
+        for name, tensor in receiver.module.state_dict().items():
+            assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+        assert receiver.received_bytes == 8 * NUMBERS
+    assert sum(sent for sent, _, _ in results) == 2 * 8 * NUMBERS
+    assert not any(said for _, _, said in results)
+
+
+def test_another_model_is_refused_and_keeps_what_it_has(ranks: Callable[..., list[Any]]) -> None:
+    good, other = Receiver(_model().double()), Receiver(torch.nn.Linear(6, 8).double())
+    before = {name: tensor.clone() for name, tensor in good.module.state_dict().items()}
+    results = ranks(_published, 2, "tensor=2 precision=float64", [good.address, other.address])
+    good.close()
+    other.close()
+    assert all("not published" in said for _, _, said in results)
+    assert any("differ in" in said for _, _, said in results)
+    assert good.version == other.version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in good.module.state_dict().items())
+
+
+CODE = """
+import torch
+
+def net():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)), (torch.zeros(4, 6),)
+"""
+FLOW = """
+rate = 10
+[source.x]
+[operator.net]
+inputs = ["x"]
+[operator.net.variant.v]
+model = "code.py:net"
+latency_s = { here = 0.001 }
+[worker.here]
+price_per_hour = 1.0
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_no_request_fails_while_the_weights_change(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve")
+    from weft.deploy.load import Load, body_of, send
+    from weft.deploy.server import How, Server
+    from weft.serve.assign import Ask
+    from weft.serve.place import place
+    from weft.serve.workflow_files import read_workflow
+
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "flow.toml").write_text(FLOW)
+    workflow, machines, rate = read_workflow(tmp_path / "flow.toml")
+    assert machines is not None
+    placed = place(workflow, machines, Ask(rate))
+    assert placed is not None
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    server, state = Server(workflow, machines, placed, How(port=port, queue=1000, follow=False)), {}
+    server.start()
+    try:
+        x = np.linspace(-1, 1, 6, dtype=np.float32)
+        layout = "tensor=2"
+
+        def publish() -> None:
+            results = ranks(_published, 2, layout, server.addresses("net"))
+            state.update(results[0][1])
+            assert not results[0][2]
+
+        answers = send(server.url, [body_of({"x": x})], Load(10.0, 12.0), [(3.0, publish)])
+        assert len(answers.latency_s) == answers.sent, answers.failed
+        after = send(server.url, [body_of({"x": x})], Load(10.0, 1.0))
+    finally:
+        server.stop()
+    scope: dict[str, Any] = {}
+    exec(CODE, scope)
+    old, _ = scope["net"]()
+    new = _model()
+    new.load_state_dict(state)
+    with torch.inference_mode():
+        before, now = (net.eval()(torch.tensor(x)[None])[0].numpy() for net in (old, new))
+    which = [np.allclose(value, before, atol=1e-6) + 2 * np.allclose(value, now, atol=1e-6) for _, value in answers.values]
+    assert set(which) == {1, 2}, which  # each answer is of the one or the other, and both were seen
+    assert all(np.allclose(value, now, atol=1e-6) for _, value in after.values)
+
+
+def test_answers_are_of_one_version_while_weights_change() -> None:
+    """A model of equal weights answers with equal numbers, or it turned in the middle of a batch."""
+    from weft.deploy import receiver as room
+
+    module = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.constant_(module.weight, 0.0)
+    served, wrong, stop = Receiver(module), [], threading.Event()
+
+    def answer() -> None:
+        while not stop.is_set():
+            with served.lock:
+                rows = module(torch.ones(1, 64))
+                again = module(torch.ones(1, 64))
+            if not torch.equal(rows, again):
+                wrong.append(1)
+
+    reader = threading.Thread(target=answer)
+    reader.start()
+    for version in range(1, 30):
+        staged = room._Staged(tensors={"weight": torch.full((64, 64), float(version))})
+        served._turn_to(version, staged)
+    stop.set()
+    reader.join()
+    served.close()
+    assert not wrong
+    assert served.version == 29
+    assert (module.weight == 29).all()
