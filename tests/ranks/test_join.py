@@ -90,6 +90,35 @@ def test_ranks_join_by_their_variables(variables: Callable[[int, int, int], dict
         assert out == f"{rank} 2 {rank} 2 3.0\n", err
 
 
+def test_ranks_that_have_one_token_meet_and_others_do_not(port: int) -> None:
+    tokens = ["the same on all ranks"] * 2 + ["another on this rank"]
+    first, second, stranger = (start({**torchrun(min(n, 1), 2, port), "WEFT_TOKEN": token}) for n, token in enumerate(tokens))
+    _, err = stranger.communicate(timeout=120)
+    assert f"127.0.0.1:{port} does not have this rank's WEFT_TOKEN" in err
+    for rank, process in enumerate((first, second)):
+        out, err = process.communicate(timeout=120)
+        assert out == f"{rank} 2 {rank} 2 3.0\n", err
+
+
+def test_a_rank_without_the_token_reaches_nothing(port: int) -> None:
+    guarded = start({**torchrun(0, 2, port), "WEFT_TOKEN": "the same on all ranks"})
+    try:
+        while guarded.poll() is None and not addresses(port):
+            pass
+        with socket.create_connection(("127.0.0.1", port), 60) as stranger:
+            assert len(stranger.recv(64)) == 32  # a random number to answer, and no store
+            stranger.sendall(bytes(64))
+            assert stranger.recv(64) == b""
+    finally:
+        guarded.kill()
+        guarded.communicate()
+
+
+def test_a_token_that_could_be_guessed_is_refused(port: int) -> None:
+    with pytest.raises(UsageError, match="WEFT_TOKEN has 4 characters"):
+        join({**torchrun(1, 2, port), "WEFT_TOKEN": "1234"}, "cpu")
+
+
 def test_the_store_listens_on_the_given_address_only(port: int) -> None:
     """TCPStore by itself listens on every interface, and asks nobody who they are."""
     process = start(torchrun(0, 2, port))

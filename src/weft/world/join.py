@@ -1,7 +1,8 @@
 """Joining ranks that torchrun, mpirun or srun started, on one machine or many. In: environment variables. Out: the World of this process.
 
 All ranks meet at MASTER_ADDR:MASTER_PORT. Under torchrun its agent serves that store; otherwise rank 0 does, on that address only.
-Not modelled: authentication. Whoever reaches the port can join, so the address must lie in a network that is trusted.
+Whoever reaches the port can join, which rank 0 says. With WEFT_TOKEN, a secret that all ranks have, rank 0 serves a store of its own that
+only they reach (`world/guard`); torchrun's then tells no more than where that is.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from weft.errors import RunError, UsageError
-from weft.world import matmul_backend, mpi, private
+from weft.world import guard, matmul_backend, mpi, private
 from weft.world.prepared_rank import pick_device
 from weft.world.started import as_torchrun, starting_process
 from weft.world.world import TRANSPORT, World
@@ -48,8 +51,9 @@ def join(environment: Mapping[str, str], device: str) -> World:
         listener, address, port = _met_by_mpi(rank, num_ranks)
     else:
         listener, address, port = _met_by_address(env, rank)
+    run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     try:
-        store = private.tcp_store(address, port, num_ranks, MEET_S, listener.detach() if listener is not None else None)
+        store = _store(env, (rank, num_ranks), (listener, address, port), f"weft/{run}/store{generation}")
     except RuntimeError as error:
         raise RunError(
             f"rank {rank} of {num_ranks} found nobody at {address}:{port}: {str(error).splitlines()[0]}; "
@@ -57,7 +61,6 @@ def join(environment: Mapping[str, str], device: str) -> World:
         ) from error
     if agent := agent_of(os.getpid()):
         _end_with(agent)
-    run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     return World(
         rank,
@@ -71,6 +74,42 @@ def join(environment: Mapping[str, str], device: str) -> World:
         catch_sigterm=True,
         transport=env.get(TRANSPORT, ""),
     )
+
+
+def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.socket | None, str, int], key: str) -> Any:
+    """Where ranks meet. `who`: this rank and how many there are; `where`: as of `_met_by_address`; `key`: under which torchrun's store
+    says where the ranks' own is. Raises RuntimeError where nobody is there."""
+    (rank, num_ranks), (listener, address, port) = who, where
+    agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if guard.TOKEN not in env:
+        if rank == 0 and (agents or not _is_loopback(address)):
+            store = "torchrun's store listens on all interfaces" if agents else f"the store of rank 0 listens on {address}"
+            print(
+                f"weft: {store}, port {port}, without authentication: whoever reaches it can disturb the run; set {guard.TOKEN} to "
+                "a secret, one for all ranks (openssl rand -hex 16), or let nobody else reach that port",
+                file=sys.stderr,
+            )
+        return private.tcp_store(address, port, num_ranks, MEET_S, listener.detach() if listener is not None else None)
+    token = guard.checked(env[guard.TOKEN])
+    if agents:
+        told = private.tcp_store(address, port, num_ranks, MEET_S, None)
+        if rank == 0:
+            address = "127.0.0.1" if _is_loopback(address) else _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
+            listener = _listen(address, 0)
+            told.set(key, f"{address} {listener.getsockname()[1]}")
+        else:
+            address, _, number = bytes(told.get(key)).decode().partition(" ")
+            port = int(number)
+    if listener is None:
+        return private.tcp_store("127.0.0.1", guard.reach(address, port, token, MEET_S), num_ranks, MEET_S, None)
+    inner = _listen("127.0.0.1", 0)
+    inner_port: int = inner.getsockname()[1]
+    guard.serve(listener, token, inner_port)
+    return private.tcp_store("127.0.0.1", inner_port, num_ranks, MEET_S, inner.detach())
+
+
+def _is_loopback(address: str) -> bool:
+    return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]).startswith(("127.", "::1"))
 
 
 def _met_by_address(env: Mapping[str, str], rank: int) -> tuple[socket.socket | None, str, int]:
