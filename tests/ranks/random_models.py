@@ -157,6 +157,16 @@ class Mixture(nn.Module):
         self.bias = nn.Parameter(torch.randn(self.experts, inner)) if rng.random() < 0.5 else None
         self.dense = rng.random() < 0.3
         self.act = rng.choice(ACTIVATIONS)()
+        self.between = rng.choice(["", "", "", "norm", "heads", "mean", "sum", "running"])  # what is done to rows of experts
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Each by itself, or with all others."""
+        if self.between == "norm":
+            return rows * rows.square().mean(-1, keepdim=True).add(1e-3).rsqrt().expand(rows.shape)
+        if self.between == "heads":
+            return rows.unflatten(-1, (1, -1)).softmax(-1).flatten(1)
+        of_all = {"mean": lambda: rows.mean(0), "sum": lambda: rows.sum(0) / 64, "running": lambda: rows.cumsum(0) / 64}
+        return rows - of_all[self.between]() if self.between else rows
 
     def forward(self, x: Tensor) -> Tensor:
         best, which = self.gate(x).softmax(-1).flatten(0, -2).topk(self.top, -1)
@@ -167,7 +177,7 @@ class Mixture(nn.Module):
             made = (torch.bmm(inner, self.down.transpose(1, 2)) * weight.t().unsqueeze(-1)).sum(0)
         else:
             sent, ids, order = to_experts(rows, which, self.experts)
-            inner = self.act(of_experts(sent, ids, self.up, self.bias, False))
+            inner = self._rows(self.act(of_experts(sent, ids, self.up, self.bias, False)))
             made = from_experts(of_experts(inner, ids, self.down, None, False), order, best, self.experts)
         y: Tensor = made.view_as(x)
         return y
@@ -243,12 +253,13 @@ def layout_of(seed: int, ranks: int) -> Layout:
     context, attention = _context_of(seed, axes)
     spatial, tensor = axes["spatial"], axes["tensor"]
     where = rng.choice([f"{spatial}", f"{spatial}x1", f"1x{spatial}"]) if spatial > 1 else "1"
+    by_samples = random.Random(seed + 4).random() < 0.25 and tensor > 1
     return Layout(
         axes["data"], tensor, axes["pipeline"], rng.choice([1, 2, 4]) if axes["pipeline"] > 1 else rng.choice([1, 1, 2]),
         rng.choice(["1f1b", "gpipe", "zb-h1"]) if axes["pipeline"] > 1 else "1f1b", rng.randrange(4), rng.choice(["none", "none", "full"]),
         "float64", sequence_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off", spatial=where,
         context=context, attention=attention, channel=axes["channel"], branch=axes["branch"], expert=axes["expert"],
-        grid=rng.choice(["", *grids_of(tensor)]) if rng.random() < 0.5 else "",
+        grid=rng.choice(["", *grids_of(tensor)]) if rng.random() < 0.5 else "", sample_parallel="on" if by_samples else "off",
     )  # fmt: skip
 
 
