@@ -136,7 +136,7 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
         engine.step = step  # type: ignore[method-assign]
         return engine
 
-    return loop.train(world, flow._job(where, peak_flops), make)
+    return loop.train(world, flow.job_of(world, folder, peak_flops), make)
 
 
 def _first(folder: Path, order: dict[str, Any], rank: int) -> bool:

@@ -23,6 +23,7 @@ from test_train import configure, losses, planner
 
 from weft.errors import RankError
 from weft.run.engine import Engine
+from weft.run.state.checkpoint.folder import token_of
 from weft.run.step.result import StepResult
 from weft.train import flow, loop
 from weft.train.config import Config
@@ -109,6 +110,7 @@ def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list
     with Harm(launcher, harmed, (3, 9, 15, 20), signal.SIGKILL, seed=len(layout)) as harm:
         assert train(harmed) == calm
     assert harm.done == 4
+    assert token_of(Path(lasting(tmp_path / "harmed", layout).run.folder) / "checkpoints") == 1  # its ranks have gone on as one writer
 
 
 @pytest.mark.parametrize("layout", ["data=2 zero=1", "pipeline=2 microbatches=4 schedule=zb-h1"])

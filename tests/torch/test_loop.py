@@ -28,7 +28,7 @@ from weft.train.display import words
 from weft.train.interval import interval_s
 from weft.train.learning_rate import learning_rate
 from weft.train.loop import Job
-from weft.train.metrics import Metrics, read_metrics
+from weft.train.metrics import Metrics, last_step, read_metrics
 from weft.train.reading import files
 from weft.train.subject import Subject, text_form
 from weft.world.world import World
@@ -402,6 +402,14 @@ def test_metrics_lose_the_rows_that_will_be_computed_again_and_half_lines(tmp_pa
     with Metrics(path, 2, print) as metrics:
         metrics.write({"step": 3, "loss": 0.1, "mfu": None})
     assert path.read_text() == '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 0.1}\n'
+
+
+def test_the_last_row_is_read_without_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == -1
+    for text, step in (("", -1), ('{"step": 1}\n', 1), ('{"a": 1}\n' * 9000 + '{"step": 7}\n', 7), ('{"step": 1}\n{"st', -1), ("[]\n", -1)):
+        path.write_text(text)
+        assert last_step(path) == step
 
 
 def test_a_full_disk_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

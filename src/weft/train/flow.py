@@ -26,7 +26,6 @@ from weft.train import loop, trials
 from weft.train.config import Config
 from weft.train.corpus import DESCRIPTION, PREPARED, describes_corpus, is_unchanged, open_data, read_description, save_description
 from weft.train.metrics import FILE
-from weft.train.subject import Subject
 from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
 from weft.world.watch import Recovery
@@ -107,7 +106,7 @@ def _saved(folder: Path) -> int:
     return max((saved.step for saved in committed(folder / loop.CHECKPOINTS)), default=-1)
 
 
-def prepare_ranks(folder: str, peak_flops: float) -> Subject:
+def prepare_ranks(folder: str, peak_flops: float) -> loop.Ready:
     """What the ranks need, made once before they are forked."""
     return loop.prepared(_job(Path(folder), peak_flops))
 
@@ -136,7 +135,13 @@ def _job(where: Path, peak_flops: float) -> loop.Job:
 
 def rank_main(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     """What every rank runs; the run folder says the rest."""
-    return loop.train(world, _job(Path(folder), peak_flops))
+    return loop.train(world, job_of(world, folder, peak_flops))
+
+
+def job_of(world: World, folder: str, peak_flops: float) -> loop.Job:
+    """What the run folder says, read once for all ranks where they are forked for it."""
+    ready = loop.ready_for(world)
+    return ready.job if ready is not None else _job(Path(folder), peak_flops)
 
 
 def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from weft.train.evaluation import Evaluation
 from weft.train.interval import Interval
 from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
-from weft.train.metrics import FILE, Metrics, Row, read_metrics
+from weft.train.metrics import FILE, Metrics, Row, last_step, read_metrics
 from weft.train.subject import Subject, subject_of
 from weft.train.trackers import tracking
 from weft.train.updates import optimizer_of
@@ -89,8 +89,8 @@ def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
         CheckpointError: a checkpoint of another model, or a folder that another run has taken over.
         ConfigError: text that does not fit the model.
     """
-    inherited: Subject | None = world.survivor.prepared if world.survivor is not None else None
-    subject = inherited or subject_of(job.config, job.corpus)
+    ready = ready_for(world)
+    subject = ready.subject if ready is not None else subject_of(job.config, job.corpus)
     while True:
         try:
             return _Run(world, job, subject, make(world, job, subject)).run()
@@ -101,15 +101,29 @@ def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
         gc.collect()
 
 
-def prepared(job: Job) -> Subject:
+@dataclass(frozen=True)
+class Ready:
+    """A job and its subject, as ranks inherit them from the process that forks them."""
+
+    job: Job
+    subject: Subject
+
+
+def ready_for(world: World) -> Ready | None:
+    """What was prepared for a rank; None where nothing was."""
+    inherited: Ready | None = world.survivor.prepared if world.survivor is not None else None
+    return inherited
+
+
+def prepared(job: Job) -> Ready:
     """What the ranks of a job need, captured once for all of them, in the process that forks them."""
     subject = subject_of(job.config, job.corpus)
     if job.plan.uncaptured:
-        return subject
+        return Ready(job, subject)
     torch.manual_seed(job.config.train.seed)
     captured = Traced.of(subject.make)
     captured.prepare(job.plan, subject.example, subject.loss)
-    return replace(subject, captured=captured)
+    return Ready(job, replace(subject, captured=captured))
 
 
 class _Told(Protocol):
@@ -141,6 +155,7 @@ class _Run:
         self.eval_loss: float | None = None
         self._evaluation = Evaluation(engine, subject, world, self.section.batch, self.section.evaluate_batches, self.rows)
         self.saved_step = -1
+        self.token = 0  # of this run, in the folder of its checkpoints
         self.components = Components(world, layout.mesh_of(world.rank))
         self.measured: dict[str, float] | None = None
         self.memory: dict[str, float] = {}
@@ -158,7 +173,6 @@ class _Run:
 
     def run(self) -> Summary:
         _ = self.world.stopping  # from here on SIGTERM is heeded between steps
-        token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
         start, row = self._begin()
         layout, self.done = self.job.plan.layout, start
         with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
@@ -166,11 +180,11 @@ class _Run:
                 self.show.say(f"resuming after step {start}")
             if layout.microbatches > 1 and (words := microbatch_words(self.engine.parts.coupled)):
                 self.show.say(words)
-            stopped = self._steps(start, row, token, write)
+            stopped = self._steps(start, row, write)
             self.measured = self.components.gather()
             self.data_wait_s = self.world.maximum([round(NANOSECONDS * sum(self.waited_s[1:]))])[0] / NANOSECONDS
             self.memory = self.engine.fullest_memory()
-            self._save(self.done, token, last=True)
+            self._save(self.done, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 with self.world.pace.long():
                     artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
@@ -179,21 +193,23 @@ class _Run:
 
     def _begin(self) -> tuple[int, Row | None]:
         """How many steps are done: in the snapshots that all ranks have, where one of them was lost, or in the newest checkpoint. With the
-        row of the last one, where it may not have been told."""
+        row of the last one, where it may not have been told. Ranks that go on after a loss are the writer of checkpoints that they were."""
         self.snapshots = self._protected()
         if self.snapshots is not None and self.world.generation:
             step = self.snapshots.vote()
             if step is not None:
                 row = self.snapshots.restore(step)
+                self.token = row.pop("token")
                 saved = checkpoint.committed(self.checkpoints)
                 self.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
                 path = self.job.folder / FILE
-                told = self.world.rank == 0 and path.exists() and any(one.get("step") == step for one in read_metrics(path))
+                told = self.world.rank == 0 and last_step(path) >= step
                 return step, None if checkpoint.from_first(self.world, int(told or not row)) else row
             self.snapshots.forget()
+        self.token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
         start = self._resume()
         if self.snapshots is not None:
-            self.snapshots.take(start, {})
+            self.snapshots.take(start, {"token": self.token})
         return start, None
 
     def _protected(self) -> Snapshots | None:
@@ -240,13 +256,13 @@ class _Run:
 
             yield write
 
-    def _steps(self, start: int, untold: Row | None, token: int, write: Callable[[Row], None]) -> bool:
+    def _steps(self, start: int, untold: Row | None, write: Callable[[Row], None]) -> bool:
         """Train from `start`. Returns whether the run was told to stop before the last step."""
         make = partial(self.subject.source.train, rows=self.of_step)
         self.world.pace.keep()
         if untold is not None:
             self.step_times.append(float(untold["step_time_s"] or 0.0))
-            if self._after(untold, _Loss(float(untold["loss"] or 0.0)), token, write):
+            if self._after(untold, _Loss(float(untold["loss"] or 0.0)), write):
                 return self.done < self.section.steps
         pin, workers = self.world.device.type == "cuda", self.job.config.run.workers
         with Loader(make, start, self.section.steps, pin, workers) as loader:
@@ -258,8 +274,8 @@ class _Run:
                 row["data_wait_s"] = self.waited_s[-1]
                 self.done = step + 1
                 if self.snapshots is not None:
-                    self.snapshots.take(self.done, {**row, "loss": result.loss})
-                if self._after(row, result, token, write):
+                    self.snapshots.take(self.done, {**row, "loss": result.loss, "token": self.token})
+                if self._after(row, result, write):
                     return self.done < self.section.steps
         self._tell(write)
         return False
@@ -308,7 +324,7 @@ class _Run:
             raise error
         return f"a bit was flipped in {' and '.join(words)}"
 
-    def _after(self, row: Row, result: _Told, token: int, write: Callable[[Row], None]) -> bool:
+    def _after(self, row: Row, result: _Told, write: Callable[[Row], None]) -> bool:
         """What follows a step: evaluation, its row, a checkpoint. Returns whether the run was told to stop."""
         done = self.done
         self._untold.append((row, result))
@@ -322,7 +338,7 @@ class _Run:
         stopping, due = self._agree(done)
         if due or self._every(self._save_every, done):
             self._tell(write)
-            self._save(done, token)
+            self._save(done)
         if stopping:
             self._tell(write)
             self.show.say(f"told to stop: saving after step {done}")
@@ -400,7 +416,7 @@ class _Run:
             f"is not known; {self._last_good()}restore the text and run the same command, or train on a copy that nobody writes to"
         )
 
-    def _save(self, step: int, token: int, last: bool = False) -> None:
+    def _save(self, step: int, last: bool = False) -> None:
         """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
         if step == self.saved_step:
             return
@@ -414,7 +430,7 @@ class _Run:
         try:
             with self.world.pace.long():
                 pieces, keep = self.engine.pieces(), self.section.keep
-                checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=token, warn=self.show.say)
+                checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=self.token, warn=self.show.say)
             self.saved_step = step
         except (checkpoint.Replaced, checkpoint.Removed):
             raise

@@ -14,6 +14,7 @@ from types import TracebackType
 from weft.errors import RunError
 
 FILE = "metrics.jsonl"
+LONGEST_ROW = 1 << 16  # bytes
 Row = dict[str, float | int | None]
 
 
@@ -32,9 +33,9 @@ class Metrics:
         self._warned = False
         temporary = path.with_name(f".{path.name}.new")
         try:
-            rows = _rows_until(path, step)
-            temporary.write_bytes(rows)
-            os.replace(temporary, path)
+            if not path.exists() or last_step(path) != step:
+                temporary.write_bytes(_rows_until(path, step))
+                os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}; make room, or choose another run.folder") from error
@@ -71,6 +72,17 @@ def _rows_until(path: Path, step: int) -> bytes:
         if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
             rows.append(line)
     return b"".join(line + b"\n" for line in rows)
+
+
+def last_step(path: Path) -> int:
+    """The step of the last row, whatever the file's size; -1 where there is none, or half a line comes after it."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_ROW))
+            *_, row, rest = (b"\n" + file.read()).split(b"\n")
+        return int(json.loads(row)["step"]) if not rest else -1
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def read_metrics(path: Path) -> list[Row]:
