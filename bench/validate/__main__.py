@@ -1,7 +1,8 @@
 """scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON.
 
 Other checks against what is not weft's code are commands of their own: scripts/validate rules (factor rules beside brute force),
-scripts/validate mutations (everything in the runtime broken once, which verify must see).
+scripts/validate mutations (everything in the runtime broken once, which verify must see), scripts/validate scripts (public training
+scripts beside themselves on ranks).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weft.errors import WeftError
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     "rules": "bench.rules.__main__", "mutations": "bench.mutations.__main__", "published": "bench.validate.published",
+    "scripts": "bench.scripts.__main__",
 }  # fmt: skip
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from weft.capture.capture import taken
 from weft.capture.init import Deferred, building
@@ -26,6 +27,7 @@ from weft.run.loop.divide import divide
 from weft.run.rank_agreement import check_model_agrees, synchronize_generators
 from weft.solve.search import search
 from weft.solve.uncaptured import without_graph
+from weft.train.first_batch import first_batch
 from weft.train.loader import Sharded
 from weft.world.current import Place, current_place, current_world, set_place
 from weft.world.world import World
@@ -76,10 +78,11 @@ def auto_parallelize(
 ) -> Any:
     """Divide the model that is built in the block, or one that is there: afterwards it holds this rank's part only.
 
-    `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
-    layout without a pipeline is chosen for all ranks, or `plan` says which ("data=2 zero=3"). Given a `model` that is there, it is
-    divided in place and returned; make its optimizer afterwards. `largest`: a batch as large as any that the loop will have (the longest
-    sequences), for which the plan that is chosen has memory. In the block a model never takes memory for more than this rank's part.
+    `batch`: a global batch as the loader gives it, or a `DataLoader`, whose first batch it then is, and whose random numbers stay where
+    they were; the model is called with its first tensors (or keywords), the rest are targets. A layout without a pipeline is chosen for
+    all ranks, or `plan` says which ("data=2 zero=3"). Given a `model` that is there, it is divided in place and returned; make its
+    optimizer afterwards. `largest`: a batch as large as any that the loop will have (the longest sequences), for which the plan that is
+    chosen has memory. In the block a model never takes memory for more than this rank's part.
 
     Raises:
         UsageError: no batch; ranks that were given different models.
@@ -99,6 +102,8 @@ def auto_parallelize(
         model, batch = None, model  # the batch alone, in order
     if batch is None:
         raise UsageError("a batch is needed to see what the model does: weft.auto_parallelize(batch=...), samples in dimension 0")
+    if isinstance(batch, DataLoader):
+        batch = first_batch(batch)
 
     def finish(model: nn.Module, deferred: Deferred | None) -> None:
         refuse_scripts(model)

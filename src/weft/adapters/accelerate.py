@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from weft.adapters.first_call import Wanted, divide, first_batch
+from weft.adapters.first_call import Wanted, divide
 from weft.adapters.required import required
 from weft.errors import UsageError
 from weft.run.loop.divide import full_state_dict
 from weft.run.loop.module import accumulate, sharded_modules_of
-from weft.world.current import current_world
+from weft.train.first_batch import first_batch
+from weft.world.current import current_world, launched_by_nobody
 from weft.world.world import World
 
 
@@ -43,6 +44,27 @@ def appear_as_one_process(world: World) -> None:
         if kind._shared_state:
             kind._shared_state.update(mine)
     state.GradientState._shared_state.clear()
+
+
+@cache
+def always_one_process() -> None:
+    """Let Accelerate's states say so from the moment that they are made, and join no process group of their own.
+
+    Arguments of transformers make one before there is a trainer.
+    """
+    kind = required("accelerate.state", "hf").PartialState
+    construct = kind.__init__
+
+    @wraps(construct)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kind._shared_state:
+            construct(self, *args, **kwargs)
+            return
+        with launched_by_nobody():
+            construct(self, *args, **kwargs)
+        appear_as_one_process(current_world())
+
+    kind.__init__ = alone
 
 
 @cache
@@ -161,6 +183,7 @@ class Dividing(_Accelerator):  # type: ignore[misc]
 @cache
 def accelerator_class() -> Any:
     """Accelerate's `Accelerator` around divided models. `plan`: as of `weft.auto_parallelize`; the rest is Accelerate's own."""
+    always_one_process()
     base = required("accelerate", "hf").Accelerator
     return type("Accelerator", (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from weft.api_loop import auto_parallelize
 from weft.errors import UsageError
@@ -27,6 +24,7 @@ from weft.plan.plan import Plan
 from weft.run.loop.gathered_steps import gather_for_steps
 from weft.run.loop.module import sharded_modules_of
 from weft.run.rank_agreement import synchronize_generators
+from weft.train.first_batch import nothing_drawn
 from weft.world.world import World
 
 Wanted = Plan | Layout | str | None
@@ -55,26 +53,13 @@ def divide(module: nn.Module, batch: Callable[[], Any], plan: Wanted, world: Wor
     """
     _share_generators(world)
     if not sharded_modules_of(module):
-        with _nothing_drawn():
+        with nothing_drawn():
             first = batch()
         before = {id(p): name for name, p in module.named_parameters()}
         auto_parallelize(module, first, plan=plan, world=world)
         _hand_over(optimizers, before, dict(module.named_parameters()))
     for _, one in sharded_modules_of(module):
         one.expect_full_batches()
-
-
-def first_batch(loader: DataLoader[Any]) -> Any:
-    """The first batch of a loader, whose own generators then are where they were."""
-    batches = getattr(loader, "batch_sampler", None)
-    places = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    generators = {id(g): g for g in (getattr(place, "generator", None) for place in places) if isinstance(g, torch.Generator)}
-    states = {key: g.get_state() for key, g in generators.items()}
-    try:
-        return next(iter(loader))
-    finally:
-        for key, g in generators.items():
-            g.set_state(states[key])
 
 
 def first_call(module: nn.Module, run: Callable[[], object]) -> Any:
@@ -143,15 +128,3 @@ def _share_generators(world: World) -> None:
     (version, numbers, gauss), numpys = json.loads(world.told(lambda: mine))
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(numpys))
-
-
-@contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """A block behind which random numbers go on as if it had not been."""
-    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.adapters.accelerate import FullState, accelerator_class, appear_as_one_process, as_main_process
-from weft.adapters.first_call import Wanted, divide, first_batch, first_call
+from weft.adapters.accelerate import FullState, accelerator_class, always_one_process, appear_as_one_process, as_main_process
+from weft.adapters.first_call import Wanted, divide, first_call
 from weft.adapters.required import required
 from weft.run.loop.divide import full_state_dict
 from weft.run.loop.module import sharded_modules_of
 from weft.run.loop.weight_files import read_weights, write_weights
+from weft.train.first_batch import first_batch
 from weft.units import parse_bytes
 from weft.world.current import current_world
 
@@ -128,6 +129,7 @@ class Dividing(_Trainer):  # type: ignore[misc]
 @cache
 def trainer_of(base: Any) -> Any:
     """The trainer's class `base` around a divided model. Its constructor takes `plan=` as well, as of `weft.auto_parallelize`."""
+    always_one_process()
     return type(base.__name__, (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})
 
 

@@ -7,12 +7,16 @@ nothing else in the process sees it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
 from weft.world.world import World
 
+# Of torchrun, srun's and mpirun's wrappers, MPICH, Open MPI, MVAPICH.
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _WORLD: ContextVar[World | None] = ContextVar("weft_world", default=None)
 
 
@@ -40,6 +44,16 @@ def current_world(device: str = "auto") -> World:
         world = World.from_environment(os.environ, device)
         _WORLD.set(world)
     return world
+
+
+@contextmanager
+def launched_by_nobody() -> Iterator[None]:
+    """A block in which other libraries find no launcher's variables, and so make no process groups of their own."""
+    told = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
 
 
 class _Main:

@@ -1,0 +1,29 @@
+"""A script with a class from `weft.adapters` is one process to Accelerate from its first state on, before there is a trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("accelerate")
+SCRIPT = """
+import torch
+from weft.world.current import set_world
+from weft.world.world import World
+set_world(World())
+from weft.adapters.accelerate import Accelerator
+from accelerate.state import PartialState
+state = PartialState(cpu=True)  # as arguments of transformers make one: joined its ranks, at the address where weft's then meet
+print(state.num_processes, torch.distributed.is_initialized())
+PartialState._shared_state.clear()
+print(PartialState(cpu=True).num_processes)
+"""
+
+
+def test_accelerate_joins_no_ranks_of_its_own() -> None:
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], env={**os.environ, **told}, capture_output=True, text=True, timeout=240)
+    assert ran.stdout.split() == ["1", "False", "1"], ran.stderr
