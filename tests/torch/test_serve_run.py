@@ -20,6 +20,7 @@ from weft.deploy.simulated import latencies, random_arrivals
 from weft.deploy.table import Place, places_of, table_of
 from weft.errors import UsageError
 from weft.serve.assign import GIB, Ask, Choice, Placed, Share, cheapest
+from weft.serve.placed_file import format_placed, parse_placed
 from weft.serve.queueing import percentile_latency_s
 from weft.serve.workflow import Link, Machines, Operator, Source, Variant, Worker, Workflow
 from weft.serve.workflow_files import read_workflow
@@ -91,6 +92,11 @@ def test_a_plan_becomes_places_with_the_links_prices() -> None:
     up = [p for p in places if p.tier == 1 and p.operator == "ExtractImageFeature"]
     for p in up:
         assert table["links"]["ReadImage"][p.name][0] == pytest.approx(0.1 / GIB)
+    (vqa,) = (c for c in placed.choices if c.operator == "VQA")
+    halves = tuple(replace(s, load=s.load / 2) for s in vqa.shares for _ in range(2))  # alike, and places of their own all the same
+    twice = replace(placed, choices=(*(c for c in placed.choices if c != vqa), replace(vqa, shares=halves)))
+    assert len({p.name for p in places_of(workflow, machines, twice)}) == len(places) + len(vqa.shares)
+    assert parse_placed(format_placed(twice, "w"))[0] == twice
     with pytest.raises(UsageError, match="shared workers cannot be run"):
         places_of(workflow, machines, replace(placed, ask=replace(placed.ask, shared=True)))
     with pytest.raises(UsageError, match="plan again"):

@@ -184,8 +184,8 @@ def _record(placed: Placed) -> dict[str, Any]:
         "assignment": {
             c.operator: {
                 "variant": c.variant,
-                "workers": {s.worker: s.load / c.load for s in c.shares},
-                "machines": {s.worker: s.machines for s in c.shares},
+                "workers": {w: sum(s.load for s in c.shares if s.worker == w) / c.load for w in {s.worker: 0 for s in c.shares}},
+                "machines": {w: sum(s.machines for s in c.shares if s.worker == w) for w in {s.worker: 0 for s in c.shares}},
                 "batch": {s.worker: s.batch for s in c.shares},
             }
             for c in placed.choices

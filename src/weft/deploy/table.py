@@ -39,16 +39,18 @@ def places_of(workflow: Workflow, machines: Machines, placed: Placed) -> tuple[P
     if placed.ask.shared:
         raise UsageError("a plan of shared workers cannot be run: each worker runs one operator; plan without --shared")
     workers = {w.name: w for w in machines.workers}
-    places = []
+    places: list[Place] = []
     for choice in placed.choices:
         variants = {v.name: v for op in workflow.operators if op.name == choice.operator for v in op.variants}
         for s in choice.shares:
             if choice.variant not in variants or s.worker not in workers:
                 raise UsageError(f"the plan has {choice.operator} {choice.variant} on {s.worker}, which its workflow lacks; plan again")
             machines_used = max(1, ceil(s.machines - 1e-6))
+            name = f"{choice.operator}.{choice.variant}@{s.worker}x{machines_used}b{s.batch}"
+            num_namesakes = sum(p.name.partition("#")[0] == name for p in places)  # alike but for how busy they are
             places.append(
                 Place(
-                    f"{choice.operator}.{choice.variant}@{s.worker}x{machines_used}b{s.batch}", choice.operator, choice.variant, s.worker,
+                    f"{name}#{num_namesakes + 1}" if num_namesakes else name, choice.operator, choice.variant, s.worker,
                     workers[s.worker].tier, machines_used, s.batch, (s.batch - 1) * machines_used / s.load if s.load else 0.0, s.load,
                     variants[choice.variant].output_bytes,
                 )

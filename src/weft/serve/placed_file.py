@@ -35,9 +35,13 @@ def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
     ]
     for choice in placed.choices:
         lines += ["", f"[operator.{quoted_key(choice.operator)}]", f"variant = {quoted(choice.variant)}"]
+        rows: dict[str, list[str]] = {}
         for s in choice.shares:
             values = f"machines = {s.machines!r}, load = {s.load!r}, batch = {s.batch}, busy = {s.busy!r}"
-            lines.append(f"workers.{quoted_key(s.worker)} = {{ {values} }}")
+            rows.setdefault(s.worker, []).append(f"{{ {values} }}")
+        for worker, shares in rows.items():  # several of a worker differ in how busy they are
+            several = f"[{', '.join(shares)}]"
+            lines.append(f"workers.{quoted_key(worker)} = {shares[0] if len(shares) == 1 else several}")
     return "\n".join(lines) + "\n"
 
 
@@ -61,5 +65,5 @@ def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
 
 
 def _choice(name: str, row: dict[str, Any]) -> Choice:
-    shares = tuple(Share(worker, s["machines"], s["load"], s["batch"], s["busy"]) for worker, s in row["workers"].items())
-    return Choice(name, row["variant"], shares)
+    shares = ((worker, s) for worker, value in row["workers"].items() for s in (value if isinstance(value, list) else [value]))
+    return Choice(name, row["variant"], tuple(Share(w, s["machines"], s["load"], s["batch"], s["busy"]) for w, s in shares))
