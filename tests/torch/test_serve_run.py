@@ -110,8 +110,8 @@ def test_it_is_planned_anew_when_the_rate_has_left_the_plan_or_a_machine_went() 
     assert wanted(ask, 9.0, 2.0).rate == pytest.approx(2.1)
     rates = Rates()
     for second in range(300):
-        rates = rates.with_count(float(second), max(0, 12 * (second - 100)))
-    assert rates.over(20.0) == pytest.approx(12.0)
+        rates = rates.with_count(float(second), max(0, 30 * (second - 100)))
+    assert rates.over(20.0) == pytest.approx(30.0)
     assert len(rates.seen) < 130
     assert Rates().with_count(0.0, 1).with_count(5.0, 500).over(20.0) is None  # too short to know
     assert Rates().with_count(0.0, 1).with_count(20.0, 3).over(20.0) is None  # too few

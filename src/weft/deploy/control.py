@@ -15,7 +15,7 @@ from weft.serve.workflow import Machines
 MOST, LEAST = 1.15, 0.6  # of the planned rate, beyond which a plan no longer fits
 ROOM = 1.05  # of the measured rate, that is planned for
 WINDOW_S, LONG_S = 20.0, 120.0  # that more is looked at, and less
-ENOUGH = 50  # requests that a rate is measured from
+ENOUGH = 400  # requests that a rate is measured from: of random ones 400 are so many to 5 %
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ class Server:
         scale = self.how.slower or 1.0
         self._rates = self._rates.with_count(begun, stats["counts"].get("arrived", 0))
         lately, long = (None if (rate := self._rates.over(window)) is None else rate * scale for window in (WINDOW_S, LONG_S))
-        ask = wanted(self.placed.ask, lately, long)
+        ask = wanted(self.placed.ask, long if lately is None else lately, long)
         new = {actor: worker for actor, worker in stats["lost"].items() if actor not in self._lost}
         if not new and ask == self.placed.ask:
             return
