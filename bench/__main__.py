@@ -10,6 +10,7 @@ NAMES = {
     "split": "every kind of splitting: bytes against its formula, seconds beside the nearest library",
     "pipeline": "pipelines beside torch.distributed.pipelining, on small and large stages",
     "out_of_core": "what trains under a limit of memory, and how fast: GEMS, recomputation, offload",
+    "host": "the host's part of a step beside plain PyTorch, where kernels take next to nothing",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "staleness": "late updates where ranks are late by chance",

@@ -14,6 +14,16 @@ from weft.units import format_seconds
 
 FORMAT_VERSION = 1
 BUCKET_BYTES = 25 << 20  # gradients are summed in pieces of this size, as DistributedDataParallel does (Li et al., VLDB 2020)
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+def bucket_alone(size_bytes: float) -> float:
+    """Bytes of a bucket of gradients of `size_bytes` that nobody else sums: they are there twice while they are collected.
+
+    >>> [int(bucket_alone(mib << 20)) >> 20 for mib in (8, 64, 4096)]
+    [1, 4, 25]
+    """
+    return min(BUCKET_BYTES, max(FIRST_BUCKET_BYTES, size_bytes / 16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ class Devices(ABC):
     and what moves is narrow only of products; elsewhere everything is. `even_stages`: frameworks give stages equally many layers.
     `scatters_sends`: tensor ranks hand on a part each of what goes to the next stage (Narayanan et al. 2021, section 4.1).
     `ties_hide`: the sum of tied weights hides behind a backward as others do. `tells_attention`: what selective recomputation drops is told
-    by operator. `layers_moved`: layers that move to the host and are on the device at once. `keeps_gradients`: from step to step, as those
-    of GPUs are priced (Megatron-LM's are).
+    by operator. `layers_moved`: layers that move to the host and are on the device at once. `keeps_gradients`: from step to step, as
+    Megatron-LM does.
     """
 
     cluster: Cluster

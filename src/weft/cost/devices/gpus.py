@@ -129,6 +129,7 @@ class AutocastGpus(Gpus):
 
     kernel_memory = AutocastMemory
     casts = True
+    keeps_gradients = False
 
     def is_eager(self, layout: Layout) -> bool:
         return layout.compile != "on"

@@ -22,7 +22,7 @@ from weft.model.work import Work, batched, differentiable, storages, work
 from weft.ops import record_of
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
-from weft.plan.plan import BUCKET_BYTES, Memory
+from weft.plan.plan import BUCKET_BYTES, Memory, bucket_alone
 from weft.schedules import schedule_of
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
@@ -241,7 +241,7 @@ def memory_of(
         optimizer = 0.0
     beside = state.beside.of(pieces)
     if state.from_backward:  # behind backward there is nothing else, and a bucket of gradients a second time
-        beside = max(beside, min(BUCKET_BYTES, gradients) - activation)
+        beside = max(beside, bucket_alone(gradients) - activation)
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
     beside += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))

@@ -19,11 +19,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from weft.plan.plan import BUCKET_BYTES
+from weft.plan.plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_alone
 from weft.run.state.spans import Spans, shape_of
 from weft.world.world import Group
-
-FIRST_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,10 @@ def build_groups(
         scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
         if scattered:
             members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))
-        starts, buckets = _place(members, shards, scattered, bucket_bytes or BUCKET_BYTES)
+        limit = bucket_bytes or BUCKET_BYTES
+        if len(first.sum_ranks) == 1:
+            limit = min(limit, int(bucket_alone(sum(p.size for p in members) * first.dtype.itemsize)))
+        starts, buckets = _place(members, shards, scattered, limit)
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
         grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)
