@@ -12,9 +12,12 @@ from torch import Tensor
 
 from weft.capture import experts as operators
 from weft.errors import LayoutError
+from weft.model.sharding.propagate import propagate
 from weft.model.stages.stages import cuts, split
 from weft.model.work import operator_flops
+from weft.plan.placement import is_shard
 from weft.run.build import Source
+from weft.run.resized import check_divides
 from weft.zoo.resolve import resolve
 
 CONFIGS = sorted((Path(__file__).parent / "hf_experts").glob("*.json"))
@@ -122,3 +125,13 @@ def test_no_stage_begins_among_rows_of_experts(transformers: Any) -> None:
     assert layer[layer.index(ends) + 1] in sites
     with pytest.raises(LayoutError, match=f"no stage can begin at '{rows[0]}': .*rows of experts.* move the cut"):
         split(graph, [rows[0]])
+
+
+def test_rows_of_experts_need_not_divide(transformers: Any) -> None:
+    """Of microbatches of another size: 64 tokens have 128 rows, of which each of three ranks has those of its tokens."""
+    model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    sharding = propagate(graph, {"context": 3})
+    rows = [value for value, dim in graph.ragged if dim == 0 and is_shard(sharding.forms[value]["context"])]
+    assert {graph.tensors[value].shape[0] for value in rows} == {128}
+    check_divides(sharding, graph)

@@ -83,7 +83,7 @@ def check_divides(sharding: Sharding, graph: Graph) -> None:
     for value, forms in (*held, *moved):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
         for axis, form in forms.items():
-            if not is_shard(form) or not shape:
+            if not is_shard(form) or not shape or (value, form.dim) in graph.ragged:
                 continue
             if sum(form.lengths) != shape[form.dim] if form.lengths else shape[form.dim] % sharding.sizes[axis]:
                 raise Infeasible(
