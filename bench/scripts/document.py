@@ -41,7 +41,7 @@ def markdown(rows: Rows, table: Mapping[str, Case]) -> str:
         case = table[name]
         found = [row["differences"].get(str(n)) for n in RANKS]
         worst = ", ".join("failed" if x is None else f"{x:.0e}" for x in found)
-        link = f"[`{case.path}`](https://github.com/{case.source}/blob/{case.commit}/{case.path})"
+        link = f"[{case.path}](https://github.com/{case.source}/blob/{case.commit}/{case.path})"
         layouts = ", ".join(f"`{layout}`" for layout in case.layouts)
         note = "" if row["equal"] else f"; not equal: {next(iter(row['failed'].values()), case.note or 'see below')}"
         owner = case.source.rpartition("/")[2]
