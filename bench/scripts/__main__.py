@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ def _rank(case: Case, folder: Path, rank: int, original: bool, told: dict[str, s
     os.environ.update(told)
     from bench.scripts.run import script
 
-    code = script(folder, case.script, case.arguments.split(), original, case.precision, list(case.standins), folder / f"rank{rank}.json")
+    # In a context of its own: this process is a fork, and may have had a world.
+    words = folder, case.script, case.arguments.split(), original, case.precision, list(case.standins), folder / f"rank{rank}.json"
+    code = Context().run(script, *words)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -45,7 +45,6 @@ def run_plan(  # noqa: PLR0913
 
     \b
     Example:
-      weft serve plan examples/serve/vqa.toml --accuracy 56 --latency 0.6 -o plan.toml
       weft serve run plan.toml --emulate 2 --load 20 --kill cpu-5
     """
     with output(as_json) as out:

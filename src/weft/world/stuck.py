@@ -26,7 +26,8 @@ def culprit(statuses: Sequence[Status], start: int) -> tuple[int, str]:
     at = path[-1]
     now = _running(statuses[at])
     if now is None:
-        missing = [rank for rank in before if _running(statuses[rank]) is None]
+        idle = [s.rank for s in statuses if s.rank != start and _running(s) is None]
+        missing = [rank for rank in before if rank in idle] or idle or [at]  # the first has just come out of it itself where nobody waits
         return at, f"rank {listed(missing)} did not take part"
     with_it = [s for rank in _members(now, statuses) if rank != at and _with(s := statuses[rank], now)]
     if (not with_it and now.op in ("send", "receive")) or not _members(now, statuses):

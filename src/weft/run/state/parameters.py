@@ -263,7 +263,7 @@ def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket
     return starts, buckets
 
 
-def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int = 1, keep: bool = False) -> None:
+def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int = 1, keep: bool = True) -> None:
     """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory. Elsewhere
     whole gradients come and go, unless several steps' are there at once, or they are to be kept (`keep`).
 
