@@ -255,8 +255,8 @@ def predicted(case: Case, cluster: Cluster | str) -> Prediction | None:
 
 def prediction_lines(rows: Sequence[Measured], card: Cluster, node: str) -> Iterator[str]:
     """The table of predictions beside what was measured."""
-    yield "| case | measured | kernels | measured card | catalogue | memory measured | memory predicted |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| case | measured | kernels | measured card | catalogue | memory | of PyTorch | memory predicted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for one in rows:
         step = one.pair[0].median
         named = f"{node}{'' if one.case.is_compiled else '@eager'}" if node else ""
@@ -264,7 +264,7 @@ def prediction_lines(rows: Sequence[Measured], card: Cluster, node: str) -> Iter
         told_s = (_apart(p.step_time_s if p else 0.0, step) for p in (by_card, by_name))
         cells = [f"{step * 1e3:.1f} ms", f"{one.busy_s * 1e3:.1f} ms", *told_s]
         need = by_card.memory.total - by_card.memory.margin if by_card else 0.0
-        held = f"{one.memory_bytes / 2**30:.2f} GiB"
+        held = f"{one.memory_bytes / 2**30:.2f} GiB | {one.peer_memory_bytes / 2**30:.2f} GiB"
         told = f"{need / 2**30:.2f} GiB ({need / one.memory_bytes - 1:+.0%})" if need and one.memory_bytes else ""
         yield f"| {one.case.name} | {' | '.join(cells)} | {held} | {told} |"
 
@@ -286,7 +286,7 @@ def tell(file: Mapping[str, Any], console: Console, page: Path) -> None:
         verdicts = [*verdicts, Verdict("MFU against the measured peak", MFU_GOAL, mfu >= MFU_GOAL, mfu, one.case.name, said)]
     show(console, rows, verdicts, {})
     text = markdown(about, rows, verdicts, {}, {one.case.name: one.pair for one in cases}, INTRO)
-    lines = [PREDICTED, "", *prediction_lines(cases, loads(file["card"]), _node(about["gpu"]))]
+    lines = [PREDICTED, "", *filter(None, [file.get("note")]), "", *prediction_lines(cases, loads(file["card"]), _node(about["gpu"]))]
     page.write_text(text + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
