@@ -196,8 +196,12 @@ def like(base: Base, index: int, names: Callable[[], Sequence[str]], make: Calla
 
 
 def _from_backward(pricer: Pricer, layout: Layout) -> bool:
-    """Whether forward finds no gradients: of a rank that makes one backward, and sums them with no other (`run/reduce/overlapped`)."""
-    return not pricer.devices.keeps_gradients and layout.microbatches == 1 and layout.num_ranks == layout.pipeline
+    """Whether forward finds no gradients: of a rank that makes one backward, and sums them with no other (`run/reduce/overlapped`).
+
+    Of tensor ranks, those of norms and the like that are summed are too few to count.
+    """
+    alone = layout.num_ranks == layout.pipeline * layout.tensor
+    return not pricer.devices.keeps_gradients and layout.microbatches == 1 and alone
 
 
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
