@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.catalogue import names
-from weft.cluster.cluster import Cluster, Device
+from weft.cluster.cluster import Cluster, Device, Speed
 from weft.cost.calibration.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
+from weft.cost.devices.card import of_card
 from weft.cost.devices.compute import Seconds
 from weft.cost.devices.gpus import straggling
 from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
@@ -383,3 +384,34 @@ def test_weights_that_move_do_so_every_microbatch() -> None:
     one, other = (p.stages(layout)[0] for p in (small, large))
     assert other.tensor.total == pytest.approx(one.tensor.total, rel=0.02)
     assert other.compute.total == pytest.approx(one.compute.total, rel=0.02)
+
+
+def test_a_measured_card_is_priced_with_its_own_rates() -> None:
+    """Each kernel takes its units over the rate that was measured of its kind and precision; what was not keeps the set's."""
+    rates = (("convolution.float32", 2e13), ("convolution.bfloat16", 1e14), ("norm", 5e11), ("cast", 4e11))
+    speed = Speed(1, 0, (("float32", 5e13), ("bfloat16", 8e14)), 1e12, 8e-6, rates)
+    device = replace(DEVICE, peak_flops=speed.flops, memory_bandwidth_bytes_per_s=1e12)
+    card = of_card(stack_of(device, "eager"), device, speed)
+    assert (card.name, card.autocast, card.launch_s) == ("eager", True, 8e-6)
+    convolution = Kernel("convolution", 1e12, 2e12, 1e9, 2e9)
+    for precision, rate in (("float32", 2e13), ("bfloat16", 1e14)):
+        busy = convolution.seconds(device, card, precision, eager=True)[1]
+        assert (busy.forward, busy.backward) == (pytest.approx(1e12 / rate), pytest.approx(2e12 / rate))
+    norm = Kernel("norm", 0.0, 0.0, 1e9, 2e9, cast_bytes=8e8)
+    busy = norm.seconds(device, card, "bfloat16", eager=True)[1]
+    assert (busy.forward, busy.backward) == (pytest.approx(1e9 / 5e11 + 8e8 / 4e11), pytest.approx(2e9 / 5e11))
+    # Without rates of its own, convolutions reach what products do, and have their operands laid out anew.
+    by_name = convolution.seconds(device, replace(card, convolution=()), "bfloat16", eager=True)[1]
+    assert by_name.forward > 1e12 / 8e14 + 2e9 / 1e12 * 0.99
+
+
+def test_autocast_keeps_weights_in_float32_and_compiled_operators_keep_16_bits() -> None:
+    cluster = Cluster.parse("dgx-a100-80@eager")
+    p = Pricer(gpt(4, 256, 8, 128, 512, 8), cluster, 8)
+    eager, compiled = (p.stages(Layout(precision="bfloat16", compile=how))[0] for how in ("off", "on"))
+    number = p.graph.num_parameters
+    assert eager.memory.alone.parameters == compiled.memory.alone.parameters == pytest.approx(4 * number)
+    assert eager.memory.alone.optimizer == pytest.approx(8 * number)
+    assert eager.memory.alone.activations > 1.1 * compiled.memory.alone.activations
+    assert eager.forward_s > compiled.forward_s
+    assert eager.memory.alone.parameters == 2 * Pricer(p.graph, A100, 8).stages(HALF)[0].memory.alone.parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,9 @@ class _Plain(Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
+    @abstractmethod
     def of(self, p: torch.Tensor, every: list[torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError
+        """How far a parameter moves, of all that have a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

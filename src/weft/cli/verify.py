@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -71,13 +71,14 @@ def verify(  # noqa: PLR0913
             layouts, batch = [plan.layout], plan.batch_size
         else:
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
-        for one in layouts:
-            _check_ranks(one, ranks)
+        _check_ranks(layouts, ranks)
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
-            chosen: dict[str, Any] = {"dtype": dtype, "tolerance": tolerance, "device": device, "device_memory": device_memory or 0}
-            result = api.verify(subject, plan or asked, batch, steps=steps, cut_everything=cut_everything, **chosen)
+            result = api.verify(
+                subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device=device,
+                device_memory=device_memory or 0, cut_everything=cut_everything,
+            )  # fmt: skip
         results = result.layouts or (result,)
         if len(results) > 1:
             _show_all(out, model, results)
@@ -112,9 +113,10 @@ def _with_schedule(text: str, schedule: Path | None) -> Layout:
     return layout if schedule is None else layout.with_schedule(schedule.name, read_actions(schedule))
 
 
-def _check_ranks(layout: Layout, ranks: int | None) -> None:
-    if ranks is not None and ranks != layout.num_ranks:
-        raise UsageError(f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them")
+def _check_ranks(layouts: Sequence[Layout], ranks: int | None) -> None:
+    for one in layouts:
+        if ranks is not None and ranks != one.num_ranks:
+            raise UsageError(f"--ranks {ranks}, but the layout {one} has {one.num_ranks} ranks; leave --ranks out, or change one of them")
 
 
 def _show(out: Output, model: str, result: Verification) -> None:

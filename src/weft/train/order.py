@@ -5,6 +5,7 @@ Whatever the layout and however often a run is resumed, step n has the same samp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -122,7 +123,7 @@ class Order:
         return permute(block, self._blocks, self._key(-1)) * self.block + inside
 
 
-class Ordered(Generic[Read]):
+class Ordered(ABC, Generic[Read]):
     """Batches of what lies in an order: whoever has one says how its samples are read."""
 
     if TYPE_CHECKING:
@@ -130,8 +131,9 @@ class Ordered(Generic[Read]):
         @property
         def order(self) -> Order: ...
 
+    @abstractmethod
     def _read(self, samples: Numbers) -> Read:
-        raise NotImplementedError
+        """The samples of these numbers, as a batch."""
 
     @property
     def num_samples(self) -> int:

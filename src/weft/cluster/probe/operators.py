@@ -23,6 +23,7 @@ ROWS = {"linear": 16, "convolution": 8, "recurrent": 8}  # of the products that 
 STATES, STEPS, SAMPLES = 256, 16, 64  # of a recurrence
 CHANNELS, TAPS = 64, 9  # of a convolution; another has one tap
 GROUPS = {1: 7, 4: 3}  # channels of a convolution's narrow groups, and its window
+ROOMY_BYTES = 15e9  # of a GPU, from which on its tensors are larger
 PULSE = "pulse"
 
 
@@ -34,17 +35,17 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
-    A GPU's are so large that a call takes a millisecond or so, beside which launching it and waiting for it is little.
+    A GPU's are as large as its memory lets them be, so that launching a call and waiting for it is little beside it.
     """
     precisions = {"float32": torch.float32, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
     big = device.type != "cpu"
-    share = 1 if big else threads
+    share = _roomy(device) if big else threads
     for precision, dtype in precisions.items():
         yield from _products(device, big, share, precision, dtype)
     double = torch.randn(512, 512, device=device, dtype=torch.float64)
     yield Case("linear.float64", 2.0 * 512**3, lambda: double @ double, keeps_busy=True)
-    yield from _moves(device, 131072 if big else 2048 * share, "bfloat16" in precisions)
-    yield _optimizer(device)
+    yield from _moves(device, (16384 if big else 2048) * share, "bfloat16" in precisions)
+    yield _optimizer(device, share if big else 1)
     if not big:
         yield pulse()
         yield from _blocks(TRANSFORMER, share, precisions)
@@ -53,6 +54,11 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
         yield from _weights()
     tiny = torch.ones(8, device=device, requires_grad=True)
     yield _train("launch", 3.0 * LAUNCH_OPERATORS, _chain(lambda y: y + tiny, LAUNCH_OPERATORS), tiny)
+
+
+def _roomy(device: torch.device) -> int:
+    """Times as large as they fit on any GPU that tensors may be: all of them take about 1.5 GiB for each."""
+    return 4 if torch.cuda.get_device_properties(device).total_memory >= ROOMY_BYTES else 1
 
 
 def _chain(call: Callable[[torch.Tensor], torch.Tensor], times: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -148,7 +154,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
 
     tokens, hidden, wide = (16384, 4096, 4096) if big else (512 * share, 384, 1536)
     yield _train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, randn(tokens, hidden), randn(wide, hidden), keeps_busy=True)
-    heads = (8, 16, 2048, WIDE) if big else (2 * share, 6, 256, WIDE)
+    heads = (8 * share, 16, 1024, WIDE) if big else (2 * share, 6, 256, WIDE)
     flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
     # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
     attention = partial(scaled_dot_product_attention, F.scaled_dot_product_attention, is_causal=True)
@@ -156,7 +162,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     if not big:
         narrow = (*heads[:3], NARROW)
         yield _train(f"{SCORES}{precision}", 3.5 * prod(heads[:3]) * heads[2], attention, *(randn(*narrow) for _ in range(3)))
-    image = randn(256 if big else 2 * share, CHANNELS, 56, 56)
+    image = randn((32 if big else 2) * share, CHANNELS, 56, 56)
     filters = randn(CHANNELS, CHANNELS, 3, 3)
     yield _train(f"convolution.{precision}", 6.0 * image.numel() * CHANNELS * TAPS, partial(F.conv2d, padding=1), image, filters)
     if not big:
@@ -186,9 +192,9 @@ def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
     yield _train("softmax", 5.0 * h.nbytes, partial(F.log_softmax, dim=-1), h)
 
 
-def _optimizer(device: torch.device) -> Case:
+def _optimizer(device: torch.device, share: int) -> Case:
     """AdamW's update in one call: the function, since a `torch.optim.Optimizer` imports torch's compiler first, for a second."""
-    size = 1 << (26 if device.type != "cpu" else 20)
+    size = share**2 << 20
     weights, gradients, first, second = ([torch.ones(size, device=device) for _ in range(4)] for _ in range(4))
     steps = [torch.zeros((), device=device) for _ in weights]
     call = partial(

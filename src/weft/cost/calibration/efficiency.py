@@ -102,15 +102,15 @@ class Stack:
     that sums of gradients hide behind; what hides takes `contention` of its own time from the compute, since its kernels and its bytes
     share the device. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
     relative standard deviation of ranks' times (see `weft.cost.devices.gpus.straggling`). `moves`: of kernels that run one by one, the part
-    of the memory's bandwidth by kind; `convolution`: the part of the peak that convolutions reach with all that they do besides, 0 where
-    they reach what products do.
+    of the memory's bandwidth by kind; `convolution`: FLOP/s of convolutions by precision, with all that they do besides; elsewhere they
+    reach what products do.
     """
 
     name: str
     device: str = ""  # whose own figures it has
     autocast: bool = False
     moves: tuple[tuple[str, float], ...] = ()
-    convolution: float = 0.0
+    convolution: tuple[tuple[str, float], ...] = ()
     matmul: float = 0.75
     operands: float = 0.5
     product_s: float = 0.0
@@ -189,13 +189,22 @@ def stack_of(device: Device, name: str = "") -> Stack:
     stacks, name = section("stack"), name or TORCH
     if name not in stacks:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(stacks)}")
-    both = [stacks[stacks[name]["like"]]] if "like" in stacks[name] else []
-    both.append(stacks[name])
-    table = {key: value for one in both for key, value in one.items() if key not in ("on", "like")}
+    table = _with_likes(stacks, name)
+    devices = table.pop("on", {})
     here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
-    mine = {key: value for one in both for key, value in one.get("on", {}).get(_chip(device.name, one.get("on", {})), {}).items()}
+    mine = devices.get(_chip(device.name, devices), {})
     sources = "; ".join(filter(None, (mine.get("source"), table.get("source"))))
     return parse_stack(name, {**here, **table, **mine, "device": device.name if mine else "", "source": sources})
+
+
+def _with_likes(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What stands under `name`, with what it does not say itself taken from the one that it is `like`.
+
+    >>> _with_likes({"a": {"x": 1, "y": 2}, "b": {"like": "a", "y": 3}}, "b")
+    {'x': 1, 'y': 3}
+    """
+    table = {**entries.get(entries[name].get("like", ""), {}), **entries[name]}
+    return {key: value for key, value in table.items() if key != "like"}
 
 
 def _chip(name: str, devices: Mapping[str, object]) -> str:
@@ -237,8 +246,7 @@ def protocols(name: str) -> Protocols:
     entries = section("protocol")
     if name not in entries:
         raise ConfigError(f"protocol {name!r} is unknown; use one of {', '.join(entries)}")
-    table = {**entries.get(entries[name].get("like", ""), {}), **entries[name]}
-    return parse_protocols(name, {key: value for key, value in table.items() if key != "like"}, _curves().get(name, ()))
+    return parse_protocols(name, _with_likes(entries, name), _curves().get(name, ()))
 
 
 @cache

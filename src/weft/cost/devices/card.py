@@ -11,7 +11,7 @@ from weft.cluster.cluster import Device, Speed
 from weft.cost.calibration.efficiency import Stack
 
 OPTIMIZER_BYTES = 28.0  # of a float32 weight, its gradient and two states, all but the gradient written again
-NARROW = "bfloat16"
+CONVOLUTION = "convolution."
 MEASURED = ("activation", "norm", "batch_norm", "softmax", "cast")
 
 
@@ -19,11 +19,8 @@ def of_card(stack: Stack, device: Device, speed: Speed) -> Stack:
     """`stack` with the rates that were measured of a card, where it has them."""
     rates, bandwidth = dict(speed.rates), speed.memory_bandwidth_bytes_per_s
     moves = {"elementwise": 1.0, **{kind: rates[kind] / bandwidth for kind in MEASURED if kind in rates}}
-    card = replace(
+    convolutions = {key.removeprefix(CONVOLUTION): rate for key, rate in rates.items() if key.startswith(CONVOLUTION)}
+    return replace(
         stack, device=device.name, source="measured here", matmul=1.0, sustained=1.0, bandwidth=1.0, moves=tuple(moves.items()),
-        optimizer_bytes=OPTIMIZER_BYTES, launch_s=speed.launch_s,
+        convolution=tuple(convolutions.items()), optimizer_bytes=OPTIMIZER_BYTES, launch_s=speed.launch_s,
     )  # fmt: skip
-    peak = device.peak(NARROW) if NARROW in dict(device.peak_flops) else 0.0
-    if peak and f"convolution.{NARROW}" in rates:
-        card = replace(card, convolution=min(1.0, rates[f"convolution.{NARROW}"] / peak))
-    return card

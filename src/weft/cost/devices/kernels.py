@@ -121,13 +121,13 @@ class Kernel:
 
     def _through(self, device: Device, stack: Stack, precision: str, kind: str, times: float = 1.0) -> Seconds:
         """`times` its bytes through memory, as fast as kernels of `kind` that torch runs one by one."""
-        each = times * (2.0 if precision == "float64" else 1.0) / (device.memory_bandwidth_bytes_per_s * stack.moving(kind))
+        each = times * _width(precision, True) / (device.memory_bandwidth_bytes_per_s * stack.moving(kind))
         return Seconds(self.bytes * each, self.backward_bytes * each)
 
     def _beside(self, device: Device, stack: Stack, precision: str) -> Seconds:
         """What eager operators do beside their own kernels: casts, but a loss reads its 16 bits itself, and what a convolution reads and
         makes is put into the order of its kernels and back."""
-        if self.kind == "convolution" and not stack.convolution:
+        if self.kind == "convolution" and precision not in dict(stack.convolution):
             return self._through(device, stack, precision, "convolution", RELAID)
         if self.kind == "softmax":
             return Seconds()
@@ -137,8 +137,7 @@ class Kernel:
     def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
         if PRECISIONS[precision].linears:
             return self._scaled(device, stack, precision)
-        if self.kind == "convolution" and stack.convolution:
-            rate = device.peak(precision) * stack.convolution
+        if self.kind == "convolution" and (rate := dict(stack.convolution).get(precision)):
             return Seconds(self.flops / rate, self.backward_flops / rate)
         peak = device.peak(precision) * stack.matmul * stack.sustained
         width = WIDTH[precision]
@@ -171,8 +170,7 @@ class Kernel:
         return Seconds(wide.forward - saved + forward, wide.backward - saved + backward)
 
     def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
-        width = WIDTH[precision] / 4
-        factor = stack.traffic
+        width, factor = _width(precision, False), stack.traffic
         if self.kind == "softmax":
             width, factor = 1.0, stack.loss_traffic  # losses are float32
         rate = factor * width / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
@@ -186,7 +184,7 @@ class Kernel:
 
     def _attention(self, device: Device, stack: Stack, precision: str, eager: bool) -> tuple[Seconds, tuple[int, int]]:
         bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
-        width = WIDTH[precision] / 4 if not eager or precision == "float64" else 1.0
+        width = _width(precision, eager)
         moved = Seconds(self.bytes * width / bandwidth, self.backward_bytes * width / bandwidth)
         if stack.attention == "fused":
             forward = self.visible * self.flops / (device.peak(PRECISIONS[precision].wide) * self._attention_rate(stack))
@@ -201,6 +199,11 @@ class Kernel:
         scores = factor * self.scores * WIDTH[precision] / 2 / bandwidth
         # Kept scores are not formed again in backward: two products for each of forward's.
         return Seconds(self.flops / peak + SCORES[0] * scores, 2 * self.flops / peak + SCORES[1] * scores) + moved, launches
+
+
+def _width(precision: str, eager: bool) -> float:
+    """Bytes that move for each that is counted: in float32, or `eager` as autocast has them."""
+    return WIDTH[precision] / 4 if not eager or precision == "float64" else 1.0
 
 
 # Bytes of one 16-bit score through memory: products write and read them (2 + 2), softmax and dropout read and write (2 + 2 each) with
