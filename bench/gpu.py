@@ -31,9 +31,10 @@ from bench.document import command, header, markdown, show, versions
 from bench.measure import Effort, turn
 from bench.processes import ROOT
 from weft.capture.capture import call
-from weft.cluster.catalogue import dump, loads
+from weft.cluster.catalogue import dump, loads, names
 from weft.cluster.cluster import Cluster
 from weft.cluster.probe.here import measure_here
+from weft.cost.calibration.efficiency import chip_of
 from weft.errors import OutOfMemory, WeftError
 from weft.plan.plan import Prediction
 from weft.world.world import World
@@ -45,7 +46,6 @@ PEER = "PyTorch"
 TARGETS = (Target(f"step, beside {PEER}", 1.0, lambda r: r.peer_name == PEER),)
 MFU_GOAL = 0.60
 MATRIX_UNITS = "bfloat16"
-NODES = {"H200": "1xhgx-h200", "H100": "1xhgx-h100", "A100": "1xdgx-a100"}  # of the catalogue, by what a card's name holds
 MOST_KERNELS = 40
 
 INTRO = """One GPU. Ratios are PyTorch's time over weft's (more than 1: weft is faster). MFU is the model's FLOPs over the step time and
@@ -295,7 +295,9 @@ def _tuples(value: Any) -> Any:
 
 
 def _node(card: str) -> str:
-    return next((node for name, node in NODES.items() if name in card), "")
+    """A machine of the catalogue that has such cards; "" where there is none."""
+    machines = {Cluster.parse(name).device.name: f"1x{name}" for name in names()}
+    return machines.get(chip_of(card, machines), "")
 
 
 def measured_file(given: argparse.Namespace, arguments: Sequence[str], console: Console) -> dict[str, Any]:

@@ -8,8 +8,9 @@ versions between those that were measured.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib import resources
@@ -192,7 +193,7 @@ def stack_of(device: Device, name: str = "") -> Stack:
     table = _with_likes(stacks, name)
     devices = table.pop("on", {})
     here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
-    mine = devices.get(_chip(device.name, devices), {})
+    mine = devices.get(chip_of(device.name, devices), {})
     sources = "; ".join(filter(None, (mine.get("source"), table.get("source"))))
     return parse_stack(name, {**here, **table, **mine, "device": device.name if mine else "", "source": sources})
 
@@ -207,14 +208,15 @@ def _with_likes(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "like"}
 
 
-def _chip(name: str, devices: Mapping[str, object]) -> str:
-    """The device of the catalogue that a driver's name means.
+def chip_of(name: str, devices: Iterable[str]) -> str:
+    """The one of `devices` that a driver's name means, "" for none.
 
-    >>> _chip("NVIDIA H200", {"H100": 0, "H200": 0}), _chip("NVIDIA A100-SXM4-80GB", {"A100-40": 0, "A100-80": 0}), _chip("Tesla T4", {})
-    ('H200', 'A100-80', '')
+    >>> [chip_of(f"NVIDIA {name}", ["A100-40", "A100-80", "H200", "GH200-96"]) for name in ("A100-SXM4-80GB", "H200", "GH200 480GB", "T4")]
+    ['A100-80', 'H200', 'GH200-96', '']
     """
-    fitting = [key for key in devices if key == name or all(part in name for part in key.split("-"))]
-    return max(fitting, key=len, default="")
+    words = set(re.split(r"\W+", name))
+    fitting = [key for key in devices if key == name or key.partition("-")[0] in words]
+    return max(fitting, key=lambda key: sum(not words.isdisjoint((part, f"{part}GB")) for part in key.split("-")), default="")
 
 
 def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
