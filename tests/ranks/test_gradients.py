@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import weft
+from weft.run.state.parameters import LocalParameter, build_groups, share
+from weft.run.state.spans import full_spans
 from weft.world.world import Group, World
 
 
@@ -77,3 +79,16 @@ def test_zero_halves_what_gradients_send(ranks: Callable[..., list[Any]], num_ra
         assert sent["all_reduce"] == loss + fingerprints
         assert sent["off"] < 1e-15
     assert max(sent["off"] for sent in whole) < 1e-15
+
+
+def _comes_and_goes(world: World) -> bool:
+    """Whether gradients do whose sum nobody has connected yet, as in a plain loop."""
+    parameter = LocalParameter("x", (4,), full_spans((4,)), torch.float32, True, (0, 1), True, True)
+    groups, _ = build_groups([parameter], world.device)
+    share(groups, [world.group((0, 1))], keep=False)
+    return groups[0].comes_and_goes
+
+
+@pytest.mark.parametrize(("transport", "comes_and_goes"), [("shared_memory", False), ("gloo", True), ("boxes=1", True)])
+def test_gradients_lie_where_others_can_read_them(ranks: Callable[..., list[Any]], transport: str, comes_and_goes: bool) -> None:
+    assert ranks(_comes_and_goes, 2, env={"WEFT_TRANSPORT": transport}) == [comes_and_goes] * 2

@@ -87,6 +87,14 @@ def test_a_plain_loop_is_the_serial_loop(ranks: Callable[..., list[Any]], layout
             assert found["held"] == found["serial"]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "boxes=1"])
+def test_a_plain_loop_sums_where_ranks_share_no_memory(ranks: Callable[..., list[Any]], transport: str) -> None:
+    for found in ranks(divided, 2, "data=2", 2, env={"WEFT_TRANSPORT": transport}):
+        assert found["losses"]
+        assert not found["gradients"]
+        assert not found["weights"]
+
+
 class Pair(NamedTuple):
     logits: Tensor
     hidden: list[Tensor]

@@ -273,6 +273,7 @@ def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int 
     for _, number in sorted((over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1):
         over, group = sums[number], groups[number]
         assert over is not None
+        over.connect()  # before that nobody knows what it shares
         if not group.scattered and (over if over.levels is None else over.levels.box).shares_memory:
             group.turns = [over.shared_buffer(group.grad.numel(), group.grad.dtype) for _ in range(turns)]
             group.collect_in(group.turns[0])
