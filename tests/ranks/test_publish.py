@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable
@@ -43,8 +44,10 @@ def _published(world: World, layout: str, addresses: list[tuple[str, int]]) -> t
 
 @pytest.mark.parametrize("layout", ["data=2 precision=float64", "tensor=2 precision=float64", "data=2 zero=3 precision=float64",
                                     "pipeline=2 microbatches=1 precision=float64"])  # fmt: skip
-def test_every_element_crosses_once_and_the_server_has_the_trainers_weights(ranks: Callable[..., list[Any]], layout: str) -> None:
-    receivers = [Receiver(_model().double()) for _ in range(2)]
+def test_every_element_crosses_once_and_the_server_has_the_trainers_weights(
+    ranks: Callable[..., list[Any]], layout: str, tmp_path: Path
+) -> None:
+    receivers = [Receiver(_model().double(), newest=tmp_path / "net") for _ in range(2)]
     results = ranks(_published, 2, layout, [r.address for r in receivers])
     for receiver in receivers:
         receiver.close()
@@ -53,8 +56,35 @@ def test_every_element_crosses_once_and_the_server_has_the_trainers_weights(rank
         for name, tensor in receiver.module.state_dict().items():
             assert torch.equal(tensor, state[name].to(tensor.dtype)), name
         assert receiver.received_bytes == 8 * NUMBERS
+    started = Receiver(_model().double(), newest=tmp_path / "net")  # a replica that Ray starts again, or that a new plan has
+    started.close()
+    assert started.version == 1
+    assert all(torch.equal(tensor, results[0][1][name].to(tensor.dtype)) for name, tensor in started.module.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["net"]
     assert sum(sent for sent, _, _ in results) == 2 * 8 * NUMBERS
     assert not any(said for _, _, said in results)
+
+
+def test_a_version_that_a_rank_did_not_end_can_be_sent_anew(ranks: Callable[..., list[Any]]) -> None:
+    receiver = Receiver(_model().double())
+    with socket.create_connection(receiver.address) as one:
+        piece = {"name": "0.bias", "shape": [8], "dtype": "F64", "offsets": [0], "block": [8], "flat": None, "bytes": 64}
+        one.sendall("".join(json.dumps(line) + "\n" for line in ({"version": 1, "ranks": 2, "pieces": 2}, piece)).encode() + bytes(64))
+    results = ranks(_published, 2, "tensor=2 precision=float64", [receiver.address])
+    receiver.close()
+    assert not any(said for _, _, said in results)
+    assert receiver.version == 1
+    assert torch.equal(receiver.module.state_dict()["0.bias"], results[0][1]["0.bias"])
+
+
+def test_what_cannot_be_kept_is_refused_by_name(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    good, other = Receiver(_model().double(), newest=tmp_path / "net"), Receiver(_model().double(), newest=tmp_path / "gone" / "net")
+    results = ranks(_published, 2, "tensor=2 precision=float64", [good.address, other.address])
+    good.close()
+    other.close()
+    assert any("cannot be written" in said for _, _, said in results)
+    assert good.version == other.version == 0
+    assert not (tmp_path / "net").exists()
 
 
 def test_another_model_is_refused_and_keeps_what_it_has(ranks: Callable[..., list[Any]]) -> None:
@@ -122,6 +152,8 @@ def test_no_request_fails_while_the_weights_change(ranks: Callable[..., list[Any
         answers = send(server.url, [body_of({"x": x})], Load(10.0, 12.0), [(3.0, publish)])
         assert len(answers.latency_s) == answers.sent, answers.failed
         after = send(server.url, [body_of({"x": x})], Load(10.0, 1.0))
+        server.kill("here")  # Ray starts the replica again
+        again = send(server.url, [body_of({"x": x})], Load(10.0, 1.0))
     finally:
         server.stop()
     scope: dict[str, Any] = {}
@@ -133,7 +165,8 @@ def test_no_request_fails_while_the_weights_change(ranks: Callable[..., list[Any
         before, now = (net.eval()(torch.tensor(x)[None])[0].numpy() for net in (old, new))
     which = [np.allclose(value, before, atol=1e-6) + 2 * np.allclose(value, now, atol=1e-6) for _, value in answers.values]
     assert set(which) == {1, 2}, which  # each answer is of the one or the other, and both were seen
-    assert all(np.allclose(value, now, atol=1e-6) for _, value in after.values)
+    assert all(np.allclose(value, now, atol=1e-6) for _, value in [*after.values, *again.values])
+    assert len(again.latency_s) == again.sent, again.failed
 
 
 def test_answers_are_of_one_version_while_weights_change() -> None:

@@ -2,17 +2,23 @@
 
 A version is staged beside the weights in use until every rank has sent its part, each element once; only when all ranks say so the model
 turns to it, between two batches. What is missing, comes twice or is of another model is refused, and the model keeps what it has.
+A replica that starts, again or beside others, begins with the newest version, of which a file of the server's is kept.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 _DTYPES = {
@@ -34,15 +40,22 @@ class _Staged:
 
 
 class Receiver:
-    """Listens on `host` at a free port. `lock`: held while the model computes a batch, and while it turns to new weights."""
+    """Listens on `host` at a free port. `lock`: held while the model computes a batch, and while it turns to new weights. `newest`: a file
+    of the newest version, written and read by all replicas of the model."""
 
-    def __init__(self, module: nn.Module, host: str = "127.0.0.1") -> None:
+    def __init__(self, module: nn.Module, host: str = "127.0.0.1", newest: Path | None = None) -> None:
         self.module, self.version, self.received_bytes = module, 0, 0
         self.lock = threading.Lock()
+        self._newest = newest
+        if newest is not None and newest.exists():
+            with safe_open(newest, "pt") as file:
+                self._set(int(file.metadata()["version"]), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         self._staged: dict[int, _Staged] = {}
         self._changed = threading.Condition()
         self._listening = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        # This replica's own, until all ranks have said so.
+        self._new = newest.with_name(f".{self.address[1]}-{newest.name}") if newest is not None else Path()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -62,13 +75,19 @@ class Receiver:
         with connection, connection.makefile("rb") as stream:
             try:
                 head = json.loads(stream.readline())
-                self._receive(connection, stream, head["version"], head["ranks"], head["pieces"])
+                version = head["version"]
+                with self._changed:
+                    staged = self._staged.setdefault(version, _Staged())
+                try:
+                    self._receive(connection, stream, staged, version, head["ranks"], head["pieces"])
+                finally:  # it is the model's, or will not be: ranks may send it anew
+                    with self._changed:
+                        if self._staged.get(version) is staged:
+                            del self._staged[version]
             except (OSError, ValueError, KeyError, EOFError):
                 return  # the rank went: nothing is committed
 
-    def _receive(self, connection: socket.socket, stream: BinaryIO, version: int, ranks: int, pieces: int) -> None:
-        with self._changed:
-            staged = self._staged.setdefault(version, _Staged())
+    def _receive(self, connection: socket.socket, stream: BinaryIO, staged: _Staged, version: int, ranks: int, pieces: int) -> None:
         for _ in range(pieces):
             piece = json.loads(stream.readline())
             data = stream.read(piece["bytes"])
@@ -79,14 +98,15 @@ class Receiver:
                 staged.trouble = staged.trouble or _lay(staged, piece, data)
         with self._changed:
             staged.sent += 1
+            if staged.sent == ranks:
+                staged.trouble = staged.trouble or _misfit(self.module, staged) or self._write(version, staged.tensors)
             self._changed.notify_all()
             all_there = self._changed.wait_for(lambda: staged.sent >= ranks, WAIT_S)
-            trouble = staged.trouble or (_misfit(self.module, staged) if all_there else "not all ranks sent their part in time")
+            trouble = staged.trouble or ("" if all_there else "not all ranks sent their part in time")
         connection.sendall(json.dumps({"error": trouble}).encode() + b"\n")
         committed = json.loads(stream.readline())["commit"]
         with self._changed:
             if not committed or trouble:
-                self._staged.pop(version, None)
                 return
             staged.committed += 1
             if staged.committed == ranks:
@@ -96,11 +116,24 @@ class Receiver:
         connection.sendall(json.dumps({"error": "" if done else "not all ranks committed"}).encode() + b"\n")
 
     def _turn_to(self, version: int, staged: _Staged) -> None:
+        if self._newest is not None:
+            os.replace(self._new, self._newest)
+        self._set(version, staged.tensors)
+
+    def _set(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         with self.lock, torch.no_grad():
             for name, held in _held(self.module).items():
-                held.copy_(staged.tensors[name])
+                held.copy_(tensors[name])
             self.version = version
-        self._staged.pop(version, None)
+
+    def _write(self, version: int, tensors: dict[str, Tensor]) -> str:
+        """A version beside the file that is kept; why it cannot be written."""
+        try:
+            if self._newest is not None:
+                save_file(tensors, self._new, {"version": str(version)})
+        except (OSError, SafetensorError) as error:
+            return f"{self._newest} cannot be written: {error}"
+        return ""
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:

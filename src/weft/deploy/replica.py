@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class Replica:
     """Computes batches one after another, in a thread, so that Ray Serve sees that it lives while it works."""
 
     def __init__(self, operator: Operator, variant: Variant, folder: str, worker: str, how: dict[str, Any]) -> None:
-        """`how`: `batch`, `wait_s`, `threads`, and `slower`, by what the profile's seconds are multiplied; 0 where nothing is emulated."""
+        """`how`: `batch`, `wait_s`, `threads`; `slower`, by what the profile's seconds are multiplied, 0 where nothing is emulated;
+        `weights`, the file of new weights."""
         from ray import serve
 
         self._how, self._worker, self._batches = how, worker, variant.batches(worker)
@@ -48,7 +50,7 @@ class Replica:
             if operation.module is not None:
                 from weft.deploy.receiver import Receiver
 
-                self._receiver = Receiver(operation.module)
+                self._receiver = Receiver(operation.module, newest=Path(how["weights"]))
             import torch
 
             torch.set_num_threads(how["threads"])

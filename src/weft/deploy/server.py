@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from weft.deploy.control import LONG_S, WINDOW_S, Rates, wanted, without
 from weft.deploy.entrance import Entrance
@@ -72,6 +76,7 @@ class Server:
     _watch: threading.Thread | None = None
     _number: int = 0  # of the plan that the entrance is to have
     _table: dict[str, Any] = field(default_factory=dict)
+    _weights: str = ""  # folder of the weights that were published
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -100,6 +105,7 @@ class Server:
         else:
             resources = {f"worker:{w.name}": float(w.count) for w in self.machines.workers}
             ray.init(num_cpus=os.cpu_count() or 1, include_dashboard=False, object_store_memory=STORE_BYTES, resources=resources, **common)
+        self._weights = tempfile.mkdtemp(prefix="weft-serve-")
         try:
             quiet = {"log_level": "ERROR", "enable_access_log": False}
             serve.start(http_options={"host": "127.0.0.1", "port": self.how.port}, logging_config=quiet)
@@ -135,7 +141,10 @@ class Server:
         _, serve = ray_and_serve()
         op = self.workflow.operator(p.operator)
         worker = self.machines.worker(p.worker)
-        how = {"batch": p.batch, "wait_s": p.wait_s * (self.how.slower or 1.0), "threads": worker.threads, "slower": self.how.slower}
+        how = {
+            "batch": p.batch, "wait_s": p.wait_s * (self.how.slower or 1.0), "threads": worker.threads, "slower": self.how.slower,
+            "weights": str(Path(self._weights, quote(f"{p.operator}.{p.variant}", safe=""))),
+        }  # fmt: skip
         # Requests wait at the replica: those that Ray's router keeps back it offers again after pauses, in which a replica would idle.
         deployment = serve.deployment(
             Replica, name="Replica", num_replicas=p.replicas, max_ongoing_requests=p.batch + self.how.queue,
@@ -246,6 +255,7 @@ class Server:
         with contextlib.suppress(Exception):
             serve.shutdown()
         ray.shutdown()
+        shutil.rmtree(self._weights, ignore_errors=True)
 
 
 def ray_and_serve() -> tuple[Any, Any]:
