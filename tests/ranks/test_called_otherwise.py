@@ -92,3 +92,44 @@ def test_ranks_that_call_it_with_other_lengths_are_refused_together(ranks: Calla
     assert ranks(unlike, 2, layout, True) == ["taken"] * 2
     for said in ranks(unlike, 2, layout, False):
         assert "different shapes" in said
+
+
+class Ranked(Scored):
+    """A model that cannot be captured: what it computes depends on a value."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        y = super().forward(x, targets)
+        return y if float(x.sum()) < 1e9 else None
+
+
+def scaled(net: nn.Module, data: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Losses of steps that change in place what the model returned: of every sample, and their mean."""
+    opt, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for x, y in data:
+        scores, loss = net(x, y)
+        scores.div_(2.0).add_(1.0)
+        loss *= 0.5
+        loss += scores.square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def written(world: World, layout: str, is_captured: bool, is_whole: bool) -> list[float]:
+    torch.manual_seed(0)
+    data = batches()
+    model = (Scored if is_captured else Ranked)().double()
+    net = weft.auto_parallelize(model, dict(zip(("x", "targets"), data[0], strict=True)), plan=layout + " precision=float64", world=world)
+    return scaled(net, data if is_whole else weft.shard(data))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_captured", "is_whole"), [("data=2", True, True), ("data=2", False, False), ("tensor=2", True, True)]
+)
+def test_what_it_returns_may_be_changed_in_place(ranks: Callable[..., list[Any]], layout: str, is_captured: bool, is_whole: bool) -> None:
+    torch.manual_seed(0)
+    wanted = scaled(Scored().double(), batches())
+    means = [sum(each) / 2 for each in zip(*ranks(written, 2, layout, is_captured, is_whole), strict=True)]
+    assert means == pytest.approx(wanted, rel=1e-12)

@@ -14,7 +14,7 @@ import torch
 from weft.world.current import set_world
 from weft.world.world import World
 set_world(World())
-from weft.adapters.accelerate import Accelerator
+{line}
 from accelerate.state import PartialState
 state = PartialState(cpu=True)  # as arguments of transformers make one: joined its ranks, at the address where weft's then meet
 print(state.num_processes, torch.distributed.is_initialized())
@@ -23,7 +23,10 @@ print(PartialState(cpu=True).num_processes)
 """
 
 
-def test_accelerate_joins_no_ranks_of_its_own() -> None:
+@pytest.mark.parametrize("line", ["from weft.adapters.accelerate import Accelerator", "from weft.adapters.transformers import trainer_of"])
+def test_accelerate_joins_no_ranks_of_its_own(line: str) -> None:
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], env={**os.environ, **told}, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{line}", line)], env={**os.environ, **told}, capture_output=True, text=True, timeout=240
+    )
     assert ran.stdout.split() == ["1", "False", "1"], ran.stderr

@@ -129,7 +129,6 @@ class Dividing(_Trainer):  # type: ignore[misc]
 @cache
 def trainer_of(base: Any) -> Any:
     """The trainer's class `base` around a divided model. Its constructor takes `plan=` as well, as of `weft.auto_parallelize`."""
-    always_one_process()
     return type(base.__name__, (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})
 
 
@@ -178,3 +177,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
     return trainer_of(getattr(required("transformers", "hf"), name))
+
+
+always_one_process()  # from here on: a script parses its arguments before it makes a trainer

@@ -80,6 +80,12 @@ def viewed(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
+def writable(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where autograd refuses to let it be changed in place: a view that a function of one's own kind made."""
+    refused = x.requires_grad and x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT
+    return x.clone() if refused else x
+
+
 def version_of(x: Tensor) -> int:
     """How often it has been written."""
     return x._version

@@ -126,8 +126,7 @@ class Forward:
                 x = x if is_shard(local.forms[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
             # What the loop makes of outputs is a mean over this rank's samples, which counts by how many they are.
             x = x if self.part == 1.0 else counted(x, self.part)
-            # A loop may change the loss in place, which torch refuses of a view that a function of its own kind returns.
-            out.append(x.clone() if x.requires_grad and not x.dim() else x)
+            out.append(private.writable(x))  # a loop may change what a model returns in place: a loss, an image that it scales
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 

@@ -291,13 +291,13 @@ class ByItself:
         means = [path for path, one in self.outputs.items() if one.dim is None and path in outputs and outputs[path].is_floating_point()]
         if means:
             joined = self._means({path: outputs[path] for path in means}, have, learns)
-            new.update((path, counted(x, share)) for path, x in joined.items())
+            new.update((path, private.writable(counted(x, share))) for path, x in joined.items())
         for path, one in self.outputs.items():
             if one.dim is not None and one.learns and learns and path in outputs:
                 x = outputs[path]
                 x = x if x.requires_grad else x.detach().requires_grad_()  # its code went another way here than elsewhere
                 x.register_hook(partial(self.exchange.count, path, x.shape[one.dim] / share))  # type: ignore[no-untyped-call]
-                new[path] = counted(x, share)
+                new[path] = private.writable(counted(x, share))
         return rebuild(output, new)
 
     def _means(self, losses: Mapping[str, Tensor], have: int, learns: bool) -> dict[str, Tensor]:
