@@ -8,7 +8,7 @@ of them. The long run has 2,000 numbers; WEFT_RANDOM=FIRST:LAST runs others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,8 @@ from weft.world.world import World
 RANKS = (2, 4, 3, 8, 6)
 REFUSED = (Infeasible, LayoutError, ModelError)
 AT_ONCE = 25
-SAMPLE, LONG = range(12), range(1000, 3000)
+# 9039: of two branches one alone has weights that its tensor ranks gather.
+SAMPLE, LONG = (*range(12), 9039), range(1000, 3000)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def check(seeds: Iterable[int]) -> tuple[int, list[str]]:
 
 def test_random_graphs_equal_serial() -> None:
     first, _, last = os.environ.get("WEFT_RANDOM", "").partition(":")
-    seeds = range(int(first), int(last)) if first else SAMPLE
+    seeds: Sequence[int] = range(int(first), int(last)) if first else SAMPLE
     number, found = check(seeds)
     assert not found, "\n".join(found)
     assert number >= len(seeds) // 2, f"only {number} of {len(seeds)} layouts are not refused"

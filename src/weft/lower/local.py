@@ -123,6 +123,7 @@ class _Builder:
         layers = {layer_of(op.site) for op in operators}
         around = layers.pop() if len(layers) == 1 else ""
         self._stand(around)
+        self.nodes.in_region = True
         ghosts = self._enter(region, operators)
         for op in operators:
             self._stand(layer_of(op.site))
@@ -130,6 +131,7 @@ class _Builder:
                 self._operator(op)
         self._stand(around)
         self._leave(region, operators, ghosts)
+        self.nodes.in_region = False
 
     def _enter(self, region: Owners, operators: Sequence[Operator]) -> list[fx.Node]:
         """Bring what branches read to their owners, where it lies in pieces; returns what stands for what others own."""

@@ -128,11 +128,12 @@ class Nodes:
         self.graph = fx.Graph()
         self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
         self.layer = ""  # the layer itself
+        self.in_region = False  # among parallel branches, each of which one rank has
 
     def add(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A node that calls `target`."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["part"], node.meta["layer"] = self.part, self.layer
+        node.meta["part"], node.meta["layer"], node.meta["in_region"] = self.part, self.layer, self.in_region
         return node
 
     def move(self, node: fx.Node, group: Group, source: Placement, target: Placement) -> fx.Node:

@@ -47,6 +47,7 @@ class Gathered:
         self.units: dict[Unit, list[_Weights]] = {}
         self._by_name: dict[str, list[_Weights]] = {}  # those that have a part of a parameter
         self._order: dict[int, list[int]] = {}  # the layers of each stage
+        self._ahead: dict[int, list[int]] = {}  # those that are started on while another runs: all ranks that gather together have them
         for group, over in zip(groups, sums, strict=True):
             if not group.gathered:
                 continue
@@ -72,6 +73,7 @@ class Gathered:
     def wrap(self, stage: int, layered: Layered) -> None:
         """Let every layer of a stage that reads such weights gather them."""
         self._order[stage] = [n for n in sorted(layered.names) if (stage, n) in self.units]
+        self._ahead[stage] = [n for n in self._order[stage] if n not in layered.in_regions]
         for number in self._order[stage]:
             child = getattr(layered.local.module, layered.names[number])
             setattr(layered.local.module, layered.names[number], GatheredLayer(child, self, (stage, number)))
@@ -87,10 +89,11 @@ class Gathered:
             self.leave((stage, number), stage)
 
     def enter(self, unit: Unit, step: int) -> None:
-        """Before a layer runs: wait for its weights, and start on those of the layer that runs `step` (1 or -1) after it."""
+        """Before a layer runs: wait for its weights, and start on those of the layer that runs `step` (1 or -1) after it. Among parallel
+        branches nothing is started: ranks have different layers there, and would gather in different orders."""
         self._fetch(unit, unit)
-        layers = self._order[unit[0]]
-        after = layers.index(unit[1]) + step
+        layers = self._ahead[unit[0]]
+        after = layers.index(unit[1]) + step if unit[1] in layers else -1
         if 0 <= after < len(layers):
             self._fetch((unit[0], layers[after]), (unit[0], layers[after]))
         for weights in self.units[unit]:

@@ -26,6 +26,7 @@ class Layered:
     layers: Mapping[int, str]
     repeated: frozenset[int]
     reads_written: frozenset[int]  # those that read a buffer which is written while the model runs
+    in_regions: frozenset[int]  # those among parallel branches, where ranks run different operators
 
     def numbers_of(self, layers: Collection[str]) -> frozenset[int]:
         """The runs of these layers."""
@@ -95,4 +96,6 @@ def by_layer(local: LocalStage, first: Mapping[int, int] | None = None) -> Layer
     names = {int(name.removeprefix("submod_")): name for name, _ in split.named_children() if name.startswith("submod_")}
     layers = {number: str(node.meta.get("layer", "")) for node, (number, _) in numbers.items()}
     read = frozenset(number for node, (number, _) in numbers.items() if node.target is snapshot)
-    return Layered(replace(local, module=split), names, layers, frozenset(n for n, layer in numbers.values() if layer), read)
+    regions = frozenset(number for node, (number, _) in numbers.items() if node.meta["in_region"])
+    repeated = frozenset(number for number, layer in numbers.values() if layer)
+    return Layered(replace(local, module=split), names, layers, repeated, read, regions)

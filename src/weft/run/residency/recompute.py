@@ -58,7 +58,7 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
     regions = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
     if not regions:
         return local
-    where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in regions]
+    where = [{key: core[-1].meta[key] for key in ("part", "layer", "in_region")} for core in regions]
     module.recompile()
     fuse_by_partitions(module, [dict.fromkeys(core) for core in regions], prefix=_CORE)
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
