@@ -22,8 +22,8 @@ from weft.errors import ModelError, UsageError
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Shards
 from weft.model.stages.stages import check_trains
-from weft.plan.custom_schedule import read_actions
-from weft.plan.layout import Layout, actions_of
+from weft.plan.custom_schedule import actions_of, read_actions
+from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Candidate, Plan, Prediction
 from weft.plan.plan_file import format_plan, parse_plan, read_plan

@@ -25,13 +25,15 @@ def elements(box: Box) -> set[Element]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Side, Side]:
-    """A tensor of up to three dimensions between two arrangements of 1 to 8 ranks a stage."""
-    ranks = draw(st.sampled_from([1, 2, 4, 6, 8]))
+    """A tensor of up to three dimensions between two arrangements of 1 to 8 ranks a stage, as many in both or not."""
+    both = (draw(st.sampled_from([1, 2, 4, 6, 8])), draw(st.sampled_from([1, 2, 3, 4, 6, 8])))
+    begins = (0, both[0], sum(both)) if both[0] != both[1] else ()
     shape = tuple(draw(st.lists(st.sampled_from([8, 12, 24]), min_size=1, max_size=3)))
 
     def side(stage: int) -> Side:
+        ranks = both[stage]
         data = draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0]))
-        mesh = Mesh((("pipeline", 2), ("data", data), ("tensor", ranks // data)))
+        mesh = Mesh((("pipeline", 2), ("data", data), ("tensor", ranks // data)), begins)
         dims = [None, *range(len(shape))]
         forms = {}
         for axis in ("data", "tensor"):
@@ -104,11 +106,35 @@ def test_layouts_of_each_stage() -> None:
     assert str(Layout.parse("pipeline=2 inner=2x2/2x2")) == "data=2 tensor=2 pipeline=2"
 
 
+def test_stages_of_unlike_numbers_of_ranks() -> None:
+    """Ranks count through the stages; each is a mesh of its own, whose every rank it finds again by its coordinates."""
+    layout = Layout.parse("pipeline=3 inner=2x2/1x2/3x1 microbatches=2")
+    assert str(layout) == "data=2 tensor=2 pipeline=3 microbatches=2 inner=2x2/1x2/3x1"
+    assert Layout.parse(str(layout)) == layout
+    assert (layout.num_ranks, layout.replicas, layout.begins) == (9, 3, (0, 4, 6, 9))
+    assert [layout.span(place) for place in range(3)] == [(0, 4), (4, 6), (6, 9)]
+    found = [layout.mesh_of(rank).coordinates(rank) for rank in range(9)]
+    want = [(0, d, t) for d in range(2) for t in range(2)] + [(1, 0, t) for t in range(2)] + [(2, d, 0) for d in range(3)]
+    assert [tuple(at[axis] for axis in ("pipeline", "data", "tensor")) for at in found] == want
+    for rank, at in enumerate(found):
+        mesh = layout.mesh_of(rank)
+        assert mesh.num_ranks == 9
+        assert mesh.rank(at) == rank
+        assert mesh.stage(at["pipeline"]) == mesh.group(rank, *mesh.inside)
+    assert [layout.of_stage(s).num_ranks for s in range(3)] == [9] * 3
+    with pytest.raises(LayoutError, match="rank 3 is of stage 0, which has more ranks than"):
+        layout.of_stage(1).mesh.coordinates(3)
+    shared = Layout.parse("pipeline=2 inner=2x1/1x1 spatial=2x2")
+    assert (shared.num_ranks, shared.begins) == (12, (0, 8, 12))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("pipeline=2 inner=4x1/2", "'2' is not data x tensor of a stage"),
-        ("pipeline=2 inner=4x1/2x3", r"unequal numbers of ranks \(4x1 = 4, 2x3 = 6\)"),
+        ("pipeline=2 inner=4x1/2x3 schedule=zb-v microbatches=2", "schedule=zb-v with stages .* use schedule=sequential or"),
+        ("pipeline=2 inner=2x1/1x1 staleness=1", "staleness=1 with stages .* use staleness=0, or leave inner out"),
+        ("pipeline=2 inner=2x1/1x1 servers=1", "servers=1 with stages .* use servers=0, or leave inner out"),
         ("pipeline=3 inner=4x1/2x2", "arranges 2 stages, and pipeline=3"),
         ("data=2 pipeline=2 inner=4x1/2x2", "begins with 4x1, and data=2 tensor=1; leave those out"),
         ("data=4 pipeline=2 inner=4x1/2x2 shares=3/2/2/1", "shares=3/2/2/1 with stages that are arranged differently .* use shares="),

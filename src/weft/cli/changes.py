@@ -15,9 +15,9 @@ from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import spatial_ranks
 from weft.plan.compression import Compression
-from weft.plan.custom_schedule import is_file
+from weft.plan.custom_schedule import actions_of, is_file
 from weft.plan.grid import checked_grid
-from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
+from weft.plan.layout import CHOICES, KEYS, Layout, refuse_word
 from weft.plan.plan import Plan
 from weft.plan.residency import Residency, refuse_segment
 from weft.plan.schedule_sizes import CHUNKED

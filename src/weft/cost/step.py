@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from weft.cost.calibration.efficiency import Stack
 from weft.cost.devices.compute import Seconds
 from weft.cost.memory.memory import StageMemory, StageState, memory_of
-from weft.cost.network.axes import stages_apart
+from weft.cost.network.axes import ranks_apart, stages_apart
 from weft.cost.network.network import by_host, send_s
 from weft.cost.operators.operators import OperatorPricer
 from weft.cost.operators.parts import even_sites
@@ -110,10 +110,11 @@ class Pricer(OperatorPricer):
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
         """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
-        each, more = divmod(-(-self.batch_size // layout.data), layout.microbatches)
+        data = layout.replicas // layout.branch if layout.inner else layout.data
+        each, more = divmod(-(-self.batch_size // data), layout.microbatches)
         if not more or not each or layout.shares:
             return 0, None
-        batch = each * layout.data * layout.microbatches
+        batch = each * data * layout.microbatches
         if batch not in self._smaller:
             self._smaller[batch] = self.varied(batch_size=batch)
             self._smaller[batch].placed_for = self.placed_for or self.batch_size
@@ -145,7 +146,7 @@ class Pricer(OperatorPricer):
 
         All blocks hand on equally much: in a model with several kinds of them, stages are balanced instead.
         """
-        if not self.devices.even_stages or self.cluster.parts:
+        if not self.devices.even_stages or self.cluster.parts or layout.begins:
             return ()
         return even_sites(self.cuts_of(layout), layout.num_stages)
 
@@ -196,7 +197,7 @@ class Pricer(OperatorPricer):
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         places = self._stage_places(layout)
         key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
-               layout.batch_norm, layout.shares, tuple(sites), places)  # fmt: skip
+               layout.batch_norm, layout.shares, tuple(sites), places, layout.begins)  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):
@@ -321,12 +322,18 @@ class Pricer(OperatorPricer):
 
     def transfer_s(self, layout: Layout, size_bytes: float, here: int = 0, there: int = 1) -> float:
         """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; or every
-        rank of it."""
+        rank of it. Of places with unlike numbers of ranks those of the lesser take longest, an equal part each."""
+        if layout.begins:
+            fewest = min(end - first for first, end in (layout.span(here), layout.span(there)))
+            return send_s(self.cluster, size_bytes / fewest, self.apart(layout, here, there), fewest)
         parts = layout.data * (layout.replica_ranks if self.devices.scatters_sends else 1)
         return send_s(self.cluster, size_bytes / parts, self.apart(layout, here, there), layout.stage_stride)
 
     def apart(self, layout: Layout, here: int, there: int) -> int:
         """How far apart two places of the pipeline lie, as `stages_apart` has it."""
+        if layout.begins:
+            begin, end = layout.span(min(here, there))[0], layout.span(max(here, there))[1]
+            return ranks_apart(self.cluster, begin - self.before, end - 1 - self.before)
         first = self.before // layout.stage_stride
         return stages_apart(self.cluster, layout, here - first, there - first)
 

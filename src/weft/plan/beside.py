@@ -23,6 +23,8 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "batch_norm": ("exact",),
     "branch": (1,),
     "neighbours": ("branch",),
+    "staleness": (0,),
+    "servers": (0,),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {

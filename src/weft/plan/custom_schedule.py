@@ -8,6 +8,7 @@ and the proof, which hang on the model's own links (`weft.schedules.custom`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from weft.errors import LayoutError, ProgramError, UsageError
 from weft.plan.action import Action, Compute, Op, Recv, Send
 from weft.plan.program import Program
+from weft.plan.schedule_sizes import SCHEDULES
 from weft.plan.text import default_wants, parse_program
 
 MOST_BYTES = 256 << 20
@@ -40,6 +42,19 @@ def read_actions(file: str | Path) -> str:
         raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not text; write a line of actions for each rank") from None
+
+
+def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
+    """What the file says that a schedule is, from `files` where it is one of these; nothing of a schedule by name.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if schedule in SCHEDULES or not schedule:
+        return ""
+    if files is not None and schedule in files:
+        return files[schedule]
+    return read_actions(schedule) if is_file(schedule) else ""
 
 
 @lru_cache(maxsize=64)

@@ -1,11 +1,11 @@
 """How the ranks of each pipeline stage are arranged, where stages differ: `inner=4x1/2x2`. In: text. Out: (data, tensor) of each stage.
 
-All stages have as many ranks. Not modelled: stages of different size.
+Stages may have unlike numbers of ranks, `inner=2x1/1x1`: ranks then count through the stages in order.
 """
 
 from __future__ import annotations
 
-from math import prod
+from itertools import accumulate
 
 from weft.errors import LayoutError
 
@@ -19,7 +19,7 @@ def parse_inner(text: str) -> Inner:
     ((4, 1), (2, 2))
 
     Raises:
-        LayoutError: no such text, or stages with unequal numbers of ranks.
+        LayoutError: no such text.
     """
     axes = []
     for word in text.split("/"):
@@ -27,11 +27,15 @@ def parse_inner(text: str) -> Inner:
         if len(numbers) != 2 or not all(n.isdecimal() and 0 < len(n) < 7 and int(n) for n in numbers):
             raise LayoutError(f"inner={text}: {word!r} is not data x tensor of a stage; for example inner=4x1/2x2")
         axes.append((int(numbers[0]), int(numbers[1])))
-    ranks = {prod(sizes) for sizes in axes}
-    if len(ranks) > 1:
-        each = ", ".join(f"{d}x{t} = {d * t}" for d, t in axes)
-        raise LayoutError(
-            f"inner={text} has stages of unequal numbers of ranks ({each}); give every stage as many, and where devices differ slower ones "
-            "fewer layers, as the planner does on a mixed cluster, or replicas unequal parts of the batch, shares=2/1"
-        )
     return tuple(axes)
+
+
+def begins_of(inner: Inner, positions: int = 1) -> tuple[int, ...]:
+    """The first rank of every stage, and behind the last one the number of all; () where stages have equally many. `positions`: ranks that
+    share those of a sample.
+
+    >>> begins_of(((2, 1), (1, 1))), begins_of(((2, 1), (1, 2)))
+    ((0, 2, 3), ())
+    """
+    ranks = [data * tensor * positions for data, tensor in inner]
+    return tuple(accumulate(ranks, initial=0)) if len(set(ranks)) > 1 else ()

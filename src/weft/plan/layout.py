@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -25,9 +26,9 @@ from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, refuse_besid
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
-from weft.plan.custom_schedule import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
+from weft.plan.custom_schedule import actions_of, check_name, custom_program, fewer, is_file, refuse_custom
 from weft.plan.grid import axes_of, checked_grid
-from weft.plan.inner import Inner, parse_inner
+from weft.plan.inner import Inner, begins_of, parse_inner
 from weft.plan.mesh import Mesh
 from weft.plan.precision import PRECISIONS
 from weft.plan.program import Program
@@ -87,6 +88,7 @@ class Layout:
     something else.
     `compile`: whether what torch computes between collectives is compiled, stage by stage, which takes a minute or more at the start.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
+    `begins`: of stages with unlike numbers of ranks the first rank of each, and the number of all, as `inner` says them.
     """
 
     data: int = 1
@@ -121,6 +123,7 @@ class Layout:
     batch_norm: str = "exact"
     compile: str = "off"
     actions: str = field(default="", repr=False)
+    begins: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -239,7 +242,9 @@ class Layout:
         object.__setattr__(self, "tensor", tensor)
         if len(set(sizes)) == 1:
             object.__setattr__(self, "inner", "")
+            object.__setattr__(self, "begins", ())
             return
+        object.__setattr__(self, "begins", begins_of(sizes, self.position_ranks))
         _refuse(refuse_beside(self, INNER_WITH, f"stages that are arranged differently (inner={self.inner})", "leave inner out"))
 
     @property
@@ -255,7 +260,10 @@ class Layout:
 
     def mesh_of(self, rank: int) -> Mesh:
         """The mesh as a rank's own stage arranges it."""
-        return self.of_stage(rank // self.stage_ranks).mesh if self.inner else self.mesh
+        if not self.inner:
+            return self.mesh
+        stage = bisect_right(self.begins, rank) - 1 if self.begins else rank // self.stage_ranks
+        return self.of_stage(min(stage, self.pipeline - 1)).mesh
 
     @property
     def replicas(self) -> int:
@@ -311,12 +319,22 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        return self.stage_ranks * self.pipeline
+        return self.begins[-1] if self.begins else self.stage_ranks * self.pipeline
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Ranks of one pipeline stage; of the first, where they differ."""
         return self.replica_ranks * self.data
+
+    def span(self, place: int) -> tuple[int, int]:
+        """The first rank of a place of the pipeline, of stages that lie one after another, and behind its last.
+
+        >>> Layout.parse("pipeline=2 inner=2x1/1x1").span(1)
+        (2, 3)
+        """
+        if self.begins:
+            return self.begins[place], self.begins[place + 1]
+        return place * self.stage_ranks, (place + 1) * self.stage_ranks
 
     @property
     def stage_stride(self) -> int:
@@ -336,7 +354,7 @@ class Layout:
     @property
     def mesh(self) -> Mesh:
         """Pipeline outermost, since it talks least, unless its stages are to be neighbours; tensor innermost, since it talks most."""
-        return Mesh(self.axes)
+        return Mesh(self.axes, self.begins)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -372,7 +390,7 @@ class Layout:
         >>> Layout(data=2, tensor=2, servers=1).servers_of(3)
         (1,)
         """
-        replicas = self.mesh.group(rank, DATA)
+        replicas = self.mesh.group(rank, DATA) if self.servers else ()
         return tuple(replicas[server] for server in self.server_ranks)
 
     @property
@@ -449,21 +467,8 @@ class Layout:
         return cls(**words, actions=actions_of(str(words.get("schedule", "")), files))  # type: ignore[arg-type]
 
 
-KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions"))  # what a person writes
+KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "begins"))  # what a person writes
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
-
-
-def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
-    """What the file says that a schedule is, from `files` where it is one of these; nothing of a schedule by name.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    if schedule in SCHEDULES or not schedule:
-        return ""
-    if files is not None and schedule in files:
-        return files[schedule]
-    return read_actions(schedule) if is_file(schedule) else ""
 
 
 def _refuse(reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,9 @@ from weft.errors import LayoutError
 class Mesh:
     """Named axes with sizes, outermost (farthest apart) first; ranks count along the last axis fastest.
 
+    `begins`: where stages of the pipeline, then the outermost axis, have unlike numbers of ranks: the first rank of each, and behind the
+    last one the number of all. The other axes are those of one of these stages, and have no place for ranks of stages that differ.
+
     >>> mesh = Mesh((("pipeline", 2), ("data", 2), ("tensor", 2)))
     >>> mesh.coordinates(5)
     {'pipeline': 1, 'data': 0, 'tensor': 1}
@@ -22,6 +26,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    begins: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -33,7 +38,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        return prod(size for _, size in self.axes)
+        return self.begins[-1] if self.begins else prod(size for _, size in self.axes)
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -49,16 +54,22 @@ class Mesh:
         if not 0 <= rank < self.num_ranks:
             raise LayoutError(f"rank {rank} is not one of the mesh's {self.num_ranks} ranks")
         at: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rank, at[name] = divmod(rank, size)
+        left = rank
+        if self.begins:
+            at["pipeline"] = bisect_right(self.begins, rank) - 1
+            left -= self.begins[at["pipeline"]]
+        for name, size in reversed(self.axes[bool(self.begins) :]):
+            left, at[name] = divmod(left, size)
+        if self.begins and left:
+            raise LayoutError(f"rank {rank} is of stage {at['pipeline']}, which has more ranks than {self}")
         return {name: at[name] for name, _ in self.axes}
 
     def rank(self, at: Mapping[str, int]) -> int:
         """The rank at these coordinates; a missing axis means 0."""
         result = 0
-        for name, size in self.axes:
+        for name, size in self.axes[bool(self.begins) :]:
             result = result * size + at.get(name, 0)
-        return result
+        return result + self.begins[at.get("pipeline", 0)] if self.begins else result
 
     def place(self, rank: int, axes: Sequence[str]) -> int:
         """Number of `rank` among those along `axes`, counted along the last of them fastest.
@@ -79,6 +90,16 @@ class Mesh:
             self.rank({**at, **dict(zip((n for n, _ in mine), place, strict=True))})
             for place in product(*(range(size) for _, size in mine))
         )
+
+    def stage(self, number: int) -> tuple[int, ...]:
+        """The ranks of a stage of the pipeline.
+
+        >>> Mesh((("pipeline", 2), ("data", 2)), (0, 2, 3)).stage(1)
+        (2,)
+        """
+        if self.begins:
+            return tuple(range(*self.begins[number : number + 2]))
+        return self.group(self.rank({"pipeline": number}), *self.inside)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups along `axes`: a partition of the ranks."""

@@ -19,8 +19,9 @@ from typing import Any
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
 from weft.plan.axis import BRANCH, CHANNEL, axis_of
 from weft.plan.choice import Choices
+from weft.plan.custom_schedule import actions_of
 from weft.plan.grid import AXES, TENSOR
-from weft.plan.layout import CHOICES, Layout, actions_of
+from weft.plan.layout import CHOICES, Layout
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
 from weft.plan.toml_text import loads, quoted, quoted_key
@@ -36,6 +37,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 CUT_AXES = (TENSOR, *AXES, CHANNEL, BRANCH)
 _MEMORY = tuple(field.name for field in fields(Memory))
+_FIELDS = tuple(one for one in fields(Layout) if one.repr)
 _ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
 _WORDS = {
     "data": "replicas, each with its part of the batch",
@@ -162,9 +164,9 @@ def _head(plan: Plan) -> list[str]:
 def _layout(plan: Plan) -> list[str]:
     axes = "data x tensor x pipeline" + " x context" * (plan.layout.context > 1) + " x spatial" * (plan.layout.spatial != "1")
     lines = ["", f"[layout]  # {plan.layout.num_ranks} ranks = {axes}; keys that are not here have their defaults"]
-    for field in fields(Layout):
+    for field in _FIELDS:
         value = getattr(plan.layout, field.name)
-        if field.name != "actions" and (field.name in _ALWAYS or value != field.default):
+        if field.name in _ALWAYS or value != field.default:
             lines.append(f"{field.name} = {quoted(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if plan.sums != Choices():
         lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {quoted(str(plan.sums))}"]
@@ -240,7 +242,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
     prediction, sums, schedules = top.table("prediction", {}), top.table("sums", {}), top.table("schedules", {})
     top.finish()
-    words = {one.name: layout.take(one.name, str(one.type), one.default) for one in fields(Layout) if one.name != "actions"}
+    words = {one.name: layout.take(one.name, str(one.type), one.default) for one in _FIELDS}
     layout.finish()
     files = {name: schedules.take(name, "str") for name in schedules.data}
     for name in files:

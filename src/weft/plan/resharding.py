@@ -30,7 +30,7 @@ class Side:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The stage's ranks."""
-        return self.mesh.group(self.mesh.rank({"pipeline": self.stage}), *self.mesh.inside)
+        return self.mesh.stage(self.stage)
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
         """What a rank holds of a tensor of global `shape`."""

@@ -83,10 +83,11 @@ class Blocks:
         spans = self.of(v)
         cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
         axes = tuple(dict.fromkeys(a for a in (*self.sharding.gradients.get(v.value, ()), *self.always) if a not in cut))
-        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
         if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`
-            ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
+            ranks = [rank for holder in holders for rank in mesh.stage(holder)]
             axes = ()
+        else:
+            ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
         # Each element is counted once: by the first of the ranks that hold the same block.
         replicated = [a for a in mesh.inside if a not in cut]
         counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in replicated)

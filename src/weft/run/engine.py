@@ -51,6 +51,7 @@ from weft.run.state.parameters import share
 from weft.run.state.precision import FIRST, LossScale, set_products
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
+from weft.run.step.resharded import line_of
 from weft.run.step.result import StepResult, mean_of
 from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import build_replicated
@@ -105,7 +106,6 @@ class Engine:
         self.data_index, self.data_size, self._rows = self.mesh.place(world.rank, cut), len(sharing), world.group(sharing)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
-        self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         self._connect(sums, replicas.groups)
@@ -136,8 +136,8 @@ class Engine:
         """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
         axes += self.parts.lowering.groups.values() if self.parts.lowering is not None else ()
-        axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] * (self.plan.layout.staleness > 0)
-        every = {self._everyone, self._pipeline, self._rows, *axes, *others, *(g for g in sums if g is not None)}
+        axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] if self.plan.layout.staleness else []
+        every = {self._everyone, line_of(self.plan.layout, self.world), self._rows, *axes, *others, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
 

@@ -53,7 +53,7 @@ class MixedPricer(Pricer):
         """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
         if not self.aligned(layout):
             return self
-        first = schedule_of(layout).ranks_of[stage][0] * layout.stage_ranks
+        first = layout.span(schedule_of(layout).ranks_of[stage][0])[0]
         for one in self.pricers:
             if first < one.cluster.num_devices:
                 return one
@@ -64,9 +64,9 @@ class MixedPricer(Pricer):
         """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
         if schedule_of(layout).has_replicas or layout.neighbours == PIPELINE:
             return False
-        width = layout.stage_ranks
         uses_all = layout.num_ranks == self.cluster.num_devices
-        return uses_all and all(part.num_devices % width == 0 for part in self.cluster.parts)
+        begins = layout.begins or range(0, layout.num_ranks + 1, layout.stage_ranks)
+        return uses_all and all(end in begins for end in accumulate(part.num_devices for part in self.cluster.parts))
 
     def by_part(self, layout: Layout) -> tuple[Pricer, ...]:
         """A pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where they do not."""
@@ -106,8 +106,8 @@ class MixedPricer(Pricer):
         if here is there:
             places = schedule_of(layout).ranks_of
             return here.transfer_s(layout, size_bytes, places[stage][0], places[to][0])
-        width = layout.stage_ranks
-        return send_s(self._between, size_bytes / width, width, width)
+        width = min(end - first for first, end in (layout.span(stage), layout.span(to)))
+        return send_s(self._between, size_bytes / width, max(width, self._between.node_size), width)
 
     @cached_property
     def _between(self) -> Cluster:
@@ -127,9 +127,10 @@ class MixedPricer(Pricer):
             return ", ".join(f"{one.samples(layout)} samples of a microbatch on each replica of {one.cluster.name}" for one in each)
         if not self.aligned(layout):
             return f"every stage lies on {' and '.join(part.name for part in self.cluster.parts)}, and all ranks wait for the slowest"
-        said, first = [], 0
+        said, first, end = [], 0, 0
         for part in self.cluster.parts:
-            count = part.num_devices // (layout.stage_ranks)
+            end += part.num_devices
+            count = sum(layout.span(place)[1] <= end for place in range(layout.pipeline)) - first
             ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
             said.append(f"pipeline {ranks} on {part.name}")
             first += count

@@ -80,11 +80,12 @@ def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
         layout.axes, layout.num_stages, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel,
-        layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares,
+        layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares, layout.inner,
     )  # fmt: skip
     if key not in pricer.balanced:
         tried = places(pricer, layout)
-        if (isinstance(pricer, MixedPricer) and pricer.aligned(layout)) or len(set(_borders(pricer, layout))) > 1:
+        differ = layout.inner or (isinstance(pricer, MixedPricer) and pricer.aligned(layout))
+        if differ or len(set(_borders(pricer, layout))) > 1:
             starts, _ = arrange(_stages_s(pricer, layout, tried))
         else:
             units = unit_seconds(pricer, layout, tried).sum(axis=0)
@@ -111,6 +112,8 @@ def fitted(pricer: Pricer, layout: Layout) -> Priced:
 
 def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
     """[stage][i, j]: seconds of a stage of units i to j - 1 on the devices of that stage, with its own borders."""
+    if layout.inner:
+        return _differing_s(pricer, layout, tried)
     cache: dict[tuple[int, int, int], NDArray[np.float64]] = {}
     crossing: dict[tuple[int, int], list[float]] = {}
     far = _borders(pricer, layout)
@@ -125,6 +128,18 @@ def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDAr
             units = unit_seconds(one, layout, tried).sum(axis=0).tolist()
             cache[(id(one), *ends)] = runs_s(units, *(crossing[id(one), apart] for apart in ends))
         rows.append(cache[(id(one), *ends)])
+    return rows
+
+
+def _differing_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
+    """The same of stages that each arrange their ranks in their own way, on devices of their own."""
+    last, rows = layout.num_stages - 1, []
+    crossed = [[2 * _border_s(pricer, layout, k, k + 1, pricer.crossing(layout, cut.values)) for cut in tried] for k in range(last)]
+    for k in range(layout.num_stages):
+        inner = layout.of_stage(k)
+        pricer.sharding(inner)  # which parts share
+        units = unit_seconds(owner(pricer, layout, k), inner, tried).sum(axis=0).tolist()
+        rows.append(runs_s(units, crossed[max(0, k - 1)], crossed[min(k, last - 1)]))
     return rows
 
 
@@ -188,20 +203,27 @@ def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: 
     ranks_of = schedules.schedule_of(layout).ranks_of
     if ranks_of[stage.index][0] == ranks_of[to][0]:
         return 0.0
-    size = pricer.crossing(layout, values)
-    if layout.of_stage(stage.index) != layout.of_stage(to):
-        return _reshard_s(pricer, layout, to, size)
-    if isinstance(pricer, MixedPricer):
-        return pricer.border_s(layout, stage.index, to, size)
+    if layout.inner or isinstance(pricer, MixedPricer):
+        return _border_s(pricer, layout, stage.index, to, pricer.crossing(layout, values))
     return handed_s(pricer, layout, stage.index, to, values)
 
 
-def _reshard_s(pricer: Pricer, layout: Layout, to: int, size_bytes: float) -> float:
-    """Seconds to hand one microbatch's `size_bytes` to a stage that arranges its ranks differently: every rank sends an equal part, each
-    element once, and tensor ranks that need it whole gather it."""
-    width, there = layout.stage_ranks, layout.of_stage(to)
-    gathered = pricer.collective("all_gather", size_bytes / there.data, pricer.group(there, "tensor")) if there.tensor > 1 else 0.0
-    return send_s(pricer.cluster, size_bytes / width, width, width) + gathered
+def _border_s(pricer: Pricer, layout: Layout, here: int, to: int, size_bytes: float) -> float:
+    """Seconds to hand one microbatch's `size_bytes` from a stage to another, on a mixed cluster or to one that arranges its ranks
+    differently. There every rank sends an equal part, each element once, and tensor ranks that need it whole gather it; so all do where
+    stages have unlike numbers of ranks."""
+    ours, there = layout.of_stage(here), layout.of_stage(to)
+    reshards = ours != there or bool(layout.begins)
+    if isinstance(pricer, MixedPricer):
+        sent = pricer.border_s(ours, here, to, size_bytes)
+    elif reshards and not layout.begins:
+        sent = send_s(pricer.cluster, size_bytes / layout.stage_ranks, layout.stage_ranks, layout.stage_ranks)
+    else:
+        sent = pricer.transfer_s(ours, size_bytes, here, to)
+    if not reshards or there.tensor == 1:
+        return sent
+    one = owner(pricer, layout, to)
+    return sent + one.collective("all_gather", size_bytes / there.data, one.group(there, "tensor"))
 
 
 def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
@@ -380,7 +402,8 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
             return 0.0
         one = pricer if action.microbatch < larger or smaller is None else smaller
         mine = owner(one, layout, action.stage)
-        return mine.state(layout, priced.sites, action.stage).moved_bytes * mine.devices.copies(layout).seconds_per_byte
+        held = mine.state(layout.of_stage(action.stage), priced.sites, action.stage)
+        return held.moved_bytes * mine.devices.copies(layout).seconds_per_byte
 
     return simulate(program, compute_s, transfer_s, manage_s=manage_s, copies_beside=pricer.devices.copies(layout).beside)
 
@@ -397,7 +420,7 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
 
     def at(one: Pricer, k: int) -> NDArray[np.float64]:
         if (id(one), k) not in cache:
-            memory = [cost.memory.alone for cost in one.stages(layout, units, place=k)]
+            memory = [cost.memory.alone for cost in one.stages(layout.of_stage(k), units, place=k)]
             held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
             size = one.cluster.device.scratch_bytes + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory])
             cache[id(one), k] = size
@@ -406,6 +429,9 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
     rows = []
     for k, f in enumerate(flying):
         one = owner(pricer, layout, k)
+        if layout.inner:
+            rows.append(at(one, k))
+            continue
         part = (flying[0] - f) / (flying[0] - flying[-1]) if flying[0] != flying[-1] else 0.0
         rows.append(at(one, 0) + (at(one, p - 1) - at(one, 0)) * part)
     return rows

@@ -40,6 +40,21 @@ def stages_apart(cluster: Cluster, layout: Layout, here: int, there: int) -> int
     return _apart(tuple([level.size for level in cluster.levels]), layout.stage_stride, layout.pipeline, layout.num_ranks, here, there)
 
 
+def ranks_apart(cluster: Cluster, first: int, last: int) -> int:
+    """How far apart two ranks lie: 1 where they share the innermost unit, and otherwise as far as those of different units.
+
+    >>> four = Cluster.parse("4xperlmutter")
+    >>> [ranks_apart(four, 0, last) for last in (3, 4)]
+    [1, 4]
+    """
+    below = unit = 1
+    for level in cluster.levels:
+        below, unit = unit, unit * level.size
+        if first // unit == last // unit:
+            break
+    return below
+
+
 @lru_cache(maxsize=65536)
 def _apart(sizes: tuple[int, ...], stride: int, pipeline: int, num_ranks: int, here: int, there: int) -> int:
     span, unit, below = stride * pipeline, 1, 1

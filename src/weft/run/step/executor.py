@@ -83,7 +83,7 @@ class Executor:
         self.program, self.sizes = program, sizes
         first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
         self.runners, self.crossings = first.runners, first.crossings
-        self.rank, self.draw = group.index, draw
+        self.rank, self.draw = group.index if between is None else between.place, draw
         self.gradients, self.learned, self.gathered, self.host = held.gradients, held.learned, held.gathered, held.host
         self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}

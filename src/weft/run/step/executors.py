@@ -28,7 +28,7 @@ from weft.run.resized import Sized
 from weft.run.state.precision import LossScale, products_of
 from weft.run.step.executor import Executor, Held, Sizes
 from weft.run.step.lending import lent_threads
-from weft.run.step.resharded import Resharded
+from weft.run.step.resharded import Resharded, line_of
 from weft.run.step.stage_runner import Computing, StageRunner
 from weft.run.step.transfers import Crossing, Crossings, pairs_of
 from weft.run.training_parts import Parts, program_of
@@ -63,7 +63,7 @@ class Executors:
 
     def _executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
         parts, layout, world = self.parts, self.plan.layout, self.world
-        pipeline = world.group(layout.mesh_of(world.rank).group(world.rank, "pipeline"))
+        pipeline = line_of(layout, world)
         program = parts.program
         if len(sizes) != layout.microbatches:
             fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=len(sizes) * layout.replicas)
@@ -81,7 +81,8 @@ class Executors:
             for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
                 group.connect()  # all of a rank's in one order, as the others
             world.everyone.connect_pairs(between.pairs(crossings))
-        pipeline.connect_pairs(pairs_of(program))
+        if not layout.begins:
+            pipeline.connect_pairs(pairs_of(program))
         lent = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
         held = Held(self.gradients, names, self.gathered, self.host)
         return Executor(program, by_microbatch, pipeline, world.device, parts.draw, held, between, lent)

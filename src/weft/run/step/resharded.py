@@ -28,13 +28,15 @@ class Resharded:
         self._layout, self._sized, self._shardings = layout, sized, next(iter(sized.values())).shardings
         self._world, self._everyone, self._rank = world, everyone, world.rank
         self._cache: dict[tuple[str, int, int, int], Resharding] = {}
+        self.place = layout.mesh_of(world.rank).coordinates(world.rank)["pipeline"]
 
     def differ(self, value: Value) -> bool:
         """Whether a value's two stages arrange their ranks differently."""
         return self._differ(*value.index[:2])
 
     def _differ(self, a: int, b: int) -> bool:
-        return self._shardings[a].sizes != self._shardings[b].sizes
+        # Stages of unlike numbers of ranks have no lines of ranks over which those that are arranged alike could send.
+        return bool(self._layout.begins) or self._shardings[a].sizes != self._shardings[b].sizes
 
     def side(self, stage: int, value: str, sized: Sized) -> Side:
         """How a value lies on the ranks of a stage."""
@@ -134,3 +136,9 @@ class Resharded:
             return 1.0
         sharding = self._shardings[value.index[1]]
         return 1.0 / prod(sharding.sizes[axis] for axis, form in sharding.forms[name].items() if form is D)
+
+
+def line_of(layout: Layout, world: World) -> Group:
+    """The ranks with this rank's place in every stage, over which stages that are arranged alike send; all ranks, where stages have unlike
+    numbers of them."""
+    return world.everyone if layout.begins else world.group(layout.mesh_of(world.rank).group(world.rank, "pipeline"))
