@@ -113,6 +113,20 @@ def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list
     assert token_of(Path(lasting(tmp_path / "harmed", layout).run.folder) / "checkpoints") == 1  # its ranks have gone on as one writer
 
 
+def test_ranks_of_several_hosts_cost_no_bit(
+    tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank as if on a host of its own: who is not lost keeps its process, though gloo would let it wait."""
+    over_gloo = {"WEFT_TRANSPORT": "gloo"}
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, env=over_gloo, **options))
+    layout = "data=2 zero=1"
+    calm = train(lasting(tmp_path / "calm", layout, protect="none"))
+    harmed = lasting(tmp_path / "harmed", layout)
+    with Harm(launcher, harmed, (3, 20), signal.SIGSTOP) as harm:
+        assert train(harmed) == calm
+    assert harm.done == 2
+
+
 @pytest.mark.parametrize("layout", ["data=2 zero=1", "pipeline=2 microbatches=4 schedule=zb-h1"])
 def test_stopped_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, layout: str) -> None:
     calm = train(lasting(tmp_path / "calm", layout, protect="none"))

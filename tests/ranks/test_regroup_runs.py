@@ -98,9 +98,13 @@ def test_a_lost_rank_is_replaced(survive: Callable[..., list[Any]], said: list[s
     assert said[0].startswith(named)
 
 
+@pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("transport", ["portable", "gloo", "boxes=2"])
-def test_on_every_transport(survive: Callable[..., list[Any]], transport: str) -> None:
-    assert survive(4, "kill", (3,), transport=transport) == [(climbed(4), 1)] * 4
+def test_on_every_transport(survive: Callable[..., list[Any]], said: list[str], transport: str, how: str) -> None:
+    """The others keep their processes, over gloo, too, which does not let them go by itself while a member is stopped."""
+    assert survive(4, how, (3,), transport=transport) == [(climbed(4), 1)] * 4
+    assert not any("replaced, too" in text for text in said)
+    assert sum("takes its place" in text for text in said) == 1
 
 
 def test_several_at_once(survive: Callable[..., list[Any]]) -> None:

@@ -146,6 +146,13 @@ class Group:
         self._closed = True
         self._directed.clear()
 
+    def abandon(self) -> None:
+        """Ends what this rank waits for over gloo, in whatever thread, though nobody else leaves: those threads get a LostPeer."""
+        for parted in chain(*map(tuple, tuple(self._apart.values()))):
+            parted.abandon()
+        if isinstance(self._transport, ProcessGroup):
+            self._transport.abandon(self.index)
+
     @property
     def boxes(self) -> Boxes:
         """The members by host, as ranks: those of one box share memory, or a fast network inside a machine."""

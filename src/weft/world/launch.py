@@ -35,11 +35,10 @@ import torch
 from weft.errors import RunError, UsageError
 from weft.world import encoding, matmul_backend, recorder
 from weft.world.children import LARGEST_MESSAGE, ForkedRanks, LostKeeper, PreparedRanks
-from weft.world.group import SHARED
 from weft.world.hangs import Limits
 from weft.world.prepared_rank import FRESH, IMPORTING, Made, Task, run_rank
 from weft.world.watch import Recovery, Stops, caught_signals, stopped, supervise
-from weft.world.world import TRANSPORT, World
+from weft.world.world import World
 
 START_S = 120.0
 LONGEST_S = 900.0  # one collective, or a silence, of which nobody announced how long it lasts
@@ -412,9 +411,8 @@ def _prepare(task: Task, path: Path) -> Task:
 
 
 def _can_leave(task: Task) -> bool:
-    """Whether ranks can leave a collective that another will not come to: those that share memory, and not those of gloo or NCCL."""
-    shares = task.env.get(TRANSPORT, os.environ.get(TRANSPORT, "")) in ("", SHARED, "portable")
-    return shares and (task.device == "cpu" or torch.version.cuda is None)
+    """Whether ranks can leave a collective that another will not come to: those that share memory or use gloo, and not those of NCCL."""
+    return task.device == "cpu" or torch.version.cuda is None
 
 
 def limits_of(timeout_s: float | None, hang_after_s: float) -> Limits | None:

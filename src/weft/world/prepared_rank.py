@@ -144,13 +144,15 @@ def _run(
     _redirect(task, rank, terminal)
     folder = Path(task.folder)
     notes = Recorder(folder / "record", rank, task.generation)
-    threading.Thread(target=_watch, args=(lifeline, notes, 0 if rank else task.launcher), daemon=True, name="weft-heartbeat").start()
+    worlds: list[World] = []  # the newest
+    watching = (lifeline, notes, 0 if rank else task.launcher, worlds)
+    threading.Thread(target=_watch, args=watching, daemon=True, name="weft-heartbeat").start()
     code = 0
     try:
         enter(task, task.threads)
         if inherited is None:
             inherited = Made(*sent(task, folder))
-        make = partial(_world, task, rank)
+        make = partial(_world, task, rank, worlds)
         world = make(task.generation, notes)
         if memory is not None:
             world.survivor = Survivor(memory, inherited.prepared, lambda number: make(number, Recorder(folder / "record", rank, number)))
@@ -187,9 +189,14 @@ def enter(task: Task, threads: int) -> None:
         matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
 
 
-def _world(task: Task, rank: int, generation: int, notes: Recorder) -> World:
-    """The world of a generation; each has a store of its own, so that nobody reads the addresses of the dead."""
+def _world(task: Task, rank: int, worlds: list[World], generation: int, notes: Recorder) -> World:
+    """The world of a generation; each has a store of its own, so that nobody reads the addresses of the dead. `worlds` has it then."""
     path = Path(task.folder) / (f"store-{generation}" if generation else "store")
+    worlds[:] = [_of_store(task, rank, path, generation, notes)]
+    return worlds[0]
+
+
+def _of_store(task: Task, rank: int, path: Path, generation: int, notes: Recorder) -> World:
     return World(
         rank,
         task.num_ranks,
@@ -299,8 +306,11 @@ def _redirect(task: Task, rank: int, terminal: tuple[int, int, int] | None) -> N
     faulthandler.enable(sys.stderr, all_threads=False)
 
 
-def _watch(lifeline: int, notes: Recorder, launcher: int) -> None:
-    """The heartbeat, the end of the process when the launcher's end of the pipe closes, and a word where the launcher is stopped."""
+def _watch(lifeline: int, notes: Recorder, launcher: int, worlds: list[World]) -> None:
+    """The heartbeat, the end of the process when the launcher's end of the pipe closes, and a word where the launcher is stopped.
+
+    Where a rank is lost, what waits over gloo does not learn of it by itself.
+    """
     poll = select.poll()
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     beats, said = 0, False
@@ -308,6 +318,8 @@ def _watch(lifeline: int, notes: Recorder, launcher: int) -> None:
         notes.beat()
         if poll.poll(BEAT_S * 1000):
             os._exit(1)
+        for world in tuple(worlds):
+            world.abandon_lost()
         beats += 1
         if launcher and beats % BEATS_A_LOOK == 0:
             stopped = process_state(launcher) == "T"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _python_dispatch as python_dispatch
 
+_NOBODYS = (1 << 30) - 1  # a tag that no message has
 _MODULE = torch.nn.Module()
 # (owner, attribute) of every private name used below, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
@@ -104,6 +105,21 @@ def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
     return kind(store, rank, size, options)
+
+
+def abandon(process_group: Any, size: int, rank: int) -> None:
+    """Ends whatever waits in a gloo process group, in any thread, though its other members live or are stopped: a LostPeer's error.
+
+    gloo closes all connections of a group where one wait of it is out of time, so one that cannot end begins here.
+    """
+    for other in range(size):
+        if other == rank:
+            continue
+        try:
+            process_group.recv([torch.empty(1)], other, _NOBODYS).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
 
 
 def threads() -> set[int]:

@@ -29,6 +29,11 @@ class ProcessGroup:
         self._nccl = nccl
         self._size = size
 
+    def abandon(self, index: int) -> None:
+        """Ends what waits in it, of member `index`; only gloo's does not by itself."""
+        if not self._nccl:
+            private.abandon(self._inner, self._size, index)
+
     def widens(self, dtype: torch.dtype) -> bool:
         """Whether tensors of a narrow type can be added, and their sums are rounded once; neither library has int16."""
         return dtype is not torch.int16 and (self._nccl or self._size == 2)

@@ -96,6 +96,7 @@ class World:
         self.recorder = recorder or Recorder(generation=generation)
         self.pace = Pace(self.recorder)
         self.survivor: Survivor | None = None
+        self.lost_why = ""  # why this world is over
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s
@@ -166,7 +167,19 @@ class World:
     @property
     def _is_over(self) -> bool:
         """Whether a rank was lost, and this world with it."""
-        return self.recorder.generation_now != self.generation
+        return bool(self.lost_why) or self.recorder.generation_now != self.generation
+
+    def abandon(self, why: str) -> None:
+        """This world is over, `why`; whoever waits in it, in any thread, gets a LostPeer. Called by a thread that watches."""
+        self.lost_why = why
+        for group in tuple(self._groups.values()):
+            group.abandon()
+
+    def abandon_lost(self) -> bool:
+        """`abandon` where the launcher has said that a rank is lost. Returns whether it has."""
+        if self._is_over and not self.lost_why:
+            self.abandon("another rank is lost")
+        return self._is_over
 
     def close(self) -> None:
         """Ends all connections: those that wait for this rank are told, and so leave theirs."""
@@ -254,6 +267,8 @@ class World:
     def _open(self, ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
+        if self._is_over:
+            raise LostPeer(f"rank {self.rank} connects with ranks {list(ranks)}, and another rank is lost: {self.lost_why}")
         index = ranks.index(self.rank)
         name = "group/" + ",".join(map(str, ranks)) + str(connection)
         if self._transport == mpi.MPI:
