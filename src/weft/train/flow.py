@@ -13,16 +13,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, Infeasible, RunError
+from weft.errors import ConfigError, Infeasible, LayoutError, RunError
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state.checkpoint import committed, from_first
-from weft.train import loop, trials
+from weft.train import elastic, loop, trials
 from weft.train.config import Config
 from weft.train.corpus import DESCRIPTION, PREPARED, describes_corpus, is_unchanged, open_data, read_description, save_description
 from weft.train.metrics import FILE
@@ -151,6 +151,7 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
         with locked(folder):
             planned = prepare(config, folder, planner)
             peak_flops = planned.peak_flops
+            _plan_for_fewer(config, folder, planner, planned.plan, world)
             if planned.plan.layout.num_ranks != world.num_ranks:
                 raise Infeasible(
                     f"the plan {planned.plan.layout} is for {planned.plan.layout.num_ranks} ranks, {world.num_ranks} are here; "
@@ -161,7 +162,46 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
     elif config.plan.trials_asked > 1:
         trials.follow(world)
     peak_flops = float(from_first(world, int(peak_flops)))
-    return rank_main(world, str(folder), peak_flops)
+    if world.joined is None or world.num_ranks == 1 or config.run.protect == "none" or not config.run.resume:
+        return rank_main(world, str(folder), peak_flops)
+    job = _job(folder, peak_flops)
+    plans = {job.plan.layout.num_ranks: job.plan}
+    for path in sorted(folder.glob(elastic.PLANS)):
+        plan = read_plan(path)
+        if plan.batch_size == job.plan.batch_size:
+            plans.setdefault(plan.layout.num_ranks, plan)
+    return elastic.train(world, job, plans)
+
+
+def _plan_for_fewer(config: Config, folder: Path, planner: Planner, plan: Plan, world: World) -> None:
+    """Leave plans for fewer ranks in the folder, for when a host is lost; those that it has are not made again."""
+    num_ranks = plan.layout.num_ranks
+    if world.joined is None or config.run.protect == "none":
+        return
+    for fewer in elastic.smaller(num_ranks, len(world.boxes(tuple(range(world.num_ranks))))):
+        path = elastic.plan_file(folder, fewer)
+        if path.exists() and read_plan(path).batch_size == plan.batch_size:
+            continue
+        try:
+            smaller = _smaller(config, planner, plan, fewer)
+        except (Infeasible, LayoutError) as error:
+            print(f"weft: there is no plan for {fewer} ranks, should a host be lost: {error}", file=sys.stderr)
+            continue
+        write_plan(replace(smaller, batch_size=plan.batch_size), path)
+
+
+def _smaller(config: Config, planner: Planner, plan: Plan, num_ranks: int) -> Plan:
+    """A plan for fewer ranks: of a layout given by hand fewer replicas, where that can be, and else the best."""
+
+    def plan_of(**words: Any) -> Plan:
+        section = config.plan.model_copy(update={"trials": 0, "file": "", "ranks": 0, **words})
+        return planner(config.model_copy(update={"plan": section}), None).plan
+
+    if config.plan.layout:
+        with suppress(LayoutError, Infeasible):
+            if layout := elastic.with_fewer_replicas(plan.layout, num_ranks):
+                return plan_of(layout=str(layout))
+    return plan_of(layout="", constrain=(*config.plan.constrain, f"ranks={num_ranks}"))
 
 
 def existing_plan(config: Config, folder: Path) -> Plan | None:
@@ -206,7 +246,11 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
     _check_folder(config, folder)
     try:
         _gather_text(config, folder)
-        planned = planner(config, existing_plan(config, folder))
+        known = existing_plan(config, folder)
+        if known is None:
+            for path in folder.glob(elastic.PLANS):
+                path.unlink()
+        planned = planner(config, known)
         if planned.plan.batch_size != config.train.batch:
             raise Infeasible(
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "

@@ -93,7 +93,7 @@ def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
     subject = ready.subject if ready is not None else subject_of(job.config, job.corpus)
     while True:
         try:
-            return _Run(world, job, subject, make(world, job, subject)).run()
+            return Run(world, job, subject, make(world, job, subject)).run()
         except Exception as error:
             lost = error
         set_world(world := world.regrouped(lost))
@@ -138,10 +138,12 @@ class _Loss:
     loss: float
 
 
-class _Run:
-    def __init__(self, world: World, job: Job, subject: Subject, engine: Engine) -> None:
+class Run:
+    """One attempt at a job. `row`: what the last step told before it, where that may not have been written."""
+
+    def __init__(self, world: World, job: Job, subject: Subject, engine: Engine, row: Row | None = None) -> None:
         self.world, self.job, self.subject, self.engine = world, job, subject, engine
-        self.section = job.config.train
+        self.section, self._row = job.config.train, row
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
         self.rows = rows_of_part(self.section.batch, engine)
@@ -210,7 +212,7 @@ class _Run:
         start = self._resume()
         if self.snapshots is not None:
             self.snapshots.take(start, {"token": self.token})
-        return start, None
+        return start, self._row if self._row is not None and self._row["step"] == start else None
 
     def _protected(self) -> Snapshots | None:
         """Where this rank's state outlives it; None where it is not to, or has no room."""
@@ -227,7 +229,7 @@ class _Run:
         if not checkpoint.from_first(self.world, len(checkpoint.committed(self.checkpoints))):
             return 0
         extra = self.engine.load(self.checkpoints)
-        if extra.get("text") != self._digest:
+        if extra.get("text") != _digest(self.job):
             raise ConfigError(
                 f"the text has changed since the checkpoint of step {extra['step']} in {self.checkpoints} was saved, so the run "
                 "cannot go on as it was; restore the text, or train into another run.folder"
@@ -235,10 +237,6 @@ class _Run:
         step: int = extra["step"]
         self.saved_step = step
         return step
-
-    @property
-    def _digest(self) -> str:
-        return self.job.corpus.digest if self.job.corpus else ""
 
     @contextmanager
     def _metrics(self, start: int) -> Iterator[Callable[[Row], None]]:
@@ -420,16 +418,10 @@ class _Run:
         """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
         if step == self.saved_step:
             return
-        extra = {
-            "text": self._digest,
-            "samples": step * self.section.batch,
-            "config": self.job.config.model_dump(mode="json"),
-            "layout": str(self.job.plan.layout),
-        }
         began = time.perf_counter()
         try:
             with self.world.pace.long():
-                pieces, keep = self.engine.pieces(), self.section.keep
+                pieces, extra, keep = self.engine.pieces(), extra_of(self.job, step), self.section.keep
                 checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=self.token, warn=self.show.say)
             self.saved_step = step
         except (checkpoint.Replaced, checkpoint.Removed):
@@ -475,6 +467,16 @@ class _Run:
             "saving_s": self.saving_s,
             "data_wait_s": self.data_wait_s,
         }
+
+
+def _digest(job: Job) -> str:
+    return job.corpus.digest if job.corpus else ""
+
+
+def extra_of(job: Job, step: int) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors."""
+    config = job.config.model_dump(mode="json")
+    return {"text": _digest(job), "samples": step * job.config.train.batch, "config": config, "layout": str(job.plan.layout)}
 
 
 def _place(folder: Path) -> tuple[int, int] | None:

@@ -28,13 +28,12 @@ from weft.world.mpi import MPI
 from weft.world.pending import (
     DONE,
     DTYPES,
-    LOST,
     WIDER,
     Lengths,
-    LostPeer,
     Work,
     check_fits,
     cut_into,
+    explained,
     in_order,
     lazy,
     lengths_of,
@@ -73,8 +72,7 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.index = ranks.index(rank)
-        self.recorder = recorder
-        self.device = device
+        self.recorder, self.device = recorder, device
         self._rank = rank
         self.slot = recorder.slot(ranks) if self.size > 1 else 0
         self._open, self._boxes_of = open_transport, boxes_of
@@ -142,8 +140,7 @@ class Group:
             parted.close()
         if self.shares_memory and self._transport is not None:
             self._transport.close()
-        self._transport = None
-        self._closed = True
+        self._transport, self._closed = None, True
         self._directed.clear()
 
     def abandon(self) -> None:
@@ -183,12 +180,7 @@ class Group:
 
     def explained(self, error: BaseException) -> RunError:
         """`error` of the transport, with the collective that it broke."""
-        last = self.recorder.last()
-        text = str(error).split("\n")[0]
-        if any(part in text for part in LOST):
-            return LostPeer(f"rank {self._rank} lost another rank in {last}: {text}")
-        remedy = "all ranks of a group must call the same collectives with matching shapes and dtypes"
-        return RunError(f"rank {self._rank} failed in {last}: {text}; {remedy}")
+        return explained(self._rank, self.recorder.last(), error)
 
     def _begin(self, op: int, x: Tensor, peer: int = -1, tag: int = 0) -> int:
         if self._transport is None:

@@ -12,7 +12,10 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +24,12 @@ from weft.errors import RunError, UsageError
 from weft.world import guard, matmul_backend, mpi, private
 from weft.world.prepared_rank import pick_device
 from weft.world.started import as_torchrun, starting_process
-from weft.world.world import TRANSPORT, World
+from weft.world.world import TRANSPORT, LostPeer, World
 
 MEET_S = 300.0
 ORPHANED = 4  # the exit code of a worker whose agent is gone
 LARGEST_PORT = 65535
+Met = tuple[Any, Callable[[], Any]]  # a store, and another connection to it
 
 
 def join(environment: Mapping[str, str], device: str) -> World:
@@ -53,7 +57,7 @@ def join(environment: Mapping[str, str], device: str) -> World:
         listener, address, port = _met_by_address(env, rank)
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     try:
-        store = _store(env, (rank, num_ranks), (listener, address, port), f"weft/{run}/store{generation}")
+        store, again = _store(env, (rank, num_ranks), (listener, address, port), f"weft/{run}/store{generation}")
     except RuntimeError as error:
         raise RunError(
             f"rank {rank} of {num_ranks} found nobody at {address}:{port}: {str(error).splitlines()[0]}; "
@@ -62,21 +66,69 @@ def join(environment: Mapping[str, str], device: str) -> World:
     if agent := agent_of(os.getpid()):
         _end_with(agent)
     host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
-    return World(
-        rank,
-        num_ranks,
-        private.prefixed(f"weft/{run}", store),
-        local_rank=local_rank,
-        device=place,
-        generation=generation,
-        threads=torch.get_num_threads(),
-        host=host,
-        catch_sigterm=True,
-        transport=env.get(TRANSPORT, ""),
+    prefix = f"weft/{run}"
+    return Joined(env, host, prefix, partial(_again, again, prefix)).world(
+        rank, num_ranks, store, local_rank=local_rank, device=place, generation=generation, transport=env.get(TRANSPORT, "")
     )
 
 
-def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.socket | None, str, int], key: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """How ranks that something else started meet: now, and again after a loss. `host`: this one's address, by which others reach it;
+    `again`: another connection to the store of the world that it belongs to."""
+
+    env: Mapping[str, str]
+    host: str
+    prefix: str
+    again: Callable[[], Any]
+
+    def world(self, rank: int, num_ranks: int, store: Any, **options: Any) -> World:
+        """The world of ranks that meet in `store`."""
+        world = World(
+            rank,
+            num_ranks,
+            private.prefixed(self.prefix, store),
+            threads=torch.get_num_threads(),
+            host=self.host,
+            catch_sigterm=True,
+            **options,
+        )
+        world.joined = self
+        return world
+
+    def listen(self) -> socket.socket:
+        """Where a rank waits for the others."""
+        return _listen(self.host, 0)
+
+    def meet(self, who: tuple[int, int], where: tuple[socket.socket | None, str, int], wait_s: float, **options: Any) -> World:
+        """The world of those who are left. `who`, `where`: as of `_store`.
+
+        Raises RunError where nobody is reached there, LostPeer where another does not come.
+        """
+        rank, num_ranks = who
+        token = guard.checked(self.env[guard.TOKEN]) if guard.TOKEN in self.env else b""
+        try:
+            store, again = _served(token, num_ranks, where, wait_s)
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {rank} of the {num_ranks} that are left is cut off from {where[1]}:{where[2]}: {str(error).splitlines()[0]}"
+            ) from error
+        prefix = f"weft/again{options['generation']}"
+        joined = replace(self, prefix=prefix, again=partial(_again, again, prefix))
+        own = private.prefixed(prefix, store)
+        try:
+            own.set(f"here/{rank}", "")
+            own.wait([f"here/{one}" for one in range(num_ranks)], timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            raise LostPeer(f"not all of the {num_ranks} ranks that are left came within {wait_s:g} s") from error
+        return joined.world(rank, num_ranks, store, **options)
+
+
+def _again(connect: Callable[[], Any], prefix: str) -> Any:
+    return private.prefixed(prefix, connect())
+
+
+def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.socket | None, str, int], key: str) -> Met:
     """Where ranks meet. `who`: this rank and how many there are; `where`: as of `_met_by_address`; `key`: under which torchrun's store
     says where the ranks' own is. Raises RuntimeError where nobody is there."""
     (rank, num_ranks), (listener, address, port) = who, where
@@ -89,7 +141,7 @@ def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.soc
                 "a secret, one for all ranks (openssl rand -hex 16), or let nobody else reach that port",
                 file=sys.stderr,
             )
-        return private.tcp_store(address, port, num_ranks, MEET_S, listener.detach() if listener is not None else None)
+        return _served(b"", num_ranks, where, MEET_S)
     token = guard.checked(env[guard.TOKEN])
     if agents:
         told = private.tcp_store(address, port, num_ranks, MEET_S, None)
@@ -100,12 +152,21 @@ def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.soc
         else:
             address, _, number = bytes(told.get(key)).decode().partition(" ")
             port = int(number)
-    if listener is None:
-        return private.tcp_store("127.0.0.1", guard.reach(address, port, token, MEET_S), num_ranks, MEET_S, None)
-    inner = _listen("127.0.0.1", 0)
-    inner_port: int = inner.getsockname()[1]
-    guard.serve(listener, token, inner_port)
-    return private.tcp_store("127.0.0.1", inner_port, num_ranks, MEET_S, inner.detach())
+    return _served(token, num_ranks, (listener, address, port), MEET_S)
+
+
+def _served(token: bytes, num_ranks: int, where: tuple[socket.socket | None, str, int], wait_s: float) -> Met:
+    """The store at an address, served by whom has the `listener`; with a token behind a guard."""
+    listener, address, port = where
+    served = listener
+    if token and listener is None:
+        address, port = "127.0.0.1", guard.reach(address, port, token, wait_s)
+    elif token and listener is not None:
+        served = _listen("127.0.0.1", 0)
+        address, port = "127.0.0.1", int(served.getsockname()[1])
+        guard.serve(listener, token, port)
+    store = private.tcp_store(address, port, num_ranks, wait_s, served.detach() if served is not None else None)
+    return store, partial(private.tcp_store, address, port, num_ranks, wait_s, None)
 
 
 def _is_loopback(address: str) -> bool:

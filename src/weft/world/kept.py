@@ -19,9 +19,10 @@ LARGEST = 256
 
 @dataclass
 class Kept:
-    """The memory of `rank`; `inherited`: (descriptor, bytes) of its predecessor's. Whoever holds it is told over `holder`."""
+    """The memory of `rank`; `inherited`: (descriptor, bytes) of its predecessor's. Whoever holds it is told over `holder`; None: nobody
+    does, and it ends with the rank."""
 
-    holder: socket.socket
+    holder: socket.socket | None
     rank: int
     inherited: tuple[int, int] | None = None
     _mapping: mmap.mmap | None = field(default=None, init=False)
@@ -37,7 +38,8 @@ class Kept:
         try:
             os.posix_fallocate(descriptor, 0, size)  # now, and not as a SIGBUS in a step
             self._mapping = mmap.mmap(descriptor, size)
-            socket.send_fds(self.holder, [json.dumps([self.rank, size]).encode()], [descriptor])
+            if self.holder is not None:
+                socket.send_fds(self.holder, [json.dumps([self.rank, size]).encode()], [descriptor])
         finally:
             os.close(descriptor)
         return self._mapping, False

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import RunError, UsageError
@@ -39,7 +40,17 @@ def is_lost(error: BaseException) -> bool:
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    return any(isinstance(e, LostPeer) or (type(e) is RuntimeError and any(part in str(e) for part in LOST)) for e in chain)
+    lost = (LostPeer, dist.DistNetworkError)
+    return any(isinstance(e, lost) or (type(e) is RuntimeError and any(part in str(e) for part in LOST)) for e in chain)
+
+
+def explained(rank: int, last: object, error: BaseException) -> RunError:
+    """`error` of a transport, in which `rank` failed in its `last` collective."""
+    text = str(error).split("\n")[0]
+    if any(part in text for part in LOST):
+        return LostPeer(f"rank {rank} lost another rank in {last}: {text}")
+    remedy = "all ranks of a group must call the same collectives with matching shapes and dtypes"
+    return RunError(f"rank {rank} failed in {last}: {text}; {remedy}")
 
 
 class Work:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from weft.world.terminal import ASKING
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
+LOOK_S = 0.05
 REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
 TRANSPORTS = ("", "gloo", SHARED, "portable", mpi.MPI)
 
@@ -47,7 +48,28 @@ class Survivor:
 
     memory: Kept
     prepared: Any
-    make: Callable[[int], World]
+    make: Callable[[int], World] | None  # None: nobody replaces a rank
+
+
+class Meeting(Protocol):
+    """How ranks that something else started have met, and meet again after a loss (`world/join`)."""
+
+    @property
+    def again(self) -> Callable[[], Any]:
+        """What connects to the store once more."""
+        ...
+
+    def listen(self) -> socket.socket:
+        """Where a rank waits for the others."""
+        ...
+
+    def world(self, rank: int, num_ranks: int, store: Any, **options: Any) -> World:
+        """The world of ranks that meet in `store`."""
+        ...
+
+    def meet(self, who: tuple[int, int], where: tuple[socket.socket | None, str, int], wait_s: float, **options: Any) -> World:
+        """The world of those who are left."""
+        ...
 
 
 class World:
@@ -96,6 +118,7 @@ class World:
         self.recorder = recorder or Recorder(generation=generation)
         self.pace = Pace(self.recorder)
         self.survivor: Survivor | None = None
+        self.joined: Meeting | None = None  # where something else started the ranks
         self.lost_why = ""  # why this world is over
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
@@ -151,7 +174,7 @@ class World:
 
         Raises `error` where it is not the loss of a rank, or nobody replaces that one.
         """
-        if self.survivor is None or not (is_lost(error) or self._is_over):
+        if self.survivor is None or self.survivor.make is None or not (is_lost(error) or self._is_over):
             raise error
         self.close()
         until = time.monotonic() + REGROUP_S
@@ -223,6 +246,49 @@ class World:
         numbers = torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device)
         self.everyone.all_reduce(numbers, op="max")
         return [int(value) for value in numbers.tolist()]
+
+    def gathered(self, text: str) -> list[str]:
+        """The texts of all ranks, in their order; every rank calls it."""
+        if self._store is None:
+            return [text]
+        self._questions += 1
+        name = f"gathered/{self._questions}"
+        self._store.set(f"{name}/{self.rank}", text)
+        return [self._ask(f"{name}/{rank}").decode() for rank in range(self.num_ranks)]
+
+    def tell(self, what: str) -> None:
+        """Every rank may know from now on."""
+        if self._store is not None:
+            self._store.set(f"word/{what}", "")
+
+    def is_told(self, what: str, wait_s: float) -> bool:
+        """Whether any rank has told, after at most `wait_s`. Raises LostPeer where a rank is lost meanwhile."""
+        if self._store is None:
+            return True
+        until = time.monotonic() + wait_s
+        while not self._store.check([f"word/{what}"]):  # a wait in the store that is out of time writes into the output
+            if self._is_over:
+                raise LostPeer(f"rank {self.rank} waits, and another rank is lost")
+            if time.monotonic() > until:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def transport_of(self, sizes: Sequence[int]) -> str:
+        """That of a world whose boxes have these sizes."""
+        return f"boxes={','.join(map(str, sizes))}" if self._boxes else self._transport
+
+    def first(self, num_ranks: int) -> World:
+        """The world of the first so many ranks, of which this is one; the others take no part."""
+        if num_ranks == self.num_ranks:
+            return self
+        assert self.joined is not None
+        assert self._store is not None
+        transport = self.transport_of([len(box) for box in self.boxes(tuple(range(num_ranks)))]) if self._boxes else self._transport
+        return self.joined.world(
+            self.rank, num_ranks, private.prefixed("first", self._store), local_rank=self.local_rank, device=self.device,
+            generation=self.generation, transport=transport,
+        )  # fmt: skip
 
     def told(self, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on every rank; the others do not call it, and wait for as long as a collective may take.

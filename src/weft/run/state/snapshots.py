@@ -67,7 +67,8 @@ class Snapshots:
             self.forget()
 
     @property
-    def _steps(self) -> tuple[int | None, int | None]:
+    def steps(self) -> tuple[int | None, int | None]:
+        """What the two sides hold the state after; None: nothing."""
         recorder = self._world.recorder
         return recorder.snapshots()[recorder.index]
 
@@ -78,18 +79,18 @@ class Snapshots:
 
     def vote(self) -> int | None:
         """The step that all ranks restore; every rank calls it."""
-        self._world.everyone.barrier()
-        step = newest_common(self._world.recorder.snapshots())
-        self._world.everyone.barrier()  # nobody writes before all have read
-        return step
+        world = self._world
+        mine = [0 if step is None else step + 1 for step in self.steps]
+        said = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
+        return newest_common([(a - 1 if a else None, b - 1 if b else None) for a, b in zip(said[::2], said[1::2], strict=True)])
 
     def has(self, step: int) -> bool:
         """Whether the state after `step` steps is there."""
-        return step in self._steps
+        return step in self.steps
 
     def changed(self, step: int) -> tuple[int, int] | None:
         """(tensor, element) of the first that is not what it was after `step` steps, bit for bit; None: all are."""
-        for number, (room, x) in enumerate(zip(self._sides[self._steps.index(step)], self._tensors, strict=True)):
+        for number, (room, x) in enumerate(zip(self._sides[self.steps.index(step)], self._tensors, strict=True)):
             now = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             other = (room.reshape(-1).view(torch.uint8) != now).nonzero()
             if other.numel():
@@ -99,7 +100,7 @@ class Snapshots:
     @torch.no_grad()
     def take(self, step: int, note: Mapping[str, Any]) -> None:
         """Keep the state after `step` steps, and what the last of them told."""
-        a, b = self._steps
+        a, b = self.steps
         if (a, b) == (None, None):
             for room, x in zip(self._fixed_rooms, self._fixed, strict=True):
                 room.copy_(x)
@@ -116,7 +117,7 @@ class Snapshots:
     @torch.no_grad()
     def restore(self, step: int) -> dict[str, Any]:
         """Give the tensors their values after `step` steps; returns what that step told."""
-        side = self._steps.index(step)
+        side = self.steps.index(step)
         for room, x in zip((*self._fixed_rooms, *self._sides[side]), (*self._fixed, *self._tensors), strict=True):
             x.copy_(room)
         note = self._notes[side]

@@ -1,0 +1,143 @@
+"""Ranks that something else started, each as if on a host of its own: hosts are lost, the others go on, and nobody's hand is needed.
+
+Every rank is a plain process with torchrun's variables. The run without a loss, on one rank, is what the losses are held against: other
+ranks add in another order, and so in float32 they differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_train import configure
+
+from weft import api
+from weft.plan.plan import Plan
+from weft.train import flow
+from weft.train.config import Config
+from weft.train.flow import Planned
+from weft.train.metrics import read_metrics
+from weft.world.current import current_world
+
+STEPS = 24
+HERE = Path(__file__).parent
+
+
+def planner(config: Config, known: Plan | None) -> Planned:
+    layout, words = config.plan.layout or None, list(config.plan.constrain)
+    plan = known or api.plan(config.model.name, config.train.batch, cluster="4xcpu-2", layout=layout, constraints=words)
+    return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
+
+
+class Ranks:
+    """The processes of one run."""
+
+    def __init__(self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", steps: int = STEPS) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.folder = folder
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI"))}
+        told = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        env = {**kept, **{name: str(value) for name, value in told.items()}, "WEFT_TRANSPORT": transport}
+        command = [sys.executable, __file__, str(folder), layout, str(steps)]
+        outputs = [open(f"{folder}-{rank}.txt", "w+") for rank in range(num_ranks)]  # noqa: SIM115
+        self.processes = [
+            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=output, stderr=subprocess.STDOUT)
+            for rank, output in enumerate(outputs)
+        ]
+
+    def rows(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def harm(self, ranks: Sequence[int], number: signal.Signals, at: int) -> None:
+        """Once `at` steps are told."""
+        until = time.monotonic() + 120
+        while self.rows() < at:
+            assert time.monotonic() < until, self.said()
+            assert all(one.poll() is None for one in self.processes), self.said()
+            time.sleep(0.005)
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def ends(self, lost: Sequence[int] = ()) -> list[int]:
+        """The exit codes of the others."""
+        return [one.wait(120) for rank, one in enumerate(self.processes) if rank not in lost]
+
+    def said(self) -> str:
+        return "\n".join(Path(f"{self.folder}-{rank}.txt").read_text()[-3000:] for rank in range(len(self.processes)))
+
+    def losses(self) -> list[float]:
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        return [float(row["loss"] or 0.0) for row in rows]
+
+    def close(self) -> None:
+        for one in self.processes:
+            one.kill()
+            one.wait()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    summary = flow.train(configure(folder, "data=1", steps=STEPS), planner)
+    assert summary["step"] == STEPS
+    return [float(row["loss"] or 0.0) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Ranks]]:
+    running: list[Ranks] = []
+    yield running
+    for one in running:
+        one.close()
+
+
+LOST = [
+    ("data=2", 2, "gloo", (0,), signal.SIGKILL, "1 go on after step"),
+    ("data=2 zero=1", 2, "gloo", (1,), signal.SIGSTOP, "are lost with those that held them; the last checkpoint"),
+    ("data=2 tensor=2", 4, "boxes=2", (2, 3), signal.SIGKILL, "2 go on after step"),
+    ("data=2 tensor=2", 4, "boxes=2", (0, 1), signal.SIGSTOP, "2 go on after step"),
+    ("data=4 zero=2", 4, "boxes=2", (1,), signal.SIGKILL, "and 1 wait"),
+    ("data=2 pipeline=2 microbatches=2", 4, "boxes=2", (0, 1), signal.SIGSTOP, "the last checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("layout", "num_ranks", "transport", "lost", "number", "said"), LOST)
+def test_the_others_go_on(
+    tmp_path: Path, started: list[Ranks], calm: list[float], layout: str, num_ranks: int, transport: str, lost: tuple[int, ...],
+    number: signal.Signals, said: str,
+) -> None:  # fmt: skip
+    ranks = Ranks(tmp_path / "run", layout, num_ranks, transport)
+    started.append(ranks)
+    ranks.harm(lost, number, 8)
+    assert ranks.ends(lost) == [0] * (num_ranks - len(lost)), ranks.said()
+    assert ranks.losses() == pytest.approx(calm, rel=2e-5)
+    assert said in ranks.said()
+    assert json.loads((tmp_path / "run" / "checkpoints" / "fence.json").read_text())["token"] >= 2
+    assert not (tmp_path / "run" / ".regroup").exists()
+
+
+def test_one_that_fails_by_itself_ends_all(tmp_path: Path, started: list[Ranks]) -> None:
+    ranks = Ranks(tmp_path / "run", "data=2", 2, steps=STEPS)
+    started.append(ranks)
+    ranks.harm((), signal.SIGKILL, 2)
+    (tmp_path / "text.txt").write_bytes(b"another text")
+    assert all(code not in (0, -9) for code in ranks.ends())
+    assert ranks.said().count("has changed while it was trained on") >= 2  # the other rank says it, too
+
+
+if __name__ == "__main__":
+    told_folder, told_layout, told_steps = sys.argv[1:]
+    flow.train(configure(Path(told_folder), told_layout, steps=int(told_steps)), planner, current_world("cpu"))
