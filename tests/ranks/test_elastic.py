@@ -46,7 +46,8 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI"))}
+        others = ("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         told = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         env = {**kept, **{name: str(value) for name, value in told.items()}, "WEFT_TRANSPORT": transport}
         command = [sys.executable, __file__, str(folder), layout, str(steps)]
