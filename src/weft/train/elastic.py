@@ -218,8 +218,8 @@ def _given(world: World, job: Job, left: _Left) -> tuple[int, Row | None]:
         _say(world, f"those that are left do not hold all of the state after step {step} ({error}); {of_step}")
         return saved, None
     row: Row | None = next((one["row"] for one in told if one["row"] and "loss" in one["row"]), None)
-    known = checkpoint.from_first(world, int(row is None or last_step(job.folder / FILE) >= step))
-    return step, None if known or row is None else {key: value for key, value in row.items() if key != "token"}
+    told_before = checkpoint.from_first(world, int(row is None or last_step(job.folder / FILE) >= step))
+    return step, None if told_before or row is None else {key: value for key, value in row.items() if key != "token"}
 
 
 def _keys_of_all(world: World, pieces: Sequence[Piece]) -> frozenset[str]:

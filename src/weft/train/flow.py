@@ -246,11 +246,11 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
     _check_folder(config, folder)
     try:
         _gather_text(config, folder)
-        known = existing_plan(config, folder)
-        if known is None:
+        earlier = existing_plan(config, folder)
+        if earlier is None:
             for path in folder.glob(elastic.PLANS):
                 path.unlink()
-        planned = planner(config, known)
+        planned = planner(config, earlier)
         if planned.plan.batch_size != config.train.batch:
             raise Infeasible(
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "

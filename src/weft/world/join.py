@@ -115,10 +115,10 @@ class Joined:
             ) from error
         prefix = f"weft/again{options['generation']}"
         joined = replace(self, prefix=prefix, again=partial(_again, again, prefix))
-        own = private.prefixed(prefix, store)
+        later = private.prefixed(prefix, store)
         try:
-            own.set(f"here/{rank}", "")
-            own.wait([f"here/{one}" for one in range(num_ranks)], timedelta(seconds=wait_s))
+            later.set(f"here/{rank}", "")
+            later.wait([f"here/{one}" for one in range(num_ranks)], timedelta(seconds=wait_s))
         except RuntimeError as error:
             raise LostPeer(f"not all of the {num_ranks} ranks that are left came within {wait_s:g} s") from error
         return joined.world(rank, num_ranks, store, **options)

@@ -110,8 +110,8 @@ class Peers:
 
     def _lost(self) -> str:
         """Why this world is over; empty: it is not."""
-        if own := next((world.lost_why for world in self._worlds if world.lost_why), ""):
-            return own
+        if said := next((world.lost_why for world in self._worlds if world.lost_why), ""):
+            return said
         if self._broken:
             time.sleep(2 * BEAT_S)  # the store's rank may have ended because all are done
             return "" if self._done.is_set() else f"the store of the host of rank 0 is gone: {self._broken}"
