@@ -45,6 +45,9 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch.utils, "_python_dispatch"),
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
+    (torch._C, "_autograd"),
+    (torch._C._autograd, "_get_creation_meta"),
+    (torch.Tensor, "_is_view"),
     *(
         (_MODULE, name)
         for name in (
