@@ -5,6 +5,7 @@ Stages may have unlike numbers of ranks, `inner=2x1/1x1`: ranks then count throu
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 from weft.errors import LayoutError
@@ -12,6 +13,7 @@ from weft.errors import LayoutError
 Inner = tuple[tuple[int, int], ...]
 
 
+@lru_cache(maxsize=4096)
 def parse_inner(text: str) -> Inner:
     """(data, tensor) of every stage.
 

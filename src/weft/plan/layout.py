@@ -248,14 +248,15 @@ class Layout:
         _refuse(refuse_beside(self, INNER_WITH, f"stages that are arranged differently (inner={self.inner})", "leave inner out"))
 
     @property
-    def _inner(self) -> Inner:
+    def inner_sizes(self) -> Inner:
+        """(data, tensor) of every place of the pipeline."""
         return parse_inner(self.inner) if self.inner else ((self.data, self.tensor),) * self.pipeline
 
     def of_stage(self, stage: int) -> Layout:
         """The layout as one stage has it: its own `data` and `tensor`."""
         if not self.inner:
             return self
-        data, tensor = self._inner[stage]
+        data, tensor = self.inner_sizes[stage]
         return replace(self, data=data, tensor=tensor, inner="")
 
     def mesh_of(self, rank: int) -> Mesh:
@@ -268,7 +269,7 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Samples are divided among so many: the `data` of the stage that has most, and ranks of branches."""
-        return max(data for data, _ in self._inner) * self.branch
+        return max(data for data, _ in self.inner_sizes) * self.branch
 
     @property
     def weights(self) -> tuple[int, ...]:

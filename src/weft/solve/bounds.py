@@ -8,9 +8,10 @@ what stages wait for beyond the pipeline's filling, and what only some variants 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from weft.cost.memory.memory import state_bytes
 from weft.cost.step import Pricer
@@ -20,6 +21,8 @@ from weft.plan.layout import Layout
 from weft.solve.handing import least_handed_s
 from weft.solve.lending import Host, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
+
+T = TypeVar("T")
 
 
 def work_s(pricer: Pricer, base: Layout, again: bool = False) -> float:
@@ -79,9 +82,41 @@ def summing_s(pricer: Pricer, base: Layout) -> float:
 
 def least_s(pricer: Pricer, base: Layout, interleaved: bool, again: bool = False) -> float:
     """No step of the base takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
+    if base.inner:
+        return _differing_s(base, _on_each(pricer, base, lambda one, inner: _once_s(one, inner, again)), interleaved)
     even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
     busy = work_s(pricer, base, again) * waiting(pricer, base, even)
     return max(busy, summing_s(pricer, base))
+
+
+def _on_each(pricer: Pricer, base: Layout, seconds: Callable[[Pricer, Layout], T]) -> list[T]:
+    """What `seconds` says of every stage's devices and its own layout, of stages that are alike once."""
+    cache: dict[tuple[int, int, int], T] = {}
+    by_stage = []
+    for stage, (data, tensor) in enumerate(base.inner_sizes):
+        one = owner(pricer, base, stage)
+        if (key := (id(one), data, tensor)) not in cache:
+            inner = base.of_stage(stage)
+            pricer.sharding(inner)  # which parts share
+            cache[key] = seconds(one, inner)
+        by_stage.append(cache[key])
+    return by_stage
+
+
+def _differing_s(base: Layout, alone_s: Sequence[float], even: bool) -> float:
+    """No step of stages that each arrange their ranks in their own way takes less, whichever layers each has. `alone_s`: seconds of one
+    microbatch through all layers on each stage. `even` as for `waiting`.
+
+    All layers take T_s on stage s; it has a part of them, and works t_s a microbatch: the sum of t_s / T_s is 1. A step takes m·t_s at
+    least, and t_0 + ... + t_(s-1) besides (see `filled`). The least that the largest of these can be is 1 / Z, where Z grows from the last
+    stage to the first by (1 / T_s - Z) / m where that is above zero: the dual of that linear program.
+    """
+    if even:
+        return base.microbatches / sum(1 / seconds for seconds in alone_s)
+    reached = 0.0
+    for seconds in reversed(alone_s):
+        reached += max(0.0, 1 / seconds - reached) / base.microbatches
+    return 1 / reached
 
 
 def waiting(pricer: Pricer, base: Layout, even: bool) -> float:
@@ -111,6 +146,11 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
     The whole model is priced as one stage: what stages cost adds up to that or more, and the busiest rank has its share at least.
     Without a pipeline this is the price itself.
     """
+    if layout.inner:
+        singles = _on_each(pricer, layout, lambda one, inner: one.single_stage(inner))
+        busy = _differing_s(layout, [single.forward_s + single.backward_s for single in singles], interleaved)
+        updated = 1 / sum(1 / single.optimizer_s for single in singles)
+        return busy + updated + pricer.devices.overhead_s(layout, busy)
     if isinstance(pricer, MixedPricer):
         return least_s(pricer, layout, interleaved, layout.recompute == "full")
     single = pricer.single_stage(layout)
@@ -129,10 +169,10 @@ def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
     widths = pricer.devices.widths(layout.precision)
     copies = 0.0 if layout.moves_optimizer else widths.copies + widths.moment * pricer.optimizer_states
-    number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline * layout.branch)
+    number = pricer.graph.num_parameters / (sum(tensor for _, tensor in layout.inner_sizes) * layout.branch)
     if layout.expert > 1:
         number /= layout.expert
-    return state_bytes(number, layout.zero, layout.data, widths.weight, widths.gradient, copies)
+    return state_bytes(number, layout.zero, layout.replicas if layout.inner else layout.data, widths.weight, widths.gradient, copies)
 
 
 def most_memory(pricer: Pricer, layout: Layout) -> float:
@@ -152,7 +192,7 @@ def check_room(pricer: Pricer, base: Layout, zeros: Sequence[int], offloads: Seq
     Raises:
         Infeasible: with the numbers.
     """
-    zero = max(zeros, default=0) if base.data > 1 else 0
+    zero = max(zeros, default=0) if base.replicas > 1 else 0
     offload = next((o for o in ("all", "optimizer") if o in offloads), "none")
     with suppress(LayoutError):  # what does not go together, its variants refuse themselves
         check_state(pricer, replace(base, zero=zero, offload=offload))

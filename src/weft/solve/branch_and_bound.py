@@ -30,6 +30,7 @@ from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
 from weft.solve.shorter import shortened
 from weft.solve.space import Constraint, Space, fewer_counts
+from weft.solve.submeshes import submeshes
 from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s, waits_to_fill
 from weft.solve.turned import turned
 
@@ -128,11 +129,10 @@ class Branches:
         self.bound_s = lowest if lowest < INFINITE else 0.0
 
     def _bases(self, space: Space) -> Iterator[Layout]:
-        """Those of a space, on a mixed cluster also with shares by the speed of its parts."""
+        """Those of a space, on a mixed cluster also with shares by the speed of its parts; and with stages of unlike numbers of ranks."""
         for base in space.bases():
-            yield base
-            if (shared := share_out(self.pricer, base)) is not None:
-                yield shared
+            yield from (one for one in (base, share_out(self.pricer, base)) if one is not None)
+        yield from submeshes(space)
 
     def house(self) -> None:
         """Where all layers are repeated or moved for want of memory, try the fewest that it takes: of what could not be told to be worse.
@@ -179,7 +179,7 @@ class Branches:
     def _shorten(self) -> None:
         """Where all layers are repeated several at a time, try the fewest that it takes. No choice of layers takes less than
         `_least_housed`, whether they are repeated together or not, so the bound stands."""
-        leading = sorted((p for p in self.clocked if p.layout.segment > 1), key=lambda p: p.prediction.step_time_s)
+        leading = sorted((p for p in self.clocked if p.layout.segment > 1 and not p.layout.inner), key=lambda p: p.prediction.step_time_s)
         for base in list(dict.fromkeys(_alone(p.layout) for p in leading))[:MOST_SHORTENED]:
             least = least_saving_s(self.pricer, replace(base, recompute="none"), not waits_to_fill(base))
             for segment in self.space.segments("full", base.offload) if not self._hopeless(base, least) else ():
@@ -261,7 +261,7 @@ class Branches:
         likely: dict[tuple[object, ...], tuple[tuple[float, ...], int, Layout, bool]] = {}
         for item in sorted(self._open, key=guess):
             base = item[2]
-            likely.setdefault((base.data, base.branch, base.tensor, base.pipeline, base.context, base.spatial), item)
+            likely.setdefault((base.data, base.branch, base.tensor, base.pipeline, base.context, base.spatial, base.inner), item)
         promising = []
         for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])
@@ -274,7 +274,7 @@ class Branches:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
         assert self.best is not None
         mine = self.best.layout
-        bases = [item for item in self._all if not item[3]]
+        bases = [item for item in self._all if not item[3] and not item[2].inner]
         for key in COMPARED:
             have = {getattr(p.layout, key) for p in self.clocked}
             for value in sorted({getattr(item[2], key) for item in bases} - have, key=str):
@@ -299,7 +299,7 @@ class Branches:
 
     def _bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
-            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if base.data > 1 else 0
+            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if base.replicas > 1 else 0
             offload = "all" if any(kind_of("offload", o) in ("optimizer", "all") for o in self.space.words("offload")) else "none"
             return (least_state_bytes(self.pricer, replace(base, zero=zero, offload=offload, compress="none", staleness=0, servers=0)),)
         return (worth(base, seconds, self.pricer.cluster, self.objective),)

@@ -31,7 +31,7 @@ def in_grids(pricer: Pricer, priced: Iterable[Priced], hopeless: Callable[[Layou
     """
     leading: dict[tuple[int, ...], Priced] = {}
     for one in sorted(priced, key=lambda p: p.prediction.step_time_s):
-        if one.layout.tensor >= LEAST:
+        if one.layout.tensor >= LEAST and not one.layout.inner:
             leading.setdefault((one.layout.data, one.layout.tensor, one.layout.pipeline), one)
     for one in list(leading.values())[:MOST_LAYOUTS]:
         talk_s = dict(one.prediction.parts).get("tensor", 0.0)
@@ -52,11 +52,11 @@ def left_out(
 
     `bases`: of schedules of one stage a rank, in the order of their bounds. `hopeless` is asked as for `in_grids`.
     """
-    done = {(one.layout.data, one.layout.tensor, one.layout.pipeline) for one in priced}
+    done = {(one.layout.data, one.layout.tensor, one.layout.pipeline) for one in priced if not one.layout.inner}
     seen: set[tuple[int, ...]] = set()
     for base in bases:
         mesh = (base.data, base.tensor, base.pipeline)
-        if base.tensor < LEAST or mesh in seen:
+        if base.tensor < LEAST or mesh in seen or base.inner:
             continue
         if hopeless(base, least_s(pricer, base, False) * (1 - sent_share(pricer, base))):
             continue

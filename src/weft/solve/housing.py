@@ -56,7 +56,8 @@ def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequ
     every = {choice for choices in by_stage.values() for choice in choices}
     if every in ({KEEP}, {DROP}):
         return None
-    names = [[layer.name for layer in owner(pricer, layout, stage).loads(layout, sites, stage)] for stage in range(layout.num_stages)]
+    stages = range(layout.num_stages)
+    names = [[layer.name for layer in owner(pricer, layout, s).loads(layout.of_stage(s), sites, s)] for s in stages]
     return worded(layout, [(mine, by_stage[stage]) for stage, mine in enumerate(names)])
 
 
@@ -89,6 +90,7 @@ def _choice(key: str, kind: str, layers: Sequence[Sequence[str]], counted: bool)
 
 def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, allowed: Sequence[str]) -> Choices | None:
     """The choice for one stage's layers, by the prices' own bytes; None where nothing fits."""
+    layout = layout.of_stage(stage)
     one, have = owner(pricer, layout, stage), memory_of(pricer, layout, stage)
     layers = one.loads(layout, sites, stage)
 

@@ -65,8 +65,13 @@ class MixedPricer(Pricer):
         if schedule_of(layout).has_replicas or layout.neighbours == PIPELINE:
             return False
         uses_all = layout.num_ranks == self.cluster.num_devices
-        begins = layout.begins or range(0, layout.num_ranks + 1, layout.stage_ranks)
-        return uses_all and all(end in begins for end in accumulate(part.num_devices for part in self.cluster.parts))
+        width = layout.stage_ranks
+        return uses_all and all(end in layout.begins if layout.begins else end % width == 0 for end in self._ends)
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """How many devices there are up to each part's last."""
+        return tuple(accumulate(part.num_devices for part in self.cluster.parts))
 
     def by_part(self, layout: Layout) -> tuple[Pricer, ...]:
         """A pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where they do not."""

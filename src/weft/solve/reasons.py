@@ -17,11 +17,12 @@ from weft.units import format_bytes, format_seconds
 
 KEPT = 12  # candidates that the plan keeps
 KEYS = (
-    "data", "branch", "neighbours", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel",
+    "inner", "data", "branch", "neighbours", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel",
     "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "segment", "offload", "precision", "threads",
 )  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
+    "inner": ("pipeline", "the pipeline's bubble and transfers"),
     "data": ("gradients", "summing gradients"),
     "branch": ("gradients", "summing gradients"),
     "neighbours": ("gradients", "summing gradients"),
@@ -70,14 +71,18 @@ def reasons(
             rows += _together(layout, prediction, candidates, refused)
             continue
         mine = getattr(layout, key)
+        if layout.inner and key in ("data", "tensor"):  # which are the first stage's
+            continue
         compared = candidates
+        if key == "inner" and mine:
+            compared = [c for c in candidates if not c.layout.inner]
         if key == "grid":  # as many tensor ranks in a line, against those in a grid
             compared = [c for c in candidates if (c.layout.tensor, not c.layout.grid) == (layout.tensor, bool(layout.grid))]
         other = next((c for c in compared if getattr(c.layout, key) != mine and c.prediction is not None), None)
         if other is not None and other.prediction is not None:
             rows.append((key, _compared(key, layout, parts, step, other)))
             continue
-        if key == "grid":
+        if key in ("grid", "inner"):
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
@@ -108,6 +113,8 @@ def _together(
 
 def _said(key: str, layout: Layout) -> str:
     """A key of a layout as it is written: a grid is how tensor ranks are arranged."""
+    if key == "inner" and not layout.inner:
+        return "stages of as many ranks each" if layout.pipeline > 1 else "one stage"
     return f"tensor={layout.grid or layout.tensor}" if key == "grid" else f"{key}={getattr(layout, key)}"
 
 
@@ -129,17 +136,23 @@ def _compared(key: str, layout: Layout, parts: dict[str, float], step: float, ot
 
 def differences(one: Layout, other: Layout) -> int:
     """Keys in which two layouts differ; whether cores are lent follows from the others, and so do segments of what is not repeated."""
-    follow = {"lend"} if one.recompute == other.recompute else {"lend", "segment"}
+    follow = {"lend", "begins"} if one.recompute == other.recompute else {"lend", "begins", "segment"}
     return sum(f.name not in follow and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
 
 
 def spread(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best few, and the best with every other value of every key, so that every choice can be compared."""
     shown = list(candidates[:3])
-    seen = {(f.name, getattr(c.layout, f.name)) for c in shown for f in fields(Layout)}
+    seen = {value for c in shown for value in _values(c.layout)}
     for candidate in candidates[3:]:
-        new = {(f.name, getattr(candidate.layout, f.name)) for f in fields(Layout)} - seen
+        new = _values(candidate.layout) - seen
         if new and len(shown) < KEPT:
             seen |= new
             shown.append(candidate)
     return shown
+
+
+def _values(layout: Layout) -> set[tuple[str, object]]:
+    """Every key with its value; of stages that are arranged differently only that they are."""
+    inner = bool(layout.inner)
+    return {(f.name, inner if f.name == "inner" else getattr(layout, f.name)) for f in fields(Layout) if f.name != "begins"}

@@ -135,7 +135,7 @@ def _plan(searched: Branches, best: Priced, model: str, elsewhere: str | None, b
     sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
     cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != DATA and names)
     mixed = isinstance(pricer, MixedPricer)
-    bucket_bytes = 0 if mixed else best_bucket_bytes(pricer, best.layout, best.sites)
+    bucket_bytes = 0 if mixed or best.layout.inner else best_bucket_bytes(pricer, best.layout, best.sites)
     sums = sums_of(cluster, best.layout)
     summing = "" if mixed else why(cluster, best.layout, sums, bucket_bytes)
     chosen = reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=searched.bound_s)

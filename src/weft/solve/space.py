@@ -25,7 +25,7 @@ from math import isqrt, prod
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, DATA, PIPELINE, parse_spatial, spatial_ranks
-from weft.plan.beside import COMPILE_WITH, STALE_WITH
+from weft.plan.beside import COMPILE_WITH, INNER_WITH, STALE_WITH
 from weft.plan.choice import AUTO
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import is_file
@@ -430,6 +430,7 @@ class Space:
             yield from (replace(base, schedule=name) for name in names if self.admits("schedule", name))
         # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
         chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
+        chunked = [] if base.inner else chunked
         updates_apart = base.staleness > 0 or base.servers > 0
         if base.microbatches > 1 and not updates_apart:
             for chunks in range(2, MOST_CHUNKS + 1):
@@ -450,7 +451,8 @@ class Space:
         chunks = chunks_of(name, 1)
         stages = base.pipeline * chunks
         updates_apart = base.staleness > 0 or base.servers > 0
-        if (base.compile == "on" and name not in COMPILE_WITH["schedule"]) or (updates_apart and name not in STALE_WITH["schedule"]):
+        goes_with = ((base.compile == "on", COMPILE_WITH), (updates_apart, STALE_WITH), (base.inner, INNER_WITH))
+        if any(is_so and name not in table["schedule"] for is_so, table in goes_with):
             return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, base.microbatches):
             return False
@@ -464,7 +466,8 @@ class Space:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
         for offload in self.words("offload"):
             for recompute in self.words("recompute"):
-                for segment, zero in product(self.segments(recompute, offload), (0, 1, 2, 3) if layout.weight_ranks > 1 else (0,)):
+                zeros = (0, 1, 2, 3) if max(layout.weight_ranks, layout.replicas) > 1 else (0,)
+                for segment, zero in product(self.segments(recompute, offload), zeros):
                     if not self.admits("zero", zero):
                         continue
                     with suppress(LayoutError):  # what does not go together, a layout says itself

@@ -134,7 +134,11 @@ def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDAr
 def _differing_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
     """The same of stages that each arrange their ranks in their own way, on devices of their own."""
     last, rows = layout.num_stages - 1, []
-    crossed = [[2 * _border_s(pricer, layout, k, k + 1, pricer.crossing(layout, cut.values)) for cut in tried] for k in range(last)]
+    sizes = [pricer.crossing(layout, cut.values) for cut in tried]
+    crossed = []
+    for k in range(last):
+        seconds = {size: 2 * _border_s(pricer, layout, k, k + 1, size) for size in set(sizes)}
+        crossed.append([seconds[size] for size in sizes])
     for k in range(layout.num_stages):
         inner = layout.of_stage(k)
         pricer.sharding(inner)  # which parts share
@@ -326,19 +330,20 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
     if layout.num_stages > 1:
         numbers = {cut.site: cut.index for cut in places(pricer, layout)}
         ends[1:1] = [numbers[site] for site in balanced(pricer, layout)]
-    cache: dict[int, list[tuple[float, float]]] = {}
+    cache: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     trips = []
     for k in range(layout.num_stages):
-        one = owner(pricer, layout, k)
-        if id(one) not in cache:
-            times = one.operator_seconds(layout)
+        one, inner = owner(pricer, layout, k), layout.of_stage(k)
+        key = id(one), inner.data, inner.tensor
+        if key not in cache:
+            times = one.operator_seconds(inner)
             forward = times[0] + times[2]
             each = forward + times[1] + times[3]
             if again:
-                each = each + forward * one.parts(layout).again
+                each = each + forward * one.parts(inner).again
             sums = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
-            cache[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
-        trips.append(cache[id(one)][k])
+            cache[key] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
+        trips.append(cache[key][k])
     exposed = waited_part(pricer, layout)
     if exposed and layout.num_stages > 1:
         for stage in pricer.split(balanced(pricer, layout)):

@@ -161,7 +161,7 @@ class OperatorPricer:
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile, layout.batch_norm,
-               layout.shares, layout.begins)  # fmt: skip
+               layout.shares, layout.begins[-1:])  # fmt: skip
         if key not in self._times:
             parts = self.held_parts(layout)
             compute = self.devices.operator_seconds(layout, self._sized(layout, parts), parts.index, parts.repeated)
