@@ -216,29 +216,3 @@ def test_without_a_state_to_go_back_to_replicas_that_differ_end_the_run(
     monkeypatch.setattr(flow, "rank_main", flips)
     with pytest.raises(RankError, match="rank 0, 1 have other weights than ranks that should have the same"):
         train(lasting(tmp_path / "flipped", "data=2", protect="none"))
-
-
-def test_a_soak_loses_no_bit_and_keeps_no_descriptor(tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher) -> None:
-    """Four ranks, a fault every few steps."""
-    steps, layout = {"steps": 80}, "data=2 tensor=2 zero=1"
-    calm, harmed = lasting(tmp_path / "calm", layout, protect="none"), lasting(tmp_path / "harmed", layout)
-    calm, harmed = (one.model_copy(update={"train": one.train.model_copy(update=steps)}) for one in (calm, harmed))
-    held: list[int] = []
-
-    def count() -> None:
-        """The descriptors of the process that forks the ranks, early and late."""
-        for step in (20, 70):
-            until = time.monotonic() + 200
-            while rows(harmed) < step and time.monotonic() < until:
-                time.sleep(0.01)
-            held.extend(len(list(Path(f"/proc/{nest}/fd").iterdir())) for nest in children_of(launcher.pid or 0))
-
-    wanted = train(calm)
-    counting = threading.Thread(target=count, daemon=True)
-    counting.start()
-    with Harm(launcher, harmed, tuple(range(5, 75, 8)), signal.SIGKILL, seed=3) as harm:
-        assert train(harmed) == wanted
-    counting.join()
-    assert harm.done == len(range(5, 75, 8))
-    early, late = held
-    assert late <= early + 2
