@@ -119,6 +119,19 @@ def test_a_token_that_could_be_guessed_is_refused(port: int) -> None:
         join({**torchrun(1, 2, port), "WEFT_TOKEN": "1234"}, "cpu")
 
 
+def test_a_store_that_others_reach_is_not_served_without_a_token(port: int) -> None:
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        pytest.skip("this machine has no address beyond loopback")
+    open_to_all = {**torchrun(0, 2, port), "MASTER_ADDR": address}
+    with pytest.raises(UsageError, match=f"rank 0 would serve the ranks' store on {address}, port {port}"):
+        join(open_to_all, "cpu")
+    first, second = (start({**torchrun(n, 2, port), "MASTER_ADDR": address, "WEFT_TOKEN": "none"}) for n in range(2))
+    for rank, process in enumerate((first, second)):
+        out, err = process.communicate(timeout=120)
+        assert out == f"{rank} 2 {rank} 2 3.0\n", err
+
+
 def test_the_store_listens_on_the_given_address_only(port: int) -> None:
     """TCPStore by itself listens on every interface, and asks nobody who they are."""
     process = start(torchrun(0, 2, port))

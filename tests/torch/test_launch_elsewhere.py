@@ -55,7 +55,7 @@ echo $? > "$(dirname "$0")/code"
 echo 41
 """
 FAKE_SRUN = """#!/bin/sh
-shift
+while :; do case "$1" in --*) shift ;; *) break ;; esac; done
 pids=
 for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i MASTER_ADDR=127.0.0.1 "$@" & pids="$pids $!"; done
 code=0
@@ -130,11 +130,21 @@ def test_a_ray_cluster_trains(config: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
 
 
-def test_one_host_that_is_lost_ends_the_others(tools: Path, tmp_path: Path) -> None:
+def test_one_host_that_fails_ends_the_others(tools: Path, tmp_path: Path) -> None:
     """The other host's command would run for a minute; it ends when nobody holds its input."""
-    (tmp_path / "weft.py").write_text("import select, sys\nselect.select([sys.stdin], [], [], 60)\n")
+    code = "import sys\nif sys.argv[3] == '1':\n    sys.exit(4)\nsys.stdin.readline()\nsys.stdin.read()\n"
+    (tmp_path / "weft.py").write_text(code)
     job = Job(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
-    assert over_ssh.run(job, ["node1", "node9"]) == 255
+    assert over_ssh.run(job, ["node1", "node2"]) == 4
+
+
+def test_one_host_that_is_lost_does_not_end_the_others(tools: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They have the token, which is no word of a command, and end by themselves."""
+    (tmp_path / "weft.py").write_text("import sys, time\nassert len(sys.stdin.readline()) == 33\ntime.sleep(2)\n")
+    job = Job(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
+    assert over_ssh.run(job, ["node1", "node9"]) == 0
+    assert "host node9 is lost (exit code 255); the others go on" in capfd.readouterr().err
+    assert over_ssh.run(Job(("train", "x.toml"), 1, 1, folder=str(tmp_path), python=sys.executable), ["node9"]) == 255
 
 
 @pytest.mark.parametrize(("layout", "hosts", "word"), [("data=3", 2, "3 ranks"), ("data=2", 4, "2 ranks")])
@@ -270,10 +280,12 @@ _TASK = {
 
 def test_a_kubernetes_job_has_a_pod_for_each_host(config: Path) -> None:
     job = job_of(["train", str(config), "plan.cluster=2xdgx-h100", "plan.layout=data=16"], 0, 0)
-    service, batch = yaml.safe_load_all(manifests.kubernetes(job))
+    secret, service, batch = yaml.safe_load_all(manifests.kubernetes(job))
     jsonschema.validate(batch, _JOB)
     assert (service["kind"], service["spec"]["clusterIP"], service["metadata"]["name"]) == ("Service", "None", job.name)
     pod = batch["spec"]["template"]
+    assert len(secret["stringData"]["token"]) == 32
+    assert pod["spec"]["containers"][0]["env"][1]["valueFrom"]["secretKeyRef"] == {"name": secret["metadata"]["name"], "key": "token"}
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert pod["spec"]["subdomain"] == service["metadata"]["name"]
     assert (batch["spec"]["completions"], pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == (2, 8)

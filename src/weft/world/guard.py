@@ -20,6 +20,7 @@ from contextlib import suppress
 from weft.errors import RunError, UsageError
 
 TOKEN = "WEFT_TOKEN"  # the environment variable, the same on all ranks
+NONE = "none"  # in its place: nobody else reaches the port, says whoever starts the ranks
 SHORTEST = 16
 ANSWER_S = 10.0  # for the other end to prove itself
 _NONCE, _MAC, _LARGEST = 32, 32, 1 << 16

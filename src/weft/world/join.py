@@ -1,8 +1,8 @@
 """Joining ranks that torchrun, mpirun or srun started, on one machine or many. In: environment variables. Out: the World of this process.
 
 All ranks meet at MASTER_ADDR:MASTER_PORT. Under torchrun its agent serves that store; otherwise rank 0 does, on that address only.
-Whoever reaches the port can join, which rank 0 says. With WEFT_TOKEN, a secret that all ranks have, rank 0 serves a store of its own that
-only they reach (`world/guard`); torchrun's then tells no more than where that is.
+Whoever reaches the port can join, so beyond loopback rank 0 serves none without a secret. With WEFT_TOKEN, a secret that all ranks have,
+rank 0 serves a store of its own that only they reach (`world/guard`); torchrun's then tells no more than where that is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from weft.errors import RunError, UsageError
 from weft.world import guard, matmul_backend, mpi, private
 from weft.world.prepared_rank import pick_device
-from weft.world.started import as_torchrun, starting_process
+from weft.world.started import STARTER, as_torchrun, starting_process
 from weft.world.world import TRANSPORT, LostPeer, World
 
 MEET_S = 300.0
@@ -63,8 +63,9 @@ def join(environment: Mapping[str, str], device: str) -> World:
             f"rank {rank} of {num_ranks} found nobody at {address}:{port}: {str(error).splitlines()[0]}; "
             "check MASTER_ADDR and MASTER_PORT, that rank 0 runs, and the firewall"
         ) from error
-    if agent := agent_of(os.getpid()):
-        _end_with(agent)
+    for starter in (agent_of(os.getpid()), int(env.get(STARTER, "0"))):
+        if starter:
+            _end_with(starter)
     host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     prefix = f"weft/{run}"
     return Joined(env, host, prefix, partial(_again, again, prefix)).world(
@@ -106,7 +107,7 @@ class Joined:
         Raises RunError where nobody is reached there, LostPeer where another does not come.
         """
         rank, num_ranks = who
-        token = guard.checked(self.env[guard.TOKEN]) if guard.TOKEN in self.env else b""
+        token = _token(self.env)
         try:
             store, again = _served(token, num_ranks, where, wait_s)
         except RuntimeError as error:
@@ -133,16 +134,20 @@ def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.soc
     says where the ranks' own is. Raises RuntimeError where nobody is there."""
     (rank, num_ranks), (listener, address, port) = who, where
     agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if guard.TOKEN not in env:
-        if rank == 0 and (agents or not _is_loopback(address)):
-            store = "torchrun's store listens on all interfaces" if agents else f"the store of rank 0 listens on {address}"
+    token = _token(env)
+    if not token:
+        if rank == 0 and guard.TOKEN not in env and not agents and not _is_loopback(address):
+            raise UsageError(
+                f"rank 0 would serve the ranks' store on {address}, port {port}, to whoever reaches it; set {guard.TOKEN} to a secret, "
+                f"one for all ranks (openssl rand -hex 16), or, where nobody else reaches that port, to {guard.NONE}"
+            )
+        if rank == 0 and agents:
             print(
-                f"weft: {store}, port {port}, without authentication: whoever reaches it can disturb the run; set {guard.TOKEN} to "
-                "a secret, one for all ranks (openssl rand -hex 16), or let nobody else reach that port",
+                f"weft: torchrun's store listens on all interfaces, port {port}, without authentication: whoever reaches it can disturb "
+                f"the run; set {guard.TOKEN} to a secret, one for all ranks (openssl rand -hex 16), or let nobody else reach that port",
                 file=sys.stderr,
             )
         return _served(b"", num_ranks, where, MEET_S)
-    token = guard.checked(env[guard.TOKEN])
     if agents:
         told = private.tcp_store(address, port, num_ranks, MEET_S, None)
         if rank == 0:
@@ -167,6 +172,12 @@ def _served(token: bytes, num_ranks: int, where: tuple[socket.socket | None, str
         guard.serve(listener, token, port)
     store = private.tcp_store(address, port, num_ranks, wait_s, served.detach() if served is not None else None)
     return store, partial(private.tcp_store, address, port, num_ranks, wait_s, None)
+
+
+def _token(env: Mapping[str, str]) -> bytes:
+    """The secret that all ranks have; empty: none."""
+    text = env.get(guard.TOKEN, guard.NONE)
+    return b"" if text == guard.NONE else guard.checked(text)
 
 
 def _is_loopback(address: str) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from weft.errors import UsageError
 
+STARTER = "WEFT_STARTER"  # the environment variable: the process that starts a host's ranks, with which they end
 PORTS = (20000, 20000)  # first, count
 
 

@@ -1,6 +1,7 @@
 """The ranks of one host. In: which host of how many, where ranks meet. Out: the exit code; one rank that fails ends the others.
 
-Whoever starts it may hold its standard input open: when that ends (a connection that is lost), so do the ranks.
+One that is killed does not: the others go on without it (`train/elastic`), or say why they cannot. Whoever starts it may hold its standard
+input open, whose first line is the run's token: when that ends (a connection that is lost), so do the ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from weft.cli.elsewhere.job import Job
+from weft.world.guard import TOKEN
+from weft.world.started import STARTER
 
 GRACE_S = 150.0  # for a checkpoint; `weft train` asks for 120
+LOST = 128  # what a shell says of a process that a signal ended is more; ssh says 255 of a connection that is lost
 _LOOK_S = 0.2
 
 
@@ -29,7 +34,9 @@ def environment(job: Job, host: int, local: int, address: str, port: int) -> dic
 def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
     """Start this host's ranks and wait for them; the exit code of the first that failed. `lifeline`: standard input is held open."""
     command = [job.python, "-m", "weft", *job.words]
-    base = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.threads))}
+    base = {**os.environ, STARTER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.threads))}
+    if lifeline and (token := _line()):
+        base[TOKEN] = token
     ranks = [
         subprocess.Popen(command, env=base | environment(job, host, local, address, port), stdin=subprocess.DEVNULL)
         for local in range(job.ranks)
@@ -64,9 +71,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool
     until = None
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = next((code for code in codes if code), 0)
+        failed = next((code for code in codes if code and code > 0), 0)
         if all(code is not None for code in codes):
-            return exit_code(failed)
+            return outcome([exit_code(code or 0) for code in codes])
         if until is None and (asked or failed or (lifeline and _ended())):
             until = time.monotonic() + GRACE_S
             for rank in ranks:
@@ -75,6 +82,24 @@ def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool
         if until is not None and time.monotonic() > until:
             return exit_code(failed or -signal.SIGKILL)
         time.sleep(_LOOK_S)
+
+
+def outcome(codes: Sequence[int]) -> int:
+    """The exit code of all: that of the first that failed by itself; of what was killed none, where others have done without.
+
+    >>> outcome([0, 137]), outcome([137, 137]), outcome([0, 137, 4])
+    (0, 137, 4)
+    """
+    failed = [code for code in codes if 0 < code < LOST]
+    return failed[0] if failed else min(codes)
+
+
+def _line() -> str:
+    """The first line of standard input, of which nothing more is taken."""
+    text = b""
+    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"", b"\n"):
+        text += byte
+    return text.decode()
 
 
 def _ended() -> bool:

@@ -6,12 +6,14 @@ Not modelled: volumes, secrets, queues; the files are to be completed by hand wh
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from weft.cli.elsewhere import IMAGE, PORT
 from weft.cli.elsewhere.job import Job
+from weft.world.guard import TOKEN
 
 _SKYPILOT = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}  # its names of devices, where others
 
@@ -43,7 +45,7 @@ def _below(item: Any, indent: int) -> str:
 
 
 def kubernetes(job: Job, image: str = IMAGE) -> str:
-    """A headless service, by which pods find the first of them, and an indexed job with a pod for each host."""
+    """A secret, the run's token; a headless service, by which pods find the first of them; an indexed job with a pod for each host."""
     there = replace(job, python="python")
     labels = {"app": job.name}
     gpus = {"nvidia.com/gpu": job.ranks} if job.gpus else {}
@@ -53,7 +55,10 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
         "image": image,
         "workingDir": job.folder,
         "command": ["/bin/sh", "-c", "exec " + there.on_host("$JOB_COMPLETION_INDEX", f"{job.name}-0.{job.name}")],
-        "env": [{"name": "OMP_NUM_THREADS", "value": str(job.threads)}],
+        "env": [
+            {"name": "OMP_NUM_THREADS", "value": str(job.threads)},
+            {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": job.name, "key": "token"}}},
+        ],
         "ports": [{"containerPort": PORT}],
         "resources": {"limits": limits, "requests": limits},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
@@ -83,7 +88,8 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
-    return f"{yaml(service)}\n---\n{yaml(batch)}\n"
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": job.name}, "stringData": {"token": secrets.token_hex(16)}}
+    return f"{yaml(secret)}\n---\n{yaml(service)}\n---\n{yaml(batch)}\n"
 
 
 def skypilot(job: Job) -> str:
@@ -95,7 +101,7 @@ def skypilot(job: Job) -> str:
         task["resources"] = {"accelerators": f"{_SKYPILOT.get(job.device, job.device)}:{job.ranks}"}
     else:
         task["resources"] = {"cpus": f"{job.ranks * job.threads}+"}
-    task["envs"] = {"OMP_NUM_THREADS": str(job.threads)}
+    task["envs"] = {"OMP_NUM_THREADS": str(job.threads), TOKEN: secrets.token_hex(16)}
     task["setup"] = "pip install weft"
     task["run"] = f"{first}\n{there.on_host('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
     return yaml(task) + "\n"

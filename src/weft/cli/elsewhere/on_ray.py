@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from weft.cli.elsewhere.host import environment, exit_code
 from weft.cli.elsewhere.job import Job
 from weft.errors import ConfigError, UsageError
+from weft.world.guard import TOKEN
 
 EMBEDDED = "local"
 _START_S = 120.0
@@ -65,7 +67,8 @@ def _run(job: Job, ray: Any) -> int:
             return placed.remote(*args)
 
         address, port = ray.get(task(_meeting, 0))
-        waiting = [task(_rank, rank, job, rank, address, port) for rank in range(job.num_ranks)]
+        token = os.environ.get(TOKEN) or secrets.token_hex(16)
+        waiting = [task(_rank, rank, job, rank, address, port, token) for rank in range(job.num_ranks)]
         code = 0
         while waiting and not code:
             (done, *_), waiting = ray.wait(waiting, num_returns=1)
@@ -89,9 +92,9 @@ def _meeting() -> tuple[str, int]:
         return str(address), int(one.getsockname()[1])
 
 
-def _rank(job: Job, rank: int, address: str, port: int) -> int:
+def _rank(job: Job, rank: int, address: str, port: int, token: str) -> int:
     """One rank, in a process of its own, which ends with this one's."""
-    variables = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: token}
     # A Ray worker's own settings are not the rank's; a task with a GPU sees no other.
     env = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **variables}
     with subprocess.Popen([job.python, "-m", "weft", *job.words], cwd=job.folder, env=env, stdin=subprocess.DEVNULL) as process:

@@ -1,7 +1,7 @@
 """A SLURM job. In: a `Job`. Out: the text of a batch script, and its number once `sbatch` has taken it.
 
-srun starts the ranks, which find each other by SLURM's variables. SIGTERM comes two minutes before the end of the job's time; weft saves
-then and ends with 75, and the job is queued again.
+srun starts the ranks, which find each other by SLURM's variables; those that are left go on when a node is lost. SIGTERM comes two minutes
+before the end of the job's time; weft saves then and ends with 75, and the job is queued again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.cli.elsewhere.host import LOST
 from weft.cli.elsewhere.job import Job
 from weft.cli.train import STOPPED
 from weft.errors import ConfigError, RunError, UsageError
+from weft.report.run_folder import SUMMARY
+from weft.world.guard import TOKEN
 
 _SIGNAL_S = 150
 
@@ -34,11 +37,16 @@ def script(job: Job, options: Sequence[str] = ()) -> str:
     lines += [f"#SBATCH --{option}" for option in options]
     return "\n".join(
         [
-            "#!/bin/bash", *lines, "#SBATCH --requeue", "",
+            "#!/bin/bash", *lines, "#SBATCH --requeue", "#SBATCH --no-kill", "",
             f"cd {shlex.quote(job.folder)}",
             f"export OMP_NUM_THREADS={job.threads}",
-            f"srun --kill-on-bad-exit=1 {job.command}",
+            "# A secret by which ranks know one another.",
+            f"export {TOKEN}=${{{TOKEN}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}}",
+            "started=$(mktemp)",
+            f"srun --no-kill --kill-on-bad-exit=0 {job.command}",
             "code=$?",
+            "# Of a node that was lost the others may have done without.",
+            f'if [ "$code" -gt {LOST} ] && [ {shlex.quote(f"{job.run_folder}/{SUMMARY}")} -nt "$started" ]; then code=0; fi',
             f'if [ "$code" -eq {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # it was asked to stop, has saved, and goes on',
             'exit "$code"', "",
         ]

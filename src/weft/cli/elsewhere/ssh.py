@@ -1,23 +1,29 @@
 """Hosts that ssh reaches. In: their names, a `Job`. Out: the exit code. Ranks meet at the first host.
 
-Each host runs one command, which starts its ranks and ends when this process, or the connection, does. Keys and users are ssh's own
-business; files are where they are here (a shared file system).
+Each host runs one command, which starts its ranks and ends when this process, or the connection, does. It gets the run's token by its
+standard input, where no list of processes shows it. A host that is lost ends nobody: the ranks of the others go on without it. Keys and
+users are ssh's own business; files are where they are here (a shared file system).
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from weft.cli.elsewhere import PORT
-from weft.cli.elsewhere.host import GRACE_S, exit_code
+from weft.cli.elsewhere.host import GRACE_S, LOST, exit_code, outcome
 from weft.cli.elsewhere.job import Job
 from weft.errors import UsageError
+from weft.world.guard import TOKEN
 
-OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 _LOOK_S = 0.2
 
 
@@ -34,20 +40,40 @@ def run(job: Job, hosts: Sequence[str], address: str = "", port: int = PORT) -> 
     if len(hosts) != job.hosts:
         raise UsageError(f"--ssh names {len(hosts)} hosts, and the job is for {job.hosts}; name as many")
     address = address or hosts[0].rpartition("@")[2]
+    token = os.environ.get(TOKEN) or secrets.token_hex(16)
     running: list[subprocess.Popen[bytes]] = []
     try:
         for number, host in enumerate(hosts):
             start = job.on_host(str(number), shlex.quote(address), port, held=True)
             there = f"cd {shlex.quote(job.folder)} && exec {start}"
-            running.append(subprocess.Popen(["ssh", *OPTIONS, host, there], stdin=subprocess.PIPE))
-        while True:
-            codes = [one.poll() for one in running]
-            failed = next((code for code in codes if code), 0)
-            if failed or all(code is not None for code in codes):
-                return exit_code(failed)
-            time.sleep(_LOOK_S)
+            one = subprocess.Popen(["ssh", *OPTIONS, host, there], stdin=subprocess.PIPE)
+            running.append(one)
+            _give(one, token)
+        return _wait(running, hosts)
     finally:
         _end(running)
+
+
+def _give(one: subprocess.Popen[bytes], token: str) -> None:
+    assert one.stdin is not None
+    with suppress(OSError):  # it has ended already, which its code says
+        one.stdin.write(f"{token}\n".encode())
+        one.stdin.flush()
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], hosts: Sequence[str]) -> int:
+    """The exit code of all; once one has failed by itself that of the first."""
+    lost = set[str]()
+    while True:
+        codes = {host: one.poll() for host, one in zip(hosts, running, strict=True)}
+        ended = [exit_code(code) for code in codes.values() if code is not None]
+        if len(ended) == len(running) or any(0 < code < LOST for code in ended):
+            return outcome(ended)
+        for host, code in codes.items():
+            if code and host not in lost:
+                lost.add(host)
+                print(f"weft: host {host} is lost (exit code {exit_code(code)}); the others go on where they have a plan", file=sys.stderr)
+        time.sleep(_LOOK_S)
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
