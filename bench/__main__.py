@@ -27,6 +27,7 @@ NAMES = {
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",
     "serve": "placements of workflows: price beside others, planning time",
+    "tiers": "plans at work between network namespaces with shaped links, beside what was planned (needs root)",
     "tensor-plans": "where weft cuts weights beside the tensor plans that transformers ships, 144 models",
     "coverage": "docs/coverage.md, as scripts/verify_all --axes makes it: operators by labels, models by axes, shares divided",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",

@@ -110,6 +110,9 @@ PUBLISHED = """
 
 `scripts/validate published` prices the layouts of Megatron-LM's, MT-NLG's and MegaScale's papers on 8 to 12,288 A100, blind: [each row
 and its error](benchmarks/published.md).
+
+`scripts/validate silicon` predicts language models served on one to eight H100, 351 rows that NVIDIA publishes with aiconfigurator, blind:
+[the errors, and where they come from](benchmarks/silicon.md).
 """
 
 OTHERS = """

@@ -14,6 +14,7 @@ from weft import errors
 
 if TYPE_CHECKING:
     from weft.api import auto_parallelize, comm_hook, parallelize, plan, shard, simulate, verify
+    from weft.api_decode import decoder
     from weft.api_verbs import compare, estimate, explain, report, scaling, whatif
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook", "compare", "errors",
-    "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save",
+    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook", "compare", "decoder",
+    "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save",
     "scaling", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
 _HOMES = {
     "Cluster": "weft.cluster.cluster",
+    "decoder": "weft.api_decode",
     "Engine": "weft.run.engine",
     "full_state_dict": "weft.run.loop.divide",
     "Layout": "weft.plan.layout",

@@ -259,13 +259,13 @@ def parallelize(  # noqa: PLR0913
     if seed is None:
         synchronize_generators(world)
     limit = parse_bytes(device_memory)
-    chosen = _plan_for(subject, plan, cluster, world, limit, optimizer)
+    chosen = planned_for(subject, plan, cluster, world, limit, optimizer)
     if compile:
         chosen = replace(chosen, layout=replace(chosen.layout, compile="on"))
     return Engine(chosen, make, inputs, loss, world, optimizer, seed=seed, device=OnDevice(limit))
 
 
-def _plan_for(
+def planned_for(
     subject: Subject,
     wanted: Plan | Layout | str | None,
     cluster: Cluster | str,

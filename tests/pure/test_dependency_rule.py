@@ -44,19 +44,19 @@ ALLOWED: dict[str, set[str]] = {
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate", "callable"},
     "serve": DATA | {"cluster"},
-    "deploy": PRICED | {"capture", "zoo", "serve"},
+    "deploy": PRICED | {"capture", "zoo", "serve", "world"},
     "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,
     "run": RANKS | {"lower"},
     "train": RANKS | {"lower", "run", "zoo"},
 }
-EVERYTHING = {"cli", "adapters", "api", "api_loop", "api_verbs", "__init__", "__main__"}
+EVERYTHING = {"cli", "adapters", "api", "api_decode", "api_loop", "api_verbs", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/transfers.py": {"world", "collectives"}}
 
 TORCH_PARTS = {"adapters", "capture", "deploy", "zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py", "api_verbs.py"}
+TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_verbs.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current", "capture/kept/store")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -78,13 +78,29 @@ def test_a_version_that_a_rank_did_not_end_can_be_sent_anew(ranks: Callable[...,
 
 
 def test_what_cannot_be_kept_is_refused_by_name(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    good, other = Receiver(_model().double(), newest=tmp_path / "net"), Receiver(_model().double(), newest=tmp_path / "gone" / "net")
+    (tmp_path / "file").touch()
+    good, other = Receiver(_model().double(), newest=tmp_path / "net"), Receiver(_model().double(), newest=tmp_path / "file" / "net")
     results = ranks(_published, 2, "tensor=2 precision=float64", [good.address, other.address])
     good.close()
     other.close()
     assert any("cannot be written" in said for _, _, said in results)
     assert good.version == other.version == 0
     assert not (tmp_path / "net").exists()
+
+
+def test_beyond_loopback_both_ends_have_a_token(ranks: Callable[..., list[Any]]) -> None:
+    """At an address that is loopback's in fact and is not taken for it."""
+    token = "an elephant never forgets"
+    receiver = Receiver(_model().double(), host="0.0.0.0", token=token)
+    addresses = [("0.0.0.0", receiver.address[1])]
+    for other, why in (("", "set it on all ranks"), ("another token than theirs", "does not have this rank's")):
+        results = ranks(_published, 2, "tensor=2 precision=float64", addresses, env={"WEFT_TOKEN": other})
+        assert any(why in said for _, _, said in results)
+        assert receiver.version == 0
+    results = ranks(_published, 2, "tensor=2 precision=float64", addresses, env={"WEFT_TOKEN": token})
+    receiver.close()
+    assert not any(said for _, _, said in results)
+    assert receiver.version == 1
 
 
 def test_another_model_is_refused_and_keeps_what_it_has(ranks: Callable[..., list[Any]]) -> None:

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from weft.world import guard
+
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
@@ -40,10 +42,11 @@ class _Staged:
 
 
 class Receiver:
-    """Listens on `host` at a free port. `lock`: held while the model computes a batch, and while it turns to new weights. `newest`: a file
-    of the newest version, written and read by all replicas of the model."""
+    """Listens at a free port of loopback; with a `token` also at `host`, for those that have it (`weft.world.guard`). `lock`: held while
+    the model computes a batch, and while it turns to new weights. `newest`: a file of the newest version, written and read by all
+    replicas of the model."""
 
-    def __init__(self, module: nn.Module, host: str = "127.0.0.1", newest: Path | None = None) -> None:
+    def __init__(self, module: nn.Module, host: str = "", token: str = "", newest: Path | None = None) -> None:
         self.module, self.version, self.received_bytes = module, 0, 0
         self.lock = threading.Lock()
         self._newest = newest
@@ -52,20 +55,25 @@ class Receiver:
                 self._set(int(file.metadata()["version"]), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         self._staged: dict[int, _Staged] = {}
         self._changed = threading.Condition()
-        self._listening = socket.create_server((host, 0))
-        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._listening = [socket.create_server(("127.0.0.1", 0))]
+        self.address: tuple[str, int] = self._listening[0].getsockname()[:2]
+        if host and token:
+            self._listening.append(socket.create_server((host, 0)))
+            guard.serve(self._listening[1], guard.checked(token), self.address[1])
+            self.address = self._listening[1].getsockname()[:2]
         # This replica's own, until all ranks have said so.
         self._new = newest.with_name(f".{self.address[1]}-{newest.name}") if newest is not None else Path()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
         """Listen no longer."""
-        self._listening.close()
+        for listener in self._listening:
+            listener.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = self._listening[0].accept()
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -130,6 +138,7 @@ class Receiver:
         """A version beside the file that is kept; why it cannot be written."""
         try:
             if self._newest is not None:
+                self._new.parent.mkdir(parents=True, exist_ok=True)
                 save_file(tensors, self._new, {"version": str(version)})
         except (OSError, SafetensorError) as error:
             return f"{self._newest} cannot be written: {error}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.serve.workflow import Operator, Variant
+from weft.world.current import token
 
 if TYPE_CHECKING:
     from weft.deploy.receiver import Receiver
@@ -35,7 +36,7 @@ class Replica:
 
     def __init__(self, operator: Operator, variant: Variant, folder: str, worker: str, how: dict[str, Any]) -> None:
         """`how`: `batch`, `wait_s`, `threads`; `slower`, by what the profile's seconds are multiplied, 0 where nothing is emulated;
-        `weights`, the file of new weights."""
+        `weights`, the file of new weights; `elsewhere`, whether trainers may be on other machines."""
         from ray import serve
 
         self._how, self._worker, self._batches = how, worker, variant.batches(worker)
@@ -50,7 +51,8 @@ class Replica:
             if operation.module is not None:
                 from weft.deploy.receiver import Receiver
 
-                self._receiver = Receiver(operation.module, newest=Path(how["weights"]))
+                host = _node_ip() if how["elsewhere"] else ""
+                self._receiver = Receiver(operation.module, host, token(), Path(how["weights"]))
             import torch
 
             torch.set_num_threads(how["threads"])
@@ -88,3 +90,10 @@ class Replica:
 
     def check_health(self) -> None:
         """That this is called at all says that the process answers."""
+
+
+def _node_ip() -> str:
+    """Of this process' node, as Ray's other nodes reach it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -39,7 +39,8 @@ _HALF = 0.5  # of a machine's resource, so that an old replica and its successor
 @dataclass(frozen=True, slots=True)
 class How:
     """`slower`: emulate all workers, by the profile's seconds times this; 0 computes as fast as it goes. `queue`: requests that may wait
-    at a replica, and as many for a place. `address`: of a Ray cluster, "" starts one here. `follow`: whether to plan anew."""
+    at a replica, and as many for a place. `address`: of a Ray cluster, "" starts one here. `follow`: whether to plan anew. `links`: whether
+    links are emulated with the workers; else they take the time that they take."""
 
     port: int = 8000
     slower: float = 0.0
@@ -47,6 +48,7 @@ class How:
     address: str = ""
     follow: bool = True
     planning_s: float = 20.0
+    links: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class Server:
         worker = self.machines.worker(p.worker)
         how = {
             "batch": p.batch, "wait_s": p.wait_s * (self.how.slower or 1.0), "threads": worker.threads, "slower": self.how.slower,
+            "elsewhere": bool(self.how.address),
             "weights": str(Path(self._weights, quote(f"{p.operator}.{p.variant}", safe=""))),
         }  # fmt: skip
         # Requests wait at the replica: those that Ray's router keeps back it offers again after pauses, in which a replica would idle.
@@ -157,12 +160,13 @@ class Server:
     def _enter(self, placed: Placed, machines: Machines) -> None:
         _, serve = ray_and_serve()
         self._number += 1
-        self._table = table_of(self.workflow, machines, placed, self.how.slower) | {"number": self._number}
+        self._table = table_of(self.workflow, machines, placed, self.how.slower * self.how.links) | {"number": self._number}
         if self._number > 1:  # Ray Serve would start it anew
             self._entrance().turn_to.remote(self._table).result(timeout_s=20)
             return
         deployment = serve.deployment(
-            Entrance, name="Entrance", num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0},
+            Entrance, name="Entrance", num_replicas=1, max_ongoing_requests=10_000,
+            ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # where requests come in
             graceful_shutdown_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         )  # fmt: skip
         serve.run(deployment.bind(self.how.queue, self.how.slower > 0, self._table), name=ENTRANCE, route_prefix="/")

@@ -49,8 +49,8 @@ class Call:
     @classmethod
     def of(cls, low: Lowering, nodes: Nodes, op: Operator, inputs: list[fx.Node]) -> Call:
         values = iter(inputs)
-        args = [_argument(a, values, low.device) for a in op.args]
-        kwargs = {k: _argument(a, values, low.device) for k, a in op.kwargs}
+        args = [argument_of(a, values, low.device) for a in op.args]
+        kwargs = {k: argument_of(a, values, low.device) for k, a in op.kwargs}
         return cls(low, nodes, op, {axis: label for axis, label in low.sharding.ops[op.name].items() if label}, args, kwargs)
 
     @property
@@ -269,11 +269,12 @@ class Call:
         return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, output.dtype))
 
 
-def _argument(arg: Arg, nodes: Iterator[fx.Node], device: torch.device) -> Any:
+def argument_of(arg: Arg, nodes: Iterator[Any], device: torch.device) -> Any:
+    """An argument of an operator as torch takes it. `nodes`: what stands for the tensors that it reads, in order."""
     if isinstance(arg, Ref):
         return next(nodes)
     if isinstance(arg, tuple):
-        return [_argument(a, nodes, device) for a in arg]
+        return [argument_of(a, nodes, device) for a in arg]
     if isinstance(arg, Word):
         return device if arg.kind == "device" else getattr(torch, arg.name)
     return arg

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from weft.lower.arrival import Arrival
+from weft.lower.kernels.paged import Pages
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import redistribute
 from weft.model.batch.drawn import Fold
@@ -46,7 +47,7 @@ class Lowering:
     that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `local_statistics`:
     axes along which each rank's statistics of batch norm are of its own samples. `precision`: how products are computed,
     which autocast casts where it says so. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
-    over which this graph leaves summands."""
+    over which this graph leaves summands. `pages`: of a decoder, where attention finds the keys of earlier tokens."""
 
     graph: Graph
     sharding: Sharding
@@ -62,6 +63,7 @@ class Lowering:
     local_statistics: tuple[str, ...] = ()
     precision: Precision = PRECISIONS["float32"]
     entering: Mapping[str, Entering] = field(default_factory=dict)
+    pages: Pages | None = None
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property

@@ -24,6 +24,7 @@ from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
+from weft.lower.kernels.paged import paged_attention
 from weft.lower.kernels.randomness import attention, drawn, dropout
 from weft.lower.kernels.recurrent import cell, layers
 from weft.lower.kernels.ring import Ring, causal, ring_attention
@@ -86,6 +87,8 @@ def _drop(call: Call) -> fx.Node:
 def _attention(call: Call) -> fx.Node | None:
     args, low = call.args, call.low
     _pick_heads(call)
+    if low.pages is not None:
+        return call.emit(bind(paged_attention, low.pages, call.op.site, call.kwargs.get("scale")), args[:3])
     if (round_ := call.round()) is not None:
         return _ring(call, Ring(*round_, is_causal(call.op), call.kwargs.get("scale")))
     target = bind(scaled_dot_product_attention, call.operator) if low.device.type == "cpu" else call.operator

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator, Tensor
-from weft.ops import idle, record_of
+from weft.ops import idle, record_of, windows_of
+from weft.ops.sliding_window import Sliding
 
 FLOPS_A_BYTE = 8.0  # that one core makes while it moves a byte: some 50 GFLOP/s beside 6 GB/s
+WINDOW_BEGINS = 12.0  # entries of a window that are as long as it takes to begin one
 MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
 
 
@@ -29,6 +32,7 @@ class Work:
     of a product's operands that are the same for every sample, once for each step of a recurrence, known to whoever knows what follows the
     samples. `scores`: of attention, and `channels`: of each group of a convolution in narrow groups, known to whoever knows its ranks.
     `steps`: of a recurrence that run one by one, as many small operators.
+    `taps` and `backward_taps`: entries of windows that are read one by one, in additions of one number.
     `cast_bytes` and `backward_cast_bytes`: read and written to have operands, and then their gradients, in another dtype.
     """
 
@@ -45,6 +49,8 @@ class Work:
     steps: float = 0.0
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
+    taps: float = 0.0
+    backward_taps: float = 0.0
 
 
 def kind_of(op: Operator) -> str:
@@ -170,7 +176,7 @@ def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
     into = [v for v in inputs if v in grads]
     moved = operator_bytes(op, tensors)
     if not any(v in grads for v in op.outputs):
-        return Work(kind, flops, 0.0, moved)
+        return Work(kind, flops, 0.0, moved, taps=taps(op, tensors)[0])
     if op.function is not None:
         does, values = op.function, (*op.inputs, *op.outputs)
         saved = tuple(dict.fromkeys(values[i] for i in does.keeps))
@@ -183,7 +189,19 @@ def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
         # A product differentiates to one product for each operand; attention also forms its scores again.
         operands = {"attention": 2.5, "recurrent": 2.0}.get(kind, float(sum(1 for v in into if len(tensors[v].shape) > 1)))
         back_flops = flops * operands
-    return Work(kind, flops, back_flops, moved, back, keeps, extra)
+    forward_taps, backward_taps = taps(op, tensors)
+    return Work(kind, flops, back_flops, moved, back, keeps, extra, taps=forward_taps, backward_taps=backward_taps)
+
+
+def taps(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Entries that windows without products read, forward and backward, in additions of one number: outputs x entries of a window, and
+    what each window takes to begin."""
+    windows = record_of(op).windows
+    if windows is None or not any(windows.tap):
+        return 0.0, 0.0
+    entries = prod(window.kernel for window in windows_of(op, tensors).values() if isinstance(window, Sliding))
+    each = tensors[op.outputs[0]].size * (entries + WINDOW_BEGINS)
+    return each * windows.tap[0], each * windows.tap[1]
 
 
 def stage_work(works: Mapping[str, Work], stages: Iterable[Sequence[Operator]]) -> tuple[float, ...]:

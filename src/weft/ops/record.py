@@ -66,13 +66,15 @@ class WeightGradient:
 class Windows:
     """`of`: by label, the window that slides along it (a label that it leaves out comes whole). `padding`: position of the padding, which a
     rank that has padded its piece leaves out; `fill`: what is padded with (a position: of the argument that says it). `counts`: position of
-    whether an average counts padding."""
+    whether an average counts padding. `tap`: of windows that are no products, how long reading one of their entries takes, forward and
+    backward, in additions of one number."""
 
     of: Callable[[Operator, Tensors], Mapping[str, Window]]
     padding: int | None = None
     fill: float = 0.0
     fill_at: int | None = None
     counts: int | None = None
+    tap: tuple[float, float] = (0.0, 0.0)
 
 
 # What an operator tells those who ask what a mask of positions hides: its elements are numbers in order; the first operand is at most,

@@ -28,6 +28,9 @@ POSITIONS = ("z~", "h~", "w~")  # labels of an image's dimensions in every rule 
 LABELS = tuple(word[0] for word in POSITIONS)
 
 
+AVERAGED, LARGEST = (1.0, 1.0), (4.0, 0.0)  # a maximum compares and keeps where it lies, which alone has a gradient
+
+
 def _labels(dims: int) -> tuple[str, ...]:
     return LABELS[-dims:]
 
@@ -85,7 +88,9 @@ def _pooling(dims: int, average: bool) -> Windows:
             return {}
         return {label: Sliding(*window) for label, *window in zip(_labels(dims), kernel, stride, dilation, before, strict=True)}
 
-    return Windows(of, padding=3, counts=5) if average else Windows(of, padding=3, fill=float("-inf"))
+    if average:
+        return Windows(of, padding=3, counts=5, tap=AVERAGED)
+    return Windows(of, padding=3, fill=float("-inf"), tap=LARGEST)
 
 
 def _bins(dims: int) -> Windows:
@@ -98,7 +103,7 @@ def _bins(dims: int) -> Windows:
         rows = zip(_labels(dims), source[2:], target[2:], strict=True)
         return {label: Sliding(n // m, n // m) for label, n, m in rows if n % m == 0}
 
-    return Windows(of)
+    return Windows(of, tap=AVERAGED)
 
 
 def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:

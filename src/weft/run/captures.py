@@ -23,6 +23,7 @@ from weft.capture.capture import Loss
 from weft.capture.modes import Modes
 from weft.errors import Infeasible, ModelError
 from weft.lower.groups import groups_of
+from weft.lower.kernels.paged import Pages
 from weft.lower.local import Lowering, lower
 from weft.lower.lowering import Entering
 from weft.model.batch.samples import check_samples
@@ -47,7 +48,8 @@ from weft.world.world import World
 class Asked:
     """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
     the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's.
-    `replicated`: every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank."""
+    `replicated`: every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank. `pages`: of
+    a decoder, where its attention finds the keys of earlier tokens."""
 
     modes: Modes
     batch: Any
@@ -57,6 +59,7 @@ class Asked:
     size: int = 0
     replicated: bool = False
     together: bool = False
+    pages: Pages | None = None
 
 
 def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: World) -> Parts:
@@ -67,6 +70,8 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
         Infeasible, LayoutError, ProgramError: the plan does not suit the graph.
     """
     modes, batch, loss, outputs = asked.modes, asked.batch, asked.loss, asked.outputs
+    if asked.pages is not None:  # a step may have fewer tokens than there are ranks
+        plan = replace(plan, layout=replace(plan.layout, sequence_parallel="off"))
     first, samples = asked.size or plan.microbatch_sizes[0], asked.size or plan.batch_size
     part = outputs_of(source, plan, batch, first, modes) if outputs else source.part(plan, batch, loss, first, samples, modes)
     graph, normal = part.normal.graph, part.normal
@@ -89,7 +94,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     statistics, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
     lowering = Lowering(
         graph, sharding, groups, world.device, parts.draw, rows, shares, apart, samples_at, arriving, parts.arrival, statistics, precision,
-        entering,
+        entering, asked.pages,
     )
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype, like = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
@@ -127,7 +132,7 @@ def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: S
         except Infeasible:
             pass
     # A sharding that `source` keeps is that of training.
-    return stage_shardings(replace(plan, shards=_cuts(parts)), Source(source.model, source.deferred), graph, stages)
+    return stage_shardings(replace(plan, shards=_cuts(parts)), Source(source.model, source.deferred, source.prices), graph, stages)
 
 
 def _variables(parts: Parts, graph: Graph, sharding: Sharding, mine: Sequence[Stage], at: Mapping[str, int]) -> dict[str, Tensor]:

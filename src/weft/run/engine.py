@@ -33,7 +33,7 @@ from weft.run.captured import Capture
 from weft.run.captures import Asked, captured_in
 from weft.run.published import Address, send_pieces
 from weft.run.rank_agreement import check_batch_agrees
-from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
+from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Residuals
 from weft.run.reduce.overlapped import Gradients
@@ -122,7 +122,7 @@ class Engine:
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._trained = Capture(BatchForm.of(batch), self._executors, replicas)
         self._others = Recent[Capture](MOST_FORMS)
-        self._source, self._loss = source, loss
+        self.source, self._loss = source, loss
         self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
         self._fingerprints = Fingerprints(self.parts.groups, world)
@@ -238,8 +238,7 @@ class Engine:
         total, work = result.mean or self._mean_of(result, self.parts)
         if self._stale is None:
             work.wait()
-        scale = self.scale.factor if self.scale.scaled else None
-        return StepResult(norm, time.perf_counter() - began, total, work, scale)
+        return StepResult(norm, time.perf_counter() - began, total, work, self.scale.factor if self.scale.scaled else None)
 
     def forward_backward(
         self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None, samples: int = 0
@@ -288,7 +287,7 @@ class Engine:
         return norm
 
     def drain(self) -> None:
-        """With staleness: apply all updates that wait, so that the weights are those of all steps made. Every rank calls it, or none."""
+        """With staleness: apply all updates that wait, so that weights are those of all steps made. Every rank calls it, or none."""
         if self._stale is not None:
             with self.memory.guarded(self.world.rank):
                 self._stale.drain()
@@ -328,26 +327,27 @@ class Engine:
             return self._others.of((trains, form.key), lambda: self._captured(Asked(self._modes(trains), batch, self._loss, trains), form))
 
     def _modes(self, trains: bool) -> Modes:
-        return (training_modes if trains else evaluation_modes)(self._source.model)
+        return (training_modes if trains else evaluation_modes)(self.source.model)
 
     def _captured(self, asked: Asked, form: BatchForm) -> Capture:
         """The model as it is asked for: what runs it, and the buffers that it writes; the weights are those that train."""
-        trained = replace(self.parts, draw=Draw(self.parts.draw.seed))
         # What a source has captured is of one form.
-        source = self._source if form.key == self._trained.form.key else Traced(self._source.model, self._source.deferred)
+        source = self.source if form.key == self._trained.form.key else Traced(self.source.model, self.source.deferred)
         try:
-            parts = captured_in(asked, trained, self.plan, source, self.world)
+            executors = self.lowered(asked, source)
         except ModelError as error:
             cannot = "trained with this batch" if asked.trains else "evaluated"
             raise ModelError(f"the model is trained, and cannot be {cannot}: {error}") from error
-        read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
-        replicas = Replicas(parts, self.mesh, self.world)
+        replicas = Replicas(executors.parts, self.mesh, self.world)
         for group in sorted(replicas.groups, key=lambda g: g.ranks):
             group.connect()
-        executors = replace(
-            self._executors, parts=parts, gathered=read, trains=asked.trains, cache=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES)
-        )
         return Capture(form, executors, replicas)
+
+    def lowered(self, asked: Asked, source: Source, like: Parts | None = None) -> Executors:
+        """What runs a capture, over the weights that train; arranged as those of another, where it has the same operators."""
+        parts = captured_in(asked, replace(like or self.parts, draw=Draw(self.parts.draw.seed)), self.plan, source, self.world)
+        read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
+        return self._executors.of_other(parts, read, asked.trains)
 
     def loss_of(self, result: Result) -> float:
         """The loss of the whole batch, from every rank's and microbatch's summands."""

@@ -2,7 +2,8 @@
 
 Every element crosses once to each replica: of equal copies one rank sends, as one rank writes in a checkpoint, and no rank ever holds a
 whole tensor for it. A replica turns to the new weights between two batches, once it has all of them and every rank has said so.
-What is sent is a line of JSON and raw bytes; nothing is pickled.
+What is sent is a line of JSON and raw bytes; nothing is pickled. Beyond loopback both ends prove that they have one token, and every
+message is authenticated (`weft.world.guard`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.errors import RunError, UsageError
 from weft.run.state.checkpoint.piece import DTYPE_NAMES, Piece
+from weft.world.current import token
+from weft.world.guard import TOKEN, checked, reach
 from weft.world.world import Group
 
 WAIT_S = 120.0
@@ -32,13 +35,15 @@ def send_pieces(pieces: Sequence[Piece], to: Sequence[Address], everyone: Group,
     trouble, sent, open_ones = "", 0, list[socket.socket]()
     try:
         for host, port in to:
-            connection = socket.create_connection((host, port), WAIT_S)
+            connection = _connected(host, port)
             open_ones.append(connection)
             _line(connection, {"version": version, "rank": everyone.index, "ranks": everyone.size, "pieces": len(mine)})
             for piece in mine:
                 sent += _send(connection, piece)
             trouble = trouble or _answer(connection)
-    except OSError as error:
+    except UsageError as error:
+        trouble = str(error)
+    except (OSError, RunError) as error:
         trouble = f"no replica answers at {host}:{port}: {error}"
     failed = torch.tensor([float(bool(trouble))], dtype=torch.float64, device=pieces[0].tensor.device if pieces else "cpu")
     everyone.all_reduce(failed)
@@ -55,6 +60,15 @@ def send_pieces(pieces: Sequence[Piece], to: Sequence[Address], everyone: Group,
         why = trouble or "another rank could not send its part"
         raise RunError(f"version {version} was not published: {why}; the server keeps what it has")
     return sent
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """To a replica; beyond loopback to one that proves that it has this rank's token, as this rank does."""
+    if not host.startswith("127."):
+        if not (secret := token()):
+            raise UsageError(f"a replica at {host} takes weights of those that have its {TOKEN}; set it on all ranks and nodes alike")
+        host, port = "127.0.0.1", reach(host, port, checked(secret), WAIT_S)
+    return socket.create_connection((host, port), WAIT_S)
 
 
 def _send(connection: socket.socket, piece: Piece) -> int:

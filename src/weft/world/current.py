@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
+from weft.world.guard import TOKEN
 from weft.world.world import World
 
 # Of torchrun, srun's and mpirun's wrappers, MPICH, Open MPI, MVAPICH.
@@ -88,3 +89,8 @@ def set_place(place: Place) -> None:
 def current_place() -> Place | None:
     """The data coordinate of the model that was divided last; None before."""
     return _PLACE.get()
+
+
+def token() -> str:
+    """The secret that ranks and servers share, see `weft.world.guard`; empty where there is none."""
+    return os.environ.get(TOKEN, "")

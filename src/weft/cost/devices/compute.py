@@ -24,6 +24,7 @@ ATTENTION = 0.6  # against large products, where it was not measured
 GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
 STEP_OPERATORS = 12  # of a GRU, forward
 SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
+TAP_S = 4e-10  # a core, to add one entry of a window; measured with windows of 4 to 81 entries on a two-core Xeon (torch 2.13)
 VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
 LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
 
@@ -97,11 +98,13 @@ class Rates:
         slower = self._slower(work.channels)
         weights, casts = work.weight_bytes * part, self._cast(work.cast_bytes * part)
         stepped = self._stepped(work.steps)
+        tap_s = TAP_S * part / max(1, self.speed.threads)
         forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts + stepped
+        forward += tap_s * work.taps
         if not work.backward_bytes:
             return Seconds(forward)
         backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
-        backward += self._cast(work.backward_cast_bytes * part) + 2 * stepped
+        backward += self._cast(work.backward_cast_bytes * part) + 2 * stepped + tap_s * work.backward_taps
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property

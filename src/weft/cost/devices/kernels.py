@@ -69,6 +69,7 @@ class Kernel:
     mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
     every sample, in float32. On processors, `filling`: of blocks of channels; `torch_kernel`: when torch makes it itself, not oneDNN;
     `cast_bytes`, `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
+    `taps`, `backward_taps`: of windows that are read entry by entry, on processors.
     `fixed`: of what is moved that of weights and their gradients, which is as much however many rows there are.
     """
 
@@ -92,6 +93,8 @@ class Kernel:
     visible: float = 1.0
     head: float = 0.0
     fixed: Moved = NOTHING
+    taps: float = 0.0
+    backward_taps: float = 0.0
 
     def seconds(self, device: Device, stack: Stack, precision: str, eager: bool = False) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward. `eager`: operators run one by one,
@@ -245,7 +248,7 @@ def scaled(kernel: Kernel, by: Fraction) -> Kernel:
     return replace(
         k, flops=k.flops * up / down, backward_flops=k.backward_flops * up / down, m=k.m * up / down, scores=k.scores * up / down,
         heads=k.heads * up / down, bytes=moved("bytes"), backward_bytes=moved("backward_bytes"), cast_bytes=moved("cast_bytes"),
-        backward_cast_bytes=moved("backward_cast_bytes"),
+        backward_cast_bytes=moved("backward_cast_bytes"), taps=k.taps * up / down, backward_taps=k.backward_taps * up / down,
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class Processors(Devices):
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
                 backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
                 channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
+                taps=k.taps, backward_taps=k.backward_taps,
             )  # fmt: skip
             seconds.append(rates.seconds(work))
         return np.array([s.forward for s in seconds])[index], np.array([s.backward for s in seconds])[index]

@@ -334,7 +334,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
         m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, torch_kernel,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors, in_units(sharding, op)), visible, head,
-        _fixed(inventory, op, divide),
+        _fixed(inventory, op, divide), done.taps / divide, done.backward_taps / divide,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
 

@@ -38,13 +38,14 @@ from weft.world.world import World
 
 @dataclass
 class Executors:
-    """Those of one capture. `gathered`: weights that lie as pieces; `scale`: of the loss; `trains`: whether backward runs."""
+    """Those of one capture. `gradients`: their sums, None where no backward runs; `gathered`: weights that lie as pieces; `scale`: of the
+    loss; `trains`: whether backward runs."""
 
     parts: Parts
     plan: Plan
     world: World
     memory: Accounts
-    gradients: Gradients
+    gradients: Gradients | None
     gathered: Gathered
     host: HostStore
     compile: bool
@@ -60,6 +61,10 @@ class Executors:
         """
         samples = samples or sum(sizes)
         return self.cache.of((sizes, samples), lambda: self._executor(sizes, samples))
+
+    def of_other(self, parts: Parts, gathered: Gathered, trains: bool) -> Executors:
+        """Those of another capture, over the same tensors."""
+        return replace(self, parts=parts, gathered=gathered, trains=trains, cache=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES))
 
     def _executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
         parts, layout, world = self.parts, self.plan.layout, self.world

@@ -1,0 +1,59 @@
+"""What `import weft` offers for decoders: a model divided to continue text, or an engine's, with the weights that it trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.api import Model, planned_for, subject_of
+from weft.capture.capture import Loss
+from weft.cluster.cluster import Cluster
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.build import Source
+from weft.run.decode.alone import decoder_of
+from weft.run.decode.decoder import AT_ONCE, Decoder, Paging
+from weft.run.engine import Engine
+from weft.world.current import current_world
+from weft.world.world import World
+
+
+def decoder(  # noqa: PLR0913
+    model: Model | Engine,
+    batch: Any = None,
+    *,
+    longest: int,
+    loss: Loss | None = None,
+    plan: Plan | Layout | str | None = None,
+    cluster: Cluster | str = "here",
+    seed: int = 0,
+    paging: Paging | None = None,
+    world: World | None = None,
+) -> Decoder:
+    """A model that continues text, divided over the ranks of a plan, each with its shards of weights, keys and values. Every rank calls it.
+
+    Args:
+        model, batch, loss, plan, cluster: as for `parallelize`. Of an engine, whose weights it reads as they are, only `batch`.
+        longest: tokens of a sequence, prompt included. paging: pages of keys and values, and tokens of a step.
+        seed: of the initial weights, where the model is a function that makes it.
+
+    Raises:
+        Infeasible: a layout that divides sequences, or optimizer state that is not there.
+
+    >>> import torch, weft
+    >>> decoder = weft.decoder("gpt-tiny", 1, longest=16, plan="data=1")
+    >>> [len(tokens) for tokens in decoder.generate([[3, 1], [4]], 5)]
+    [7, 6]
+    """
+    if isinstance(model, Engine):
+        model.drain()
+        return Decoder(model.plan, model.source, batch, model.lowered, model.world, longest, paging or Paging())
+    world = world or current_world()
+    subject = subject_of(model, batch, loss)
+    _, make, inputs, loss = subject
+    chosen = planned_for(subject, plan, cluster, world, 0.0, "adamw")
+    torch.manual_seed(seed)
+    source = replace(Source.of(make), prices=AT_ONCE)
+    return decoder_of(chosen, source, inputs, loss, world, seed=seed, longest=longest, paging=paging or Paging())
