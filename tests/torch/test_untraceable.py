@@ -88,6 +88,27 @@ def remembering(model: Any, x: Tensor) -> Tensor:
     return model.layer(x).sum() if before is None else (model.layer(x) * before).sum()  # type: ignore[no-any-return]
 
 
+def remembering_weights(model: Any, x: Tensor) -> Tensor:
+    model.last = model.layer.weight.detach().sum() if model.last is None else model.last
+    return (model.layer(x) * model.last).sum()  # type: ignore[no-any-return]
+
+
+def remembering_noise(model: Any, x: Tensor) -> Tensor:
+    model.last = torch.rand(()) if model.last is None else model.last
+    return (model.layer(x) * model.last).sum()  # type: ignore[no-any-return]
+
+
+def remembering_more(model: Any, x: Tensor) -> Tensor:
+    model.last = torch.ones(()) if model.last is None else model.last + 1.0
+    return (model.layer(x) * model.last).sum()  # type: ignore[no-any-return]
+
+
+def another_at_first(model: Any, x: Tensor) -> Tensor:
+    first = model.last is None
+    model.last = torch.linspace(0.0, 1.0, 5) if first else model.last
+    return (model.layer(x) * model.last * (2.0 if first else 1.0)).sum()  # type: ignore[no-any-return]
+
+
 def python_random(model: Any, x: Tensor) -> Tensor:
     return model.layer(x).sum() * random.random()  # type: ignore[no-any-return]
 
@@ -171,6 +192,10 @@ def unclear_write(model: Any, x: Tensor) -> Tensor:
         (counting, "changes its attribute count"),
         (listing, "changes its attribute seen"),
         (remembering, "changes its attribute last"),
+        (remembering_weights, "changes its attribute last"),
+        (remembering_noise, "changes its attribute last"),
+        (remembering_more, "changes its attribute last"),
+        (another_at_first, "changes its attribute last"),
         (python_random, "draws from Python's or numpy's random numbers"),
         (numpy_random, "draws from Python's or numpy's random numbers"),
         (shared_memory, r"assigns to the \.data of a tensor"),
@@ -187,6 +212,32 @@ def test_what_a_graph_cannot_hold_is_refused_by_name(forward: Forward, said: str
     for model in (lambda: Model(forward), Model(forward)):
         with pytest.raises(ModelError, match=said):
             Source.of(model).capture((X.float(),), None, None)
+
+
+def table_made_once(model: Any, x: Tensor) -> Tensor:
+    if model.last is None:
+        model.last = torch.linspace(0.0, 1.0, 5, dtype=x.dtype).cumsum(0)
+    return (model.layer(x) * model.last).sum()  # type: ignore[no-any-return]
+
+
+def tables_in_a_list(model: Any, x: Tensor) -> Tensor:
+    if not isinstance(model.seen[-1], Tensor):
+        model.seen.append(torch.arange(5).to(x.dtype))
+    return (torch.tanh(model.layer(x) + model.seen[-1]) * model.seen[-1].cos()).sum()  # type: ignore[no-any-return]
+
+
+def causal_mask_made_once(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    if model.last is None or model.last.shape[0] != len(y):
+        model.last = torch.log(torch.tril(torch.ones(len(y), len(y), dtype=x.dtype)))
+    return F.scaled_dot_product_attention(y, y, y, attn_mask=model.last).sum()
+
+
+@pytest.mark.parametrize("forward", [table_made_once, tables_in_a_list, causal_mask_made_once])
+def test_what_is_made_of_constants_at_first_and_kept_in_an_attribute_is_captured(forward: Forward) -> None:
+    model = Model(forward).double()
+    for _ in range(2):
+        equal_to_eager(model, (X,))
 
 
 @torch.library.custom_op("weft_tests::cubed", mutates_args=())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
@@ -28,7 +28,8 @@ from weft.capture.init.factory_losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.patched import calling, rewrite, tracing
 from weft.capture.patches.patch import Trace
-from weft.capture.state import State, changes, set_state, state_of
+from weft.capture.remembered import computes_the_same
+from weft.capture.state import State, changes, set_state, state_of, tensors_kept
 from weft.errors import ModelError
 from weft.model.collector import uncollected
 from weft.model.graph import Arg, Graph, Ref
@@ -98,13 +99,19 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
 
 
 class _Step(nn.Module):
-    """Model and loss as one module of tensor leaves, which is what `torch.export` takes."""
+    """Model and loss as one module of tensor leaves, which is what `torch.export` takes.
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool, answers: Answers) -> None:
+    `kept`: tensors that it gives in place of the loss or the outputs: those that are then in these places of the model's state.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool, answers: Answers, kept: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
         super().__init__()
         self.model = model
-        self.gives_outputs = outputs
-        self._batch = batch
+        self.gives_outputs = outputs or bool(kept)
+        self._batch, self._kept, self._returns = batch, kept, outputs
+        self.keeping: Callable[[Sequence[tuple[Any, ...]]], _Step] = lambda places: _Step(model, batch, loss, outputs, answers, places)
         # In a closure: a loss that is a module is no part of the model.
         self._call: Callable[[Any], torch.Tensor] = lambda batch: call(model, batch, loss)
         outputs_seen: list[Any] = []
@@ -122,13 +129,17 @@ class _Step(nn.Module):
         new = {path: next(values) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
         with calling(self.trace()), self.trace().answers.watching():
-            if self.gives_outputs:
+            if self._returns:
                 output = called(self.model, batch)
                 self.seen(output)
                 result = tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
             else:
                 result = (self._call(batch),)
-        self.left(state_of(self.model))
+        state = state_of(self.model)
+        self.left(state)
+        if self._kept:
+            held = tensors_kept(state)
+            return tuple(held[place] for place in self._kept)
         return (*result, *self.trace().record.buffers.values())
 
 
@@ -176,8 +187,12 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
     """Capture; where a call leaves the module's own attributes changed, the next call must be the same all the same."""
     step.training = step.model.training  # each of its modules keeps its own mode: a batch norm may be frozen
     before = state_of(step.model)
+
+    def traced(step: _Step) -> Captured:
+        return _traced(step, batch, batched, size, fake_mode)
+
     try:
-        captured = _traced(step, batch, batched, size, fake_mode)
+        captured = traced(step)
         after = step.state_left()
         changed = changes(before, after)
         if changed:
@@ -188,8 +203,9 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
                 )
             set_state(step.model, after)
             step.trace().answers.again()
-            again = _traced(step, batch, batched, size, fake_mode)
-            if not (_equal_captures(again, captured) and step.trace().answers.are_used_up):
+            again = traced(step)
+            same = step.trace().answers.are_used_up and _equal_captures(again, captured)
+            if not same and not _reads_what_was_left(step, traced, before, captured, again):
                 raise ModelError(
                     f"the model computes something else when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -197,6 +213,23 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         return captured
     finally:
         set_state(step.model, before)
+
+
+def _reads_what_was_left(step: _Step, traced: Callable[[_Step], Captured], before: State, first: Captured, again: Captured) -> bool:
+    """Whether the call `again` is the first one but for reading what that made of constants and left in attributes, and leaves them so."""
+    after = step.state_left()
+    if not step.trace().answers.are_used_up or changes(after, state_of(step.model)):
+        return False
+    read = {id(x) for x in again.constants.values()}
+    left = {place: x for place, x in tensors_kept(after).items() if id(x) in read and tensors_kept(before).get(place) is not x}
+    if not left:
+        return False
+    set_state(step.model, before)
+    kept = step.keeping(tuple(left))
+    kept.training = step.training
+    made = traced(kept)
+    captures = [(it.graph, it.constants) for it in (first, again, made)]
+    return computes_the_same(captures[0], captures[1], captures[2], tuple(left.values()), _is_equal)
 
 
 def _equal_captures(one: Captured, other: Captured) -> bool:

@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,21 @@ def changes(before: State, after: State) -> list[str]:
     missing = object()
     names = sorted({*before, *after})
     return [".".join(n).removeprefix(".") for n in names if not _equal(before.get(n, missing), after.get(n, missing))]
+
+
+def tensors_kept(state: State) -> dict[tuple[Any, ...], torch.Tensor]:
+    """Tensors in attributes and in the containers there, by where they are."""
+
+    def kept(place: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif isinstance(value, _Contents):
+            yield from kept(place, value.items)
+        elif isinstance(value, tuple):
+            for number, item in enumerate(value):
+                yield from kept((*place, number), item)
+
+    return dict(found for place, value in state.items() for found in kept(place, value))
 
 
 def _equal(a: Any, b: Any) -> bool:

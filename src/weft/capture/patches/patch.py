@@ -25,11 +25,15 @@ Block = AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Trace:
-    """A model that is called under tracing, what of it is written down beside the operators, and what it is told of values."""
+    """A model that is called under tracing, what of it is written down beside the operators, and what it is told of values.
+
+    `memory`: what patches know from one call of the model to the next, which reads what the first left in attributes.
+    """
 
     model: nn.Module
     record: Record
     answers: Answers
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class _Constants:
 
 
 def _watch(trace: Trace) -> Watch:
-    constants = _Constants()
+    constants: _Constants = trace.memory.setdefault(__name__, _Constants())
     return Watch(calls={func: constants.answer(ask) for func, ask in _ASKS.items()}, after=constants.note)
 
 

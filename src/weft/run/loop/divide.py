@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 from weft.capture.fakes import fake_mode
 from weft.capture.modes import training_modes
 from weft.errors import Infeasible, UsageError
+from weft.model.graph import Variable
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, build
+from weft.run.loop.called_parts import let_parts_be_called
 from weft.run.loop.cut import CutParameter, FullTensor
 from weft.run.loop.cut_optimizer import full_optimizer_state, guard_optimizers
 from weft.run.loop.forward import ByGraphs, Captures
@@ -81,6 +83,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     _mark_cut(parts, world, layout.mesh)
     original = Original(model, REPLACED, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     place(model, parts.parameters, parts.buffers)
+    let_parts_be_called(model, _cut_buffers(parts, world, layout.mesh), world)
     captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
     exchange = Exchange(parts.groups, parts.parameters, world)
     ShardedModule(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model), exchange)).bind()
@@ -115,9 +118,7 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
     variables = {v.name: v for v in parts.graph.parameters}
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
-            forms = parts.stored(variables[name])
-            cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
-            full = FullTensor(name, spec.global_shape, cuts)
+            full = _full_tensor(parts, variables[name], world, mesh)
             if full.spans != spec.spans:
                 raise AssertionError(f"{name} is cut {full.places}, and lies at {spec.spans}")
             guard_optimizers()
@@ -125,6 +126,17 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
             parts.parameters[name] = marked
             if variables[name].value in parts.variables:
                 parts.variables[variables[name].value] = marked
+
+
+def _cut_buffers(parts: Parts, world: World, mesh: Mesh) -> dict[str, FullTensor]:
+    """What the buffers that are cut are parts of, by their names in the model."""
+    full = {name: _full_tensor(parts, variable, world, mesh) for name, (variable, _) in parts.blocks.items() if name in parts.buffers}
+    return {name: one for name, one in full.items() if one.cuts}
+
+
+def _full_tensor(parts: Parts, variable: Variable, world: World, mesh: Mesh) -> FullTensor:
+    cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in parts.stored(variable).items() if is_shard(form))
+    return FullTensor(variable.name, variable.tensor.shape, cuts)
 
 
 def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
