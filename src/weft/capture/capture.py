@@ -28,7 +28,7 @@ from weft.capture.init.factory_losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.patched import calling, rewrite, tracing
 from weft.capture.patches.patch import Trace
-from weft.capture.remembered import computes_the_same
+from weft.capture.remembered import computes_equally
 from weft.capture.state import State, changes, set_state, state_of, tensors_kept
 from weft.errors import ModelError
 from weft.model.collector import uncollected
@@ -101,17 +101,17 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
 class _Step(nn.Module):
     """Model and loss as one module of tensor leaves, which is what `torch.export` takes.
 
-    `kept`: tensors that it gives in place of the loss or the outputs: those that are then in these places of the model's state.
+    `attributes`: tensors that it gives in place of the loss or the outputs: those that are then in these places of the model's state.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool, answers: Answers, kept: Sequence[tuple[Any, ...]] = ()
+        self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool, answers: Answers, attributes: Sequence[tuple[Any, ...]] = ()
     ) -> None:
         super().__init__()
         self.model = model
-        self.gives_outputs = outputs or bool(kept)
-        self._batch, self._kept, self._returns = batch, kept, outputs
-        self.keeping: Callable[[Sequence[tuple[Any, ...]]], _Step] = lambda places: _Step(model, batch, loss, outputs, answers, places)
+        self.gives_outputs = outputs or bool(attributes)
+        self._batch, self._attributes, self._returns = batch, attributes, outputs
+        self.of_attributes: Callable[[Sequence[tuple[Any, ...]]], _Step] = lambda them: _Step(model, batch, loss, outputs, answers, them)
         # In a closure: a loss that is a module is no part of the model.
         self._call: Callable[[Any], torch.Tensor] = lambda batch: call(model, batch, loss)
         outputs_seen: list[Any] = []
@@ -137,9 +137,9 @@ class _Step(nn.Module):
                 result = (self._call(batch),)
         state = state_of(self.model)
         self.left(state)
-        if self._kept:
+        if self._attributes:
             held = tensors_kept(state)
-            return tuple(held[place] for place in self._kept)
+            return tuple(held[place] for place in self._attributes)
         return (*result, *self.trace().record.buffers.values())
 
 
@@ -204,8 +204,8 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
             set_state(step.model, after)
             step.trace().answers.again()
             again = traced(step)
-            same = step.trace().answers.are_used_up and _equal_captures(again, captured)
-            if not same and not _reads_what_was_left(step, traced, before, captured, again):
+            is_equal = step.trace().answers.are_used_up and _equal_captures(again, captured)
+            if not is_equal and not _reads_what_was_left(step, traced, before, captured, again):
                 raise ModelError(
                     f"the model computes something else when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -225,11 +225,10 @@ def _reads_what_was_left(step: _Step, traced: Callable[[_Step], Captured], befor
     if not left:
         return False
     set_state(step.model, before)
-    kept = step.keeping(tuple(left))
-    kept.training = step.training
-    made = traced(kept)
-    captures = [(it.graph, it.constants) for it in (first, again, made)]
-    return computes_the_same(captures[0], captures[1], captures[2], tuple(left.values()), _is_equal)
+    attributes = step.of_attributes(tuple(left))
+    attributes.training = step.training
+    captures = [(it.graph, it.constants) for it in (first, again, traced(attributes))]
+    return computes_equally(captures[0], captures[1], captures[2], tuple(left.values()), _is_equal)
 
 
 def _equal_captures(one: Captured, other: Captured) -> bool:

@@ -14,14 +14,14 @@ from torch import Tensor
 from weft.model.graph import Arg, Graph, Ref
 from weft.ops import draws, writes
 
-Same = Callable[[Tensor, Tensor], bool]
+Equal = Callable[[Tensor, Tensor], bool]
 
 
 class _Numbers:
     """One number for all that is the same."""
 
-    def __init__(self, same: Same) -> None:
-        self._same = same
+    def __init__(self, equal: Equal) -> None:
+        self._equal = equal
         self._of: dict[object, int] = {}
         self._constants: list[tuple[Tensor, int]] = []
 
@@ -34,7 +34,7 @@ class _Numbers:
 
     def of_constant(self, x: Tensor) -> int:
         for other, number in self._constants:
-            if x is other or self._same(x, other):
+            if x is other or self._equal(x, other):
                 return number
         self.keep(x, self.of(("constant", len(self._constants))))
         return self._constants[-1][1]
@@ -63,29 +63,29 @@ class _Numbers:
 Capture = tuple[Graph, Mapping[str, Tensor]]  # with the values of its constants
 
 
-def computes_the_same(first: Capture, later: Capture, made: Capture, left: Sequence[Tensor], same: Same) -> bool:
-    """`made`: a capture whose outputs are the tensors `left` as the first call makes them."""
-    graph = made[0]
+def computes_equally(first: Capture, later: Capture, attributes: Capture, left: Sequence[Tensor], equal: Equal) -> bool:
+    """`attributes`: a capture whose outputs are the tensors `left` as the first call makes them."""
+    graph = attributes[0]
     if not _is_constant(graph):
         return False
-    numbers = _Numbers(same)
-    values, _ = numbers.of_graph(*made)
+    numbers = _Numbers(equal)
+    values, _ = numbers.of_graph(*attributes)
     for x, value in zip(left, graph.outputs, strict=True):
         numbers.keep(x, values[value])
-    found = []
+    meanings = []
     for graph, constants in (first, later):
         values, effects = numbers.of_graph(graph, constants)
-        found.append((values[graph.loss], [values[v] for v in graph.outputs], effects))
-    return found[0] == found[1]
+        meanings.append((values[graph.loss], [values[v] for v in graph.outputs], effects))
+    return meanings[0] == meanings[1]
 
 
 def _is_constant(graph: Graph) -> bool:
     """Whether its outputs depend on nothing that may be another in the next step."""
-    given = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
+    start = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
     needed = set(graph.outputs)
     for op in reversed(graph.operators):
         if needed.intersection(op.outputs):
             if draws(op):
                 return False
             needed.update(op.inputs)
-    return not needed & given
+    return not needed & start

@@ -74,7 +74,7 @@ def tensors_kept(state: State) -> dict[tuple[Any, ...], torch.Tensor]:
             for number, item in enumerate(value):
                 yield from kept((*place, number), item)
 
-    return dict(found for place, value in state.items() for found in kept(place, value))
+    return dict(entry for place, value in state.items() for entry in kept(place, value))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -50,8 +50,8 @@ class CalledPart:
                 that other ranks do not have.
         """
         if any(isinstance(m, private.BatchNorm) and m.training for m in part.modules()) and not _is_traced(part):
-            self._check_same(part, (args, kwargs))
-        whole: dict[int, Tensor] = {}
+            self._check_equal(part, (args, kwargs))
+        full: dict[int, Tensor] = {}
         with private.as_base_tensor():
             for name, buffer in part.named_buffers():
                 if name in self.buffers and buffer.shape != self.buffers[name].shape:
@@ -61,14 +61,14 @@ class CalledPart:
                             "where it would write the whole; call the model, part.eval() before, or use a layout that cuts no weights "
                             '(plan="data=N")'
                         )
-                    whole[id(buffer)] = _whole(buffer, self.buffers[name])
-            whole |= {id(p): _whole(p, p.full) for p in part.parameters() if isinstance(p, Cut)}
-        tables: Tables = [(table, dict(table)) for module in part.modules() for table in private.tensors_of(module)] if whole else []
+                    full[id(buffer)] = _gathered(buffer, self.buffers[name])
+            full |= {id(p): _gathered(p, p.full) for p in part.parameters() if isinstance(p, Cut)}
+        tables: Tables = [(table, dict(table)) for module in part.modules() for table in private.tensors_of(module)] if full else []
         self._before.append(tables)
         for table, held in tables:
-            table.update({key: whole[id(x)] for key, x in held.items() if id(x) in whole})
+            table.update({key: full[id(x)] for key, x in held.items() if id(x) in full})
 
-    def _check_same(self, part: nn.Module, called: Any) -> None:
+    def _check_equal(self, part: nn.Module, called: Any) -> None:
         """Raise UsageError where ranks call the part with different tensors."""
         mine = torch.tensor([int(digest(called), 16)], device=self.world.device)
         if len(set(self.world.everyone.all_gather(mine, 0).tolist())) > 1:
@@ -87,10 +87,10 @@ def let_parts_be_called(model: nn.Module, buffers: Mapping[str, FullTensor], wor
     """Register hooks on every part of `model` that has tensors of which this rank has pieces, or batch norm. `buffers`: which of these are
     buffers."""
     for path, part in model.named_modules() if world.num_ranks > 1 else ():
-        own = {name.removeprefix(f"{path}."): full for name, full in buffers.items() if name.startswith(f"{path}.")}
+        cut = {name.removeprefix(f"{path}."): one for name, one in buffers.items() if name.startswith(f"{path}.")}
         has_norm = any(isinstance(m, private.BatchNorm) for m in part.modules())
-        if path and (own or has_norm or any(isinstance(p, Cut) for p in part.parameters())):
-            called = CalledPart(world, own)
+        if path and (cut or has_norm or any(isinstance(p, Cut) for p in part.parameters())):
+            called = CalledPart(world, cut)
             part.register_forward_pre_hook(called.begin, with_kwargs=True)
             part.register_forward_hook(called.end, always_call=True)
 
@@ -99,7 +99,7 @@ def _is_traced(part: nn.Module) -> bool:
     return isinstance(next(chain(part.parameters(), part.buffers()), None), Fake)
 
 
-def _whole(x: Tensor, full: FullTensor) -> Tensor:
+def _gathered(x: Tensor, full: FullTensor) -> Tensor:
     for form, group in reversed(full.cuts):
         x = counted(redistribute(x, form, D, group), 1.0 / group.size)
     return x
