@@ -53,6 +53,24 @@ def test_the_oldest_that_runs_is_shown_and_the_ring_turns(record: Path) -> None:
     assert last.end_s >= last.start_s > 0
 
 
+def test_a_record_that_is_being_written_over_is_not_one_that_runs(record: Path) -> None:
+    """A rank that loses its core between the zeros of a record and what follows them would else seem to wait since the machine started."""
+    writer, reader = Recorder(record, 0), Reader(record)
+    slot = writer.slot((0, 1))
+    for number in range(7):
+        place = writer.start(ALL_REDUCE, slot, 1, (4,), 16)
+        writer.done(place)
+        if number >= 3:  # the oldest is next
+            oldest = writer._ring + (number + 1) % 4 * recorder.RECORD_BYTES
+            before = bytes(writer._map[oldest : oldest + recorder.RECORD.size])
+            writer._map[oldest : oldest + recorder.RECORD.size] = bytes(recorder.RECORD.size)
+            last = reader.status(0).last
+            assert last is not None
+            assert (last.sequence, last.running) == (number, False)
+            writer._map[oldest : oldest + recorder.RECORD.size] = before
+    reader.close()
+
+
 def test_the_record_survives_the_process(record: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom weft.world.recorder import *\nw = Recorder(Path(sys.argv[1]), 0)\n"

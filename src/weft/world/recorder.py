@@ -266,7 +266,12 @@ def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
     if not started:
         return None
     ring = base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
-    rows = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
+    numbers = range(started - 1, max(-1, started - 1 - capacity), -1)
+    rows = [RECORD.unpack_from(data, ring + number % capacity * RECORD_BYTES) for number in numbers]
+    # One that is just being written over is neither the one that it was nor the next: all zeros first, then of another number.
+    rows = [record for number, record in zip(numbers, rows, strict=True) if record[0] == number and record[1] > 0.0]
+    if not rows:
+        return None
     # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
     running = [record for record in rows if record[2] == 0.0]
     sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape, count = (running or rows[:1])[-1]
