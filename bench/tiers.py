@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ SLOWER, RATE, LOAD_S = 10.0, 30.0, 60.0
 PLANS = {"clips cross": 95.0, "detections cross": 92.0}
 UP = Link(100e6, 0.01)  # of the plan; here both are SLOWER times as slow
 TOKEN = "namespaces have no secrets"
+# Ray hands on what is larger than 100 kB by its object store: several messages to and fro, each of which takes the link's delay.
+INLINE = {"RAY_max_direct_call_object_size": "16777216", "RAY_task_rpc_inlined_bytes_limit": "67108864"}
 STORE = 80_000_000
 HEAD = """# Plans between tiers: measured beside planned
 
@@ -58,7 +61,7 @@ def workflow_text() -> str:
 def _nodes(network: Network) -> Iterator[str]:
     """Ray's head on the hub, with the edge's workers, and a node on the servers. The address of the head."""
     folder = tempfile.mkdtemp(prefix="wr")
-    environment = {**os.environ, "WEFT_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "WEFT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **INLINE}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", f"--object-store-memory={STORE}"]
     head = [*ray, "--head", "--port=6379", f"--node-ip-address={HUB}", "--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folder}"]
     node = [*ray, f"--address={HUB}:6379", f"--node-ip-address={network.address('server')}", "--num-cpus=2"]
@@ -118,6 +121,8 @@ def hub(network: Network, load_s: float) -> dict[str, Any]:
     from weft.serve.workflow_files import read_workflow
 
     found: dict[str, Any] = {}
+    # Of nodes, drivers and workers alike.
+    os.environ |= INLINE | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     with tempfile.TemporaryDirectory() as folder, _nodes(network) as address:
         path = Path(folder, "tracking.toml")
         path.write_text(workflow_text())
@@ -136,7 +141,7 @@ def hub(network: Network, load_s: float) -> dict[str, Any]:
                     "rows": [(r.what, r.planned, r.measured, r.unit) for r in trial.rows], "sent": trial.answers.sent, "lost": trial.lost,
                 }  # fmt: skip
                 if name == "clips cross":
-                    found["published"] = [_published(network, server.addresses("detector"), token) for token in (TOKEN, "")]
+                    found["published"] = [_published(network, server.addresses("identity"), token) for token in (TOKEN, "")]
             finally:
                 server.stop()
     return found
@@ -146,27 +151,26 @@ _TRAINER = """
 import json, sys, torch, weft
 from weft.errors import WeftError
 from weft.zoo.resolve import resolve
-def rank(world, addresses):
-    model = resolve(sys.argv[1])
-    batch = (torch.zeros(4, 4, 128, 128),)
-    engine = weft.parallelize(model.make, batch, loss=lambda out, _: out[1].sum(), plan="data=2", world=world)
+def rank(world, model, addresses):
+    batch = (torch.randn(4, 4, 2), torch.randn(4, 4, 8, 8))
+    engine = weft.parallelize(resolve(model).make, batch, loss=lambda out, _: out.square().sum(), plan="data=2", world=world)
     try:
         return engine.publish([tuple(a) for a in addresses]), ""
     except WeftError as error:
         return 0, str(error)
 if __name__ == "__main__":
-    print(json.dumps(weft.launch(rank, 2, json.loads(sys.argv[2]))))
+    print(json.dumps(weft.launch(rank, 2, sys.argv[1], json.loads(sys.argv[2]))))
 """
 
 
 def _published(network: Network, addresses: list[tuple[str, int]], token: str) -> dict[str, Any]:
-    """Bytes that two ranks in a third namespace send to the replicas of the detector, and what they say."""
+    """Bytes that two ranks in a third namespace send to the replicas of re-identification, and what they say."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "trainer.py")
         script.write_text(_TRAINER)
         environment = {**os.environ, "WEFT_TOKEN": token, "PYTHONPATH": f"{ROOT}/src"}
         ran = subprocess.run(
-            network.inside("trainer", sys.executable, str(script), f"{ROOT}/examples/serve/tracking.py:fine", json.dumps(addresses)),
+            network.inside("trainer", sys.executable, str(script), f"{ROOT}/examples/serve/tracking.py:few", json.dumps(addresses)),
             env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
     ranks = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else [[0, ran.stderr[-500:]]]
@@ -199,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--on-hub", default="", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     links = {"server": Link(UP.bandwidth_bytes_per_s / SLOWER, UP.latency_s * SLOWER), "trainer": Link(1e9, 0.0)}
     if asked.on_hub:
         print("\n" + json.dumps(hub(Network(links, asked.on_hub), asked.load)))
@@ -208,10 +213,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with Network(links) as network:
         inside = network.inside("", sys.executable, "-m", "bench.tiers", "--on-hub", network.prefix, "--load", str(asked.load))
-        ran = subprocess.run(inside, stdout=subprocess.PIPE, text=True, check=False)
-    if ran.returncode:
-        return ran.returncode
-    found = json.loads(ran.stdout.splitlines()[-1])
+        running = subprocess.Popen(inside, stdout=subprocess.PIPE, text=True)
+        try:
+            printed, _ = running.communicate()
+        finally:
+            running.terminate()
+            running.wait()
+    if running.returncode:
+        return running.returncode
+    found = json.loads(printed.splitlines()[-1])
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(page(found))

@@ -10,7 +10,7 @@ Not modelled: beams, positions beyond the longest sequence, prefixes that sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         layout, paging = self.plan.layout, self.paging
-        if self.plan.uncaptured or layout.inner or any(n > 1 and axis_of(axis).cuts_positions for axis, n in layout.axes):
+        others = [axis for axis, n in layout.axes if n > 1 and (axis_of(axis).cuts_positions or axis_of(axis).owns)]
+        if self.plan.uncaptured or layout.inner or others:
             raise Infeasible(f"{layout}: a decoder is divided by tensor, pipeline, expert and data; leave the rest out")
         if self.longest < FEWEST:
             raise UsageError(f"the longest sequence has {self.longest} tokens; at least {FEWEST} are needed")
@@ -193,7 +194,8 @@ class Decoder:
             source = self._decoding if paged else Source(self.source.model, self.source.deferred)
             like = self._steps.get((FEWEST, True))  # whose keys lie where they lie
             with self.world.pace.long():
-                self._steps[key] = self.lowered(asked, source, like.parts if paged and like is not None else None)
+                executors = self.lowered(asked, source, like.parts if paged and like is not None else None)
+            self._steps[key] = replace(executors, compile=False)  # whose steps differ in what attention reads
         return self._steps[key]
 
     def _called(self, tokens: int) -> Any:
