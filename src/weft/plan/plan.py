@@ -41,6 +41,15 @@ class Memory:
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
 
+    @property
+    def protection(self) -> float:
+        """Bytes of a rank's host, beside all this, that keep its state twice (`run.protect = "memory"`): weights and optimizer state.
+
+        >>> Memory(parameters=4.0, gradients=4.0, optimizer=8.0).protection
+        24.0
+        """
+        return 2 * (self.parameters + self.optimizer)
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

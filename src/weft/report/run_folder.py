@@ -18,7 +18,7 @@ from weft.plan.plan_file import read_plan
 from weft.plan.timeline import Span, Timeline
 from weft.report.cluster_tables import cluster_tables
 from weft.report.page import Subject
-from weft.units import format_bytes
+from weft.units import format_bytes, format_percent
 
 PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
 MACHINE, SUMMARY = "machine.toml", "summary.json"
@@ -55,9 +55,10 @@ def read_folder(folder: Path) -> Subject:
     machine = Cluster.parse(str(folder / MACHINE)) if (folder / MACHINE).exists() else None
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
+    waited = waited_for(_summary(folder / SUMMARY))
     return Subject(
         title=f"{plan.model if plan else folder.name}",
-        lead=f"{lead} in {folder.name}",
+        lead=f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else ""),
         plan=plan,
         metrics=metrics,
         levels=read_levels(folder / SUMMARY),
@@ -107,11 +108,30 @@ def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
 
 def read_levels(path: Path) -> tuple[tuple[str, float], ...]:
     """Losses to compare with, from the summary of a run that has ended: what byte frequencies alone would give."""
-    try:
-        loss = json.loads(_text(path) or "{}").get("byte_frequency_loss")
-    except (json.JSONDecodeError, AttributeError):
-        raise UsageError(f"{path} is not the summary of a run; remove it, and the page does without") from None
+    loss: Any = _summary(path).get("byte_frequency_loss")
     return (("byte frequencies alone", float(loss)),) if _is_number(loss) else ()
+
+
+def waited_for(summary: Mapping[str, Any]) -> str:
+    """Which ranks took longer than their like, and for how much of the run the others waited for each; empty where none did.
+
+    >>> waited_for({"waited_for": {"3": 0.12}})
+    'rank 3, 12.0 % of the time'
+    """
+    shares = summary.get("waited_for")
+    if not isinstance(shares, dict):
+        return ""
+    return " and ".join(f"rank {rank}, {format_percent(share)} of the time" for rank, share in shares.items() if _is_number(share))
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(_text(path) or "{}")
+    except json.JSONDecodeError:
+        data = None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} is not the summary of a run; remove it, and the page does without")
+    return data
 
 
 def read_trace(path: Path) -> Timeline:

@@ -35,24 +35,24 @@ from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
+from weft.train.doubts import doubt, no_room
 from weft.train.evaluation import Evaluation
 from weft.train.interval import Interval
 from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, last_step, read_metrics
+from weft.train.stragglers import Stragglers
 from weft.train.subject import Subject, subject_of
 from weft.train.trackers import tracking
 from weft.train.updates import optimizer_of
 from weft.units import parse_bytes
 from weft.world.current import set_world
-from weft.world.kept import available_bytes
 from weft.world.memory import PARTS
 from weft.world.world import World
 
 CHECKPOINTS = "checkpoints"
 _AGREE_S = 0.5
 _TYPICAL = 50
-_DOUBTED = 10  # last losses that a jump is told by, and how many times their spread it is
 _RECORDED = 10  # last steps whose components are measured
 
 
@@ -152,6 +152,7 @@ class Run:
         self.losses: list[float] = []
         self.done = 0
         self.snapshots: Snapshots | None = None
+        self._unprotected = ""  # why the state is not kept, where it was to be
         self.step_times: list[float] = []
         self.waited_s: list[float] = []  # for the batch of each step
         self.eval_loss: float | None = None
@@ -159,6 +160,7 @@ class Run:
         self.saved_step = -1
         self.token = 0  # of this run, in the folder of its checkpoints
         self.components = Components(world, layout.mesh_of(world.rank))
+        self.stragglers = Stragglers(world, layout.mesh_of(world.rank)) if not layout.staleness else None
         self.measured: dict[str, float] | None = None
         self.memory: dict[str, float] = {}
         self.show: Display
@@ -180,6 +182,8 @@ class Run:
         with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
             if start and not self.world.generation:
                 self.show.say(f"resuming after step {start}")
+            if self._unprotected:
+                self.show.say(self._unprotected)
             if layout.microbatches > 1 and (words := microbatch_words(self.engine.parts.coupled)):
                 self.show.say(words)
             stopped = self._steps(start, row, write)
@@ -219,8 +223,8 @@ class Run:
         if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
             return None
         state = self.engine.state()
-        fits = self.world.survivor.memory.inherited is not None or room_bytes(*state) * self.world.num_ranks < available_bytes() / 2
-        return Snapshots(self.world, *state) if not any(self.world.maximum([not fits])) else None
+        self._unprotected = no_room(self.world, room_bytes(*state))
+        return Snapshots(self.world, *state) if not self._unprotected else None
 
     def _resume(self) -> int:
         """Load the newest good checkpoint. Returns how many steps are done."""
@@ -300,15 +304,7 @@ class Run:
         return row, result
 
     def _doubt(self, row: Row, result: StepResult) -> str:
-        """Why a step's numbers may not be what the machine should have computed; every rank comes to the same."""
-        loss, norm, recent = result.loss, row["grad_norm"], self.losses[-_DOUBTED:]
-        if not isfinite(loss):
-            return f"the loss is {loss}"
-        if norm is not None and not isfinite(norm) and row["loss_scale"] is None:
-            return f"the norm of the gradients is {norm}"
-        if len(recent) == _DOUBTED and loss > max(recent) + _DOUBTED * (max(recent) - min(recent)):
-            return f"the loss went up to {loss:.4g}, from {recent[-1]:.4g}"
-        return ""
+        return doubt(result.loss, row["grad_norm"], row["loss_scale"] is not None, self.losses)
 
     def _blame(self, error: Diverged, snapshots: Snapshots, step: int) -> str:
         """Whose weights are no longer what they were after the last step, and which; every rank calls it."""
@@ -400,7 +396,9 @@ class Run:
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
         due = self._interval is not None and self._interval.due(time.perf_counter())
         told = [int(self.world.stopping), int(due), min(period, 2 * self._agree_every)]
-        stopping, saving, self._agree_every = self.world.maximum(told)
+        stopping, saving, self._agree_every, *work = self.world.maximum([*told, *(self.stragglers.mark() if self.stragglers else [])])
+        if self.stragglers is not None and (words := self.stragglers.add(work)):
+            self.show.say(words)
         self._agree_at = done + self._agree_every
         return bool(stopping), bool(saving)
 
@@ -465,6 +463,7 @@ class Run:
             "num_parameters": self.engine.num_parameters,
             "stopped": stopped,
             "saving_s": self.saving_s,
+            "waited_for": {str(rank): share for rank, share in (self.stragglers.shares() if self.stragglers else {}).items()},
             "data_wait_s": self.data_wait_s,
         }
 

@@ -5,6 +5,7 @@ A transport sees memory: elements of a tensor must lie there in order, as they a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +73,14 @@ class Work:
             return
         group = self._group
         assert group is not None
+        began = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
             raise group.explained(error) from error
         self._work = None
         if self._at >= 0:
-            group.recorder.done(self._at)
+            group.recorder.done(self._at, began)
         if self._finish is not None:
             self._finish()
         self._keep = self._finish = None
@@ -86,7 +88,7 @@ class Work:
     def untimed(self) -> Work:
         """The same, which the record takes for ended already: whoever may wait for it late, or never, does not look as if it hung."""
         if self._group is not None and self._work is not None and self._at >= 0:
-            self._group.recorder.done(self._at)
+            self._group.recorder.done(self._at, time.monotonic())
             self._at = -1
         return self
 

@@ -169,6 +169,7 @@ class Recorder:
         self._slots: dict[tuple[int, ...], int] = {}
         self._counts = [0] * NUM_SLOTS
         self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
+        self.waited_s = 0.0  # in which this rank did nothing else
         now = time.monotonic()
         self._map[self._base + STATUS_BYTES : self._ring] = bytes(self._ring - self._base - STATUS_BYTES)  # of an earlier generation
         STATUS.pack_into(self._map, self._base, now, 0, os.getpid(), STARTING, inf, now)
@@ -199,11 +200,12 @@ class Recorder:
         _PUT_SEQUENCE(self._map, self._base + 8, sequence + 1)
         return at
 
-    def done(self, at: int) -> None:
-        """Records that the collective that `start` returned `at` for has ended."""
-        now = time.monotonic()
+    def done(self, at: int, since_s: float = 0.0) -> None:
+        """Records that the collective that `start` returned `at` for has ended, for which this rank waited `since_s`, or from its start."""
+        now, start = time.monotonic(), _GET_START(self._map, at + START_AT)[0]
         _PUT_DONE(self._map, at + DONE_AT, now)
-        self.seconds[_GET_SLOT(self._map, at + SLOT_AT)[0]] += now - _GET_START(self._map, at + START_AT)[0]
+        self.seconds[_GET_SLOT(self._map, at + SLOT_AT)[0]] += now - start
+        self.waited_s += now - (since_s or start)
 
     def programmed(self, at: int, algorithm: str) -> None:
         """The collective at `at` is run from the program of an algorithm."""

@@ -1,0 +1,45 @@
+"""What is not as it should be. In: a step's numbers and the losses before, or what keeping the state takes. Out: a sentence, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from weft.units import format_bytes
+from weft.world.kept import available_bytes
+from weft.world.world import World
+
+ROOM = 0.5  # of what is free, for the state of all ranks of a host
+_RECENT = 10  # last losses that a jump is told by, and how many times their spread it is
+
+
+def doubt(loss: float, norm: float | None, is_scaled: bool, losses: Sequence[float]) -> str:
+    """Why they may not be; every rank comes to the same. `norm`: of the gradients, which may overflow where the loss `is_scaled`.
+
+    >>> doubt(90.0, None, False, [2.0, 2.2] * 5), doubt(2.1, 1.0, False, [2.0, 2.2] * 5)
+    ('the loss went up to 90, from 2.2', '')
+    """
+    recent = losses[-_RECENT:]
+    if not isfinite(loss):
+        return f"the loss is {loss}"
+    if norm is not None and not isfinite(norm) and not is_scaled:
+        return f"the norm of the gradients is {norm}"
+    if len(recent) == _RECENT and loss > max(recent) + _RECENT * (max(recent) - min(recent)):
+        return f"the loss went up to {loss:.4g}, from {recent[-1]:.4g}"
+    return ""
+
+
+def no_room(world: World, size_bytes: int) -> str:
+    """Why the state of ranks is not kept in memory that outlives them: each needs so much; every rank calls it, and says the same."""
+    assert world.survivor is not None
+    ranks_here = max(len(box) for box in world.boxes(tuple(range(world.num_ranks)))) if world.joined else world.num_ranks
+    need, free = size_bytes * ranks_here, available_bytes()
+    short = world.survivor.memory.inherited is None and need >= ROOM * free
+    need_kib, short_kib = world.maximum([need >> 10 if short else 0, int(short) and int((1 << 50) - free) >> 10])
+    if not need_kib:
+        return ""
+    there = format_bytes((1 << 50) - (short_kib << 10))
+    return (
+        f"the state is not kept in memory: {ranks_here} ranks need {format_bytes(need_kib << 10)} of the {there} that are free on their "
+        f"host, and no more than {ROOM:.0%} are taken; where a rank is lost the run goes on from the last checkpoint"
+    )
