@@ -25,7 +25,7 @@ class Stragglers:
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._world, self._before_s, self._before_waited_s = world, time.monotonic(), world.recorder.waited_s
-        self._same_work = same_work(world.num_ranks, mesh)
+        self._teams = teams_of(world.num_ranks, mesh)
         self.lost_s = [0.0] * world.num_ranks
         self.seconds, self._windows, self._named = 0.0, 0, set[int]()
 
@@ -40,7 +40,7 @@ class Stragglers:
     def add(self, agreed: Sequence[int]) -> str:
         """Take what all have agreed on; returns a sentence where there is news."""
         window_s, *work_s = (n / _UNITS for n in agreed)
-        rank, lost_s = slowest(work_s, self._same_work)
+        rank, lost_s = slowest(work_s, self._teams)
         self.seconds += window_s
         self._windows += 1
         self.lost_s[rank] += min(lost_s, window_s)
@@ -57,7 +57,7 @@ class Stragglers:
         return {rank: lost / self.seconds for rank, lost in enumerate(self.lost_s) if lost > SHARE * self.seconds}
 
 
-def same_work(num_ranks: int, mesh: Mesh) -> list[list[int]]:
+def teams_of(num_ranks: int, mesh: Mesh) -> list[list[int]]:
     """The ranks that do the same work, several each."""
     by_stage: dict[int, list[int]] = {}
     for rank in range(num_ranks):
@@ -65,12 +65,12 @@ def same_work(num_ranks: int, mesh: Mesh) -> list[list[int]]:
     return [ranks for ranks in by_stage.values() if len(ranks) > 1]
 
 
-def slowest(work_s: Sequence[float], same_work: Sequence[Sequence[int]]) -> tuple[int, float]:
+def slowest(work_s: Sequence[float], teams: Sequence[Sequence[int]]) -> tuple[int, float]:
     """(the rank that works longest of its like, by how many seconds longer than their lower median).
 
     >>> slowest([1.0, 3.0, 1.0, 1.5], [[0, 1], [2, 3]])
     (1, 2.0)
     """
-    differences = [(work_s[rank] - sorted(work_s[r] for r in ranks)[(len(ranks) - 1) // 2], rank) for ranks in same_work for rank in ranks]
-    lost_s, rank = max(differences, default=(0.0, 0))
+    excess = [(work_s[rank] - sorted(work_s[r] for r in ranks)[(len(ranks) - 1) // 2], rank) for ranks in teams for rank in ranks]
+    lost_s, rank = max(excess, default=(0.0, 0))
     return rank, lost_s
