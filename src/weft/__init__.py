@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.plan.timeline import Timeline
     from weft.run.engine import Engine
+    from weft.run.forms import Microbatches
     from weft.run.loop.checkpoints import load, save
     from weft.run.loop.divide import full_state_dict
     from weft.run.loop.module import accumulate
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook", "compare", "decoder",
-    "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save",
-    "scaling", "shard", "simulate", "verify", "whatif",
+    "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook",
+    "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print",
+    "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -43,6 +44,7 @@ _HOMES = {
     "Engine": "weft.run.engine",
     "full_state_dict": "weft.run.loop.divide",
     "Layout": "weft.plan.layout",
+    "Microbatches": "weft.run.forms",
     "Plan": "weft.plan.plan",
     "Timeline": "weft.plan.timeline",
     "Verification": "weft.run.proof.verification",

@@ -22,6 +22,7 @@ from weft.errors import ModelError, UsageError
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Shards
 from weft.model.stages.stages import check_trains
+from weft.plan.beside import FIXED, LENGTHS
 from weft.plan.custom_schedule import actions_of, read_actions
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
@@ -31,6 +32,7 @@ from weft.plan.schedule_sizes import SCHEDULES
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
+from weft.run.forms import shortened
 from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan
 from weft.run.rank_agreement import check_model_agrees, synchronize_generators
@@ -39,6 +41,7 @@ from weft.run.uncaptured.trial import refuse_division
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
+from weft.solve.splits import positions_of, with_splits
 from weft.solve.stragglers import straggler_steps
 from weft.solve.uncaptured import without_graph
 from weft.train.trials import Trial, distinct, fastest, trial_words, try_all, try_in
@@ -213,8 +216,17 @@ def _planned(  # noqa: PLR0913
     states = len(OptimizerSpec.of(optimizer).slots)
     if like is not None:
         cuts = _shards(like, graph)
-        return search(graph, machines, size, name, "", like.layout, objective, shards=cuts, stages=like.stages, optimizer_states=states)
-    return search(graph, machines, size, name, words, by_hand, objective, optimizer_states=states)
+        chosen = search(graph, machines, size, name, "", like.layout, objective, shards=cuts, stages=like.stages, optimizer_states=states)
+    else:
+        chosen = search(graph, machines, size, name, words, by_hand, objective, optimizer_states=states)
+    if chosen.layout.split != LENGTHS:
+        return chosen
+
+    def at(length: int) -> Graph:
+        positions, _ = positions_of(graph, chosen.layout.data * chosen.layout.context)
+        return Source(source.model, source.deferred).capture(shortened(inputs, positions, length), loss, size).graph
+
+    return with_splits(chosen, machines, graph, at, _shards(chosen, graph), states)
 
 
 def parallelize(  # noqa: PLR0913
@@ -280,12 +292,12 @@ def planned_for(
     wanted = _agreed(wanted, world) if isinstance(wanted, str) else wanted
     state = torch.random.get_rng_state()
     try:
-        if wanted is not None:
+        if wanted is not None and wanted.split == FIXED:
             return _planned(subject, any_cluster(), wanted, optimizer=optimizer)
 
         def of_rank_0() -> str:
-            ranks = f"ranks={world.num_ranks}"
-            return format_plan(_planned(subject, cluster, constraints=ranks, device_memory=device_memory, optimizer=optimizer))
+            ranks = f"ranks={world.num_ranks}" if wanted is None else ""
+            return format_plan(_planned(subject, cluster, wanted, constraints=ranks, device_memory=device_memory, optimizer=optimizer))
 
         # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
         return parse_plan(world.told(of_rank_0))

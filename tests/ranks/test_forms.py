@@ -215,7 +215,7 @@ def test_the_oldest_forms_leave() -> None:
     engine = weft.parallelize(Two, batches[0], plan="data=1", seed=0)
     for batch in batches:
         engine.step(batch, whole=True)
-    assert len(engine._others.held) == MOST_FORMS
+    assert len(engine._forms.others.held) == MOST_FORMS
 
 
 class Two(nn.Module):

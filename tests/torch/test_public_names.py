@@ -10,7 +10,7 @@ import pytest
 import weft
 
 NAMES = {
-    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate",
+    "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate",
     "auto_parallelize", "comm_hook", "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load",
     "parallelize", "plan", "print", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 }  # fmt: skip

@@ -74,13 +74,13 @@ class Axis:
         return not self.cuts_weights
 
 
-DATA, EXPERT, BRANCH, PIPELINE, CHANNEL = "data", "expert", "branch", "pipeline", "channel"
+DATA, EXPERT, BRANCH, PIPELINE, CONTEXT, CHANNEL = "data", "expert", "branch", "pipeline", "context", "channel"
 _ROWS = (
     Axis(PIPELINE),
     Axis(DATA, frozenset({SAMPLES})),
     Axis(EXPERT, frozenset({SAMPLES, EXPERTS}), again=True),
     Axis(BRANCH, frozenset({SAMPLES}), again=True, owns=True),
-    Axis("context", frozenset({SEQUENCE})),
+    Axis(CONTEXT, frozenset({SEQUENCE})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
     Axis(CHANNEL, frozenset({CHANNELS})),

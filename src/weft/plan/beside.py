@@ -60,6 +60,24 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
+# Whether each microbatch may have a split of its own, by its length.
+FIXED, LENGTHS = "fixed", "lengths"
+# What goes with that: ranks whose weights do not depend on it, and microbatches that run one after another.
+SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
+    "pipeline": (1,),
+    "chunks": (1,),
+    "zero": (0, 1),
+    "expert": (1,),
+    "branch": (1,),
+    "spatial": ("1",),
+    "channel": (1,),
+    "sample_parallel": ("off",),
+    "shares": ("",),
+    "batch_norm": ("exact",),
+    "compress": ("none",),
+    "staleness": (0,),
+    "servers": (0,),
+}
 
 
 class Replicas(Protocol):
@@ -67,6 +85,12 @@ class Replicas(Protocol):
 
     @property
     def data(self) -> int: ...
+    @property
+    def branch(self) -> int: ...
+    @property
+    def compile(self) -> str: ...
+    @property
+    def split(self) -> str: ...
     @property
     def staleness(self) -> int: ...
     @property
@@ -94,6 +118,16 @@ def refuse_servers(layout: Replicas) -> str:
         have, need = layout.data, max(2, layout.servers)
         return f"servers={layout.servers} of data={have}: servers are replicas, and serve others; use data={need} or more, or servers=0"
     return refuse_beside(layout, SERVED_WITH, f"servers={layout.servers}", "servers=0")
+
+
+def refuse_together(layout: Replicas) -> str:
+    """Why a choice of a layout does not go with another one; empty where all go together."""
+    reason = refuse_beside(layout, COMPILE_WITH, "compile=on", "compile=off") if layout.compile == "on" else ""
+    if not reason and layout.branch > 1:
+        reason = refuse_beside(layout, BRANCH_WITH, f"branch={layout.branch}", "branch=1")
+    if not reason and layout.split == LENGTHS:
+        reason = refuse_beside(layout, SPLIT_WITH, f"split={LENGTHS}", f"split={FIXED}")
+    return reason
 
 
 def server_ranks(data: int, servers: int) -> tuple[int, ...]:

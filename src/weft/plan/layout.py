@@ -22,7 +22,7 @@ from weft.plan.axis import (
     sample_axes,
     spatial_ranks,
 )  # fmt: skip
-from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, refuse_beside, refuse_servers, refuse_staleness, server_ranks
+from weft.plan.beside import FIXED, INNER_WITH, LENGTHS, refuse_beside, refuse_servers, refuse_staleness, refuse_together, server_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
@@ -49,6 +49,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "neighbours": ("branch", "data", "pipeline"),
     "compile": ("off", "on"),
+    "split": (FIXED, LENGTHS),
 }
 _words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
@@ -87,6 +88,7 @@ class Layout:
     `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
     something else.
     `compile`: whether what torch computes between collectives is compiled, stage by stage, which takes a minute or more at the start.
+    `split`: whether every microbatch has the layout's data x context, or, by its length, whichever of the same ranks takes least time.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     `begins`: of stages with unlike numbers of ranks the first rank of each, and the number of all, as `inner` says them.
     """
@@ -122,6 +124,7 @@ class Layout:
     shares: str = ""
     batch_norm: str = "exact"
     compile: str = "off"
+    split: str = FIXED
     actions: str = field(default="", repr=False)
     begins: tuple[int, ...] = field(default=(), repr=False)
 
@@ -147,11 +150,7 @@ class Layout:
             _refuse(refuse_scaled(self.compress, self.precision))
         self._check_shares()
         self._check_inner()
-        _refuse(refuse_staleness(self) or refuse_servers(self))
-        if self.compile == "on":
-            _refuse(refuse_beside(self, COMPILE_WITH, "compile=on", "compile=off"))
-        if self.branch > 1:
-            _refuse(refuse_beside(self, BRANCH_WITH, f"branch={self.branch}", "branch=1"))
+        _refuse(refuse_staleness(self) or refuse_servers(self) or refuse_together(self))
 
     def _check_counts(self) -> None:
         for key in COUNTS:
@@ -482,7 +481,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off"))
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off", "fixed"))
     'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, float16, float8, float64'
     """
     return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")

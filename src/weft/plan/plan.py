@@ -10,6 +10,7 @@ from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, sizes_of_plan
 from weft.plan.precision import PRECISIONS
 from weft.plan.shown import html
+from weft.plan.splits import Splits
 from weft.units import format_seconds
 
 FORMAT_VERSION = 1
@@ -91,7 +92,7 @@ class Plan:
     `stages`: site of the first operator of every stage after the first (pipeline x chunks - 1 of them).
     `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is cut).
     The placement of everything else follows from these by propagation.
-    `sums`: what `all_reduce=auto` is for how many bytes of gradients.
+    `sums`: what `all_reduce=auto` is for how many bytes of gradients. `splits`: what `split=lengths` chooses by.
     """
 
     layout: Layout
@@ -109,6 +110,7 @@ class Plan:
     bound_gap: float | None = None  # the step against a proven lower bound: 0.05 is 5 % above; None where nothing is proven
     planning_time_s: float = field(default=0.0, compare=False)
     sums: Choices = field(default_factory=Choices)
+    splits: Splits = field(default_factory=Splits)
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:

@@ -24,6 +24,7 @@ from weft.plan.grid import AXES, TENSOR
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
+from weft.plan.splits import SplitPrice, Splits
 from weft.plan.toml_text import loads, quoted, quoted_key
 
 KIND = "weft plan"
@@ -69,6 +70,7 @@ _WORDS = {
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
     "batch_norm": f"whose samples statistics are of, all or each replica's: {', '.join(CHOICES['batch_norm'])}",
     "compile": f"what torch computes between collectives is compiled: {', '.join(CHOICES['compile'])}",
+    "split": f"data x context of the same ranks, fixed or for each microbatch by its length: {', '.join(CHOICES['split'])}",
     "servers": "replicas that hold and update the weights for all, a part of them each; 0 is none",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",
 }
@@ -124,7 +126,7 @@ def format_plan(plan: Plan) -> str:
     >>> parse_plan(format_plan(plan)) == plan
     True
     """
-    lines = [*_head(plan), *_layout(plan), *_shards(plan), *_predicted(plan), *_searched(plan)]
+    lines = [*_head(plan), *_layout(plan), *_shards(plan), *_splits(plan), *_predicted(plan), *_searched(plan)]
     if plan.layout.actions:
         lines += [
             "",
@@ -186,6 +188,35 @@ def _shards(plan: Plan) -> list[str]:
     return lines
 
 
+def _splits(plan: Plan) -> list[str]:
+    splits = plan.splits
+    if not splits.prices:
+        return []
+    prices = ((p.data, p.context, *(_list(*map(_number, seconds)) for seconds in (p.fixed_s, p.row_s))) for p in splits.prices)
+    return [
+        "",
+        '[splits]  # what split = "lengths" chooses by',
+        f"positions = {_list(*(_list(quoted(path), str(dim)) for path, dim in splits.positions))}  # tensors of the batch, their dimension",
+        f"most = {splits.most}  # positions of a microbatch that a rank has at most, for which memory is predicted",
+        f"lengths = {_list(*map(str, splits.lengths))}",
+        "# data, context; seconds of a microbatch at each length, and of each row of a replica",
+        *_array("prices", [_list(*map(str, row)) for row in prices]),
+    ]
+
+
+def _read_splits(table: _Table) -> Splits:
+    if not table.data:
+        return Splits()
+    positions = tuple(tuple(table.columns("positions", row, ["str", "int"])) for row in table.rows("positions", "list"))
+    most, lengths = table.take("most", "int"), table.rows("lengths", "int")
+    prices = []
+    for row in table.rows("prices", "list"):
+        data, context, *seconds = table.columns("prices", row, ["int", "int", "list", "list"])
+        prices.append(SplitPrice(data, context, *(tuple(float(table.typed("prices", s, "float")) for s in each) for each in seconds)))
+    table.finish()
+    return Splits(positions, lengths, tuple(prices), most)
+
+
 def _predicted(plan: Plan) -> list[str]:
     if not plan.prediction:
         return []
@@ -241,6 +272,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     }
     layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
     prediction, sums, schedules = top.table("prediction", {}), top.table("sums", {}), top.table("schedules", {})
+    values["splits"] = _read_splits(top.table("splits", {}))
     top.finish()
     words = {one.name: layout.take(one.name, str(one.type), one.default) for one in _FIELDS}
     layout.finish()

@@ -6,7 +6,7 @@ value: rows of the batch, shares of it, and totals that are counted over all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.capture.nesting import BatchForm
 from weft.errors import Infeasible
+from weft.lower.kernels.sample_positions import Samples
 from weft.model.graph import Variable
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.mesh import Mesh
@@ -29,13 +30,17 @@ from weft.run.step.executors import Executors
 from weft.run.step.totals import Counter, count
 from weft.run.training_parts import Parts
 
+Counting = tuple[Counter, dict[str, Tensor], bool]  # of a microbatch: what counts, what it reads, whether this rank has rows of it
+
 
 @dataclass
 class StepInputs:
-    """A batch of one step. `inputs`: by microbatch, by graph value. `counted`: what its loss is still to be divided by, where it is so."""
+    """A batch of one step. `inputs`: by microbatch, by graph value. `drawn`: which samples each has. `counted`: what its loss is
+    still to be divided by, where it is so."""
 
     executor: Executor
     inputs: list[dict[str, Tensor]]
+    drawn: tuple[Samples, ...]
     counted: Tensor | None = None
 
 
@@ -59,13 +64,27 @@ class Capture:
         Raises:
             Infeasible: shares that differ where samples meet, or a microbatch with so many samples computes something else.
         """
+        arguments, counting = self.before_totals(tensors, rows)
+        if counting:
+            together = rows.counts_all
+            alone = is_stale and not together and len(rows.table[0]) > 1
+            totals = count(counting, together, self.parts.arrival, alone)
+            if alone:
+                counter = counting[0][0]
+                named = counter.named(totals)
+                arguments.counted, named = self._divisor_after_sum(named, counter.sized.normal.divisor)
+                totals = list(named.values())
+            self.add_totals(arguments, counting, totals)
+        return arguments
+
+    def before_totals(self, tensors: Mapping[str, Tensor], rows: Rows) -> tuple[StepInputs, list[Counting]]:
+        """All but what is counted over the whole batch; and by microbatch what counts it, empty where nothing is counted."""
         parts, samples = self.parts, rows.samples
         if not rows.planned:
             self._check_apart(rows)
         needed = {value for local in parts.lowered.values() for value in local.variables}
         out: list[dict[str, Tensor]] = []
-        counting: list[tuple[Counter, dict[str, Tensor], bool]] = []
-        together = rows.is_global and rows.planned  # every rank counts what all have
+        counting: list[Counting] = []
         for m, size in enumerate(rows.sizes):
             sized = parts.of_size(size or len(rows.table[m]), samples)
             normal = sized.normal
@@ -76,25 +95,21 @@ class Capture:
             counted = inputs_of
             if counter is not None:  # what is counted is of whole rows
                 read = [v for v in inputs if v.value in counter.variables]
-                full = {v.value: rows.of_all(tensors[v.name], m) if together and v.batched else rows_here[v.value] for v in read}
+                full = {v.value: rows.of_all(tensors[v.name], m) if rows.counts_all and v.batched else rows_here[v.value] for v in read}
                 counted = {v.value: self._taken(full[v.value], v) for v in read}
                 counting.append((counter, counted, bool(size)))
             if name := normal.share:
                 kind = getattr(torch, normal.graph.tensors[name].dtype)
                 inputs_of[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
             out.append(inputs_of)
-        parts.draw.samples = rows.drawn
-        arguments = StepInputs(self.executors.of(rows.sizes, samples), out)
-        if counting:
-            alone = is_stale and not together and len(rows.table[0]) > 1
-            totals = count(counting, together, parts.arrival, alone)
-            if alone:
-                arguments.counted, totals = self._divisor_after_sum(totals, counting[0][0].sized.normal.divisor)
-            if self.executors.compile:
-                parts.arrival.wait()  # compiled code does not
-            for inputs_of in out:
-                inputs_of.update(totals)
-        return arguments
+        return StepInputs(self.executors.of(rows.sizes, samples), out, rows.drawn), counting
+
+    def add_totals(self, arguments: StepInputs, counting: Sequence[Counting], totals: Sequence[Tensor]) -> None:
+        """Give every microbatch what was counted."""
+        if self.executors.compile:
+            self.parts.arrival.wait()  # compiled code does not
+        for inputs_of, (counter, _, _) in zip(arguments.inputs, counting, strict=True):
+            inputs_of.update(counter.named(totals))
 
     def _check_apart(self, rows: Rows) -> None:
         """Raise where ranks with unequal shares would compute something else than all samples at once."""
@@ -128,13 +143,13 @@ class Capture:
         return self.executors.plan.layout.mesh_of(self.executors.world.rank)
 
     @cached_property
-    def _at(self) -> dict[str, int]:
+    def place(self) -> dict[str, int]:
         """This rank's place in its mesh."""
         return self._mesh.coordinates(self.executors.world.rank)
 
     def _held(self, x: Tensor, v: Variable, sized: Sized) -> Tensor:
         """Of the rows of this data rank, what this rank computes with."""
-        sharding, at = sized.sharding, self._at
+        sharding, at = sized.sharding, self.place
         want = sharding.rows(v.value, v.tensor.shape, at)
         if tuple(x.shape) != want and not self.executors.plan.uncaptured:
             raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(want)}")

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -32,11 +31,12 @@ from weft.model.graph import Graph
 from weft.model.sharding.sample_pieces import with_samples_of
 from weft.model.sharding.sharding import Sharding, Shards
 from weft.model.stages.stages import Stage
+from weft.plan.axis import axis_of
 from weft.plan.mesh import Mesh
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, folds, outputs_of, rows_of_outputs
-from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
+from weft.run.meshes import always_summed, between_meshes, entering_of, from_other_meshes, shares_of, stage_shardings
 from weft.run.recent import MOST_SIZES
 from weft.run.resized import Sized, check_divides, check_operators, constants_of, shares_of_samples, sized
 from weft.run.state.precision import DTYPES
@@ -47,9 +47,9 @@ from weft.world.world import World
 @dataclass(frozen=True)
 class Asked:
     """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
-    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's.
-    `replicated`: every replica computes all samples, instead of its part. `together`: outputs are of all samples on every rank. `pages`: of
-    a decoder, where its attention finds the keys of earlier tokens."""
+    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's, and
+    `samples` of the batch. `replicated`: every replica computes all samples, instead of its part. `together`: outputs are of all samples
+    on every rank. `pages`: of a decoder, where its attention finds the keys of earlier tokens."""
 
     modes: Modes
     batch: Any
@@ -57,6 +57,7 @@ class Asked:
     trains: bool = False
     outputs: bool = False
     size: int = 0
+    samples: int = 0
     replicated: bool = False
     together: bool = False
     pages: Pages | None = None
@@ -72,7 +73,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     modes, batch, loss, outputs = asked.modes, asked.batch, asked.loss, asked.outputs
     if asked.pages is not None:  # a step may have fewer tokens than there are ranks
         plan = replace(plan, layout=replace(plan.layout, sequence_parallel="off"))
-    first, samples = asked.size or plan.microbatch_sizes[0], asked.size or plan.batch_size
+    first, samples = asked.size or plan.microbatch_sizes[0], asked.samples or asked.size or plan.batch_size
     part = outputs_of(source, plan, batch, first, modes) if outputs else source.part(plan, batch, loss, first, samples, modes)
     graph, normal = part.normal.graph, part.normal
     check_samples(graph, plan.layout)
@@ -81,7 +82,7 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     program = program_of(plan, stages, world)
     mesh = plan.layout.mesh_of(world.rank)
     at = mesh.coordinates(world.rank)
-    shardings = _shardings(parts, plan, source, graph, stages, asked.replicated)
+    shardings = _shardings(parts, plan, source, graph, stages, mesh, asked.replicated)
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     groups = groups_of(graph, sharding, mesh, world)
@@ -90,7 +91,9 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     arriving = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
-    shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
+    shares, entering = shares_of(across, sharding, mesh), {}
+    if asked.trains:
+        entering = _entering(parts, graph, sharding, mesh, across, always_summed(plan.layout))
     statistics, precision = plan.layout.local_statistics, PRECISIONS[plan.layout.precision]
     lowering = Lowering(
         graph, sharding, groups, world.device, parts.draw, rows, shares, apart, samples_at, arriving, parts.arrival, statistics, precision,
@@ -118,11 +121,17 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     )  # fmt: skip
 
 
-def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage], replicated: bool) -> tuple[Sharding, ...]:
+def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: n for axis, n in sizes.items() if n > 1 and axis_of(axis).cuts}
+
+
+def _shardings(
+    parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage], mesh: Mesh, replicated: bool
+) -> tuple[Sharding, ...]:
     """The sharding of a graph by pipeline rank: that of `parts` where its operators are the same and its tensors divide as it says."""
     if replicated:
         plan = replace(plan, layout=replace(plan.layout, data=1))
-    elif parts.lowering is not None:
+    elif parts.lowering is not None and _cut_sizes(parts.sharding.sizes) == _cut_sizes(dict(mesh.axes)):
         try:
             check_operators(parts.lowering, graph)
             again = {id(one): with_samples_of(one, graph, shares_of_samples(plan.layout)) for one in parts.shardings}
@@ -158,8 +167,11 @@ def _variables(parts: Parts, graph: Graph, sharding: Sharding, mine: Sequence[St
     return variables
 
 
-def _entering(parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across: AbstractSet[str]) -> dict[str, Entering]:
-    """What is done to gradients of parameters, so that ranks can sum them over the axes over which they sum those of training.
+def _entering(
+    parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across: AbstractSet[str], always: Sequence[str]
+) -> dict[str, Entering]:
+    """What is done to gradients of parameters, so that ranks can sum them over the axes over which they sum those of training, and those
+    over which they `always` do.
 
     Raises:
         ModelError: a parameter learns that does not in training, as every rank finds.
@@ -174,12 +186,8 @@ def _entering(parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across
                 f"{v.name} learns from a batch of this form, and does not from the one that the model was divided with; divide it with a "
                 "batch from which every parameter learns"
             )
-        if v.name in parts.specs:
-            partial, exchanged = set(sharding.gradients.get(v.value, ())), set(parts.specs[v.name].summed_over)
-            more, fewer = partial - exchanged, exchanged - partial
-            if more or fewer:
-                share = 1.0 / prod(mesh.size(axis) for axis in fewer)
-                entering[v.value] = Entering(tuple(axis for axis in sharding.sizes if axis in more), share)
+        if v.name in parts.specs and (how := entering_of(v.value, {*parts.specs[v.name].summed_over, *always}, sharding, mesh)):
+            entering[v.value] = how
     return entering
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.capture.capture import Loss
-from weft.capture.modes import Modes, evaluation_modes, in_modes, training_modes
+from weft.capture.modes import evaluation_modes, in_modes
 from weft.capture.nesting import BatchForm, batch_size_of, count_samples, tensors_of
-from weft.errors import Infeasible, ModelError, UsageError
-from weft.lower.kernels.randomness import Draw
+from weft.errors import Infeasible, UsageError
 from weft.model.work import model_flops
 from weft.plan.axis import DATA, PIPELINE, sample_axes
 from weft.plan.compression import Compression
@@ -29,11 +28,10 @@ from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced, build
-from weft.run.captured import Capture
-from weft.run.captures import Asked, captured_in
+from weft.run.captured import Capture, StepInputs
+from weft.run.forms import Forms, Microbatches, by_length, inputs_of_parts, length_of
 from weft.run.published import Address, send_pieces
 from weft.run.rank_agreement import check_batch_agrees
-from weft.run.recent import MOST_FORMS, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Residuals
 from weft.run.reduce.overlapped import Gradients
@@ -53,7 +51,6 @@ from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.resharded import line_of
 from weft.run.step.result import StepResult, mean_of
-from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import build_replicated
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
@@ -120,9 +117,8 @@ class Engine:
         how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)
-        self._trained = Capture(BatchForm.of(batch), self._executors, replicas)
-        self._others = Recent[Capture](MOST_FORMS)
-        self.source, self._loss = source, loss
+        self.source, self._forms = source, Forms(Capture(BatchForm.of(batch), self._executors, replicas), source, loss)
+        self.lowered = self._forms.lowered  # of other captures
         self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
         self._fingerprints = Fingerprints(self.parts.groups, world)
@@ -208,7 +204,7 @@ class Engine:
         return self.parts.graph.num_parameters
 
     def step(self, batch: Any, lr: float | None = None, record: bool = False, whole: bool | None = None, samples: int = 0) -> StepResult:
-        """One step on a batch: the global one (the same on every rank), or this rank's rows as `weft.shard` gives them.
+        """One step on a batch: the global one (the same on every rank), as `Microbatches` too, or this rank's rows of `weft.shard`.
 
         A batch may have fewer samples than the plan's, as the last of an epoch has; its mean counts as any other's. It may have other
         tensors, or tensors of other shapes: the model is captured once for each form, and the last forms are kept (`MOST_FORMS`).
@@ -235,7 +231,7 @@ class Engine:
         waited = self._stale.waited_s if self._stale else 0.0
         self.seconds["optimizer"] = time.perf_counter() - summed - waited
         self.seconds["gradients"] += waited
-        total, work = result.mean or self._mean_of(result, self.parts)
+        total, work = result.mean or self._sum_over_ranks(result)
         if self._stale is None:
             work.wait()
         return StepResult(norm, time.perf_counter() - began, total, work, self.scale.factor if self.scale.scaled else None)
@@ -244,24 +240,21 @@ class Engine:
         self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None, samples: int = 0
     ) -> Result:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
-        rows = self._rows_of(batch, whole, samples)
-        capture = self._of_form(batch, rows, trains=True)
-        capture.parts.draw.step = self.step_index
-        inputs = capture.step_inputs(tensors_of(batch), rows, is_stale=self._stale is not None)
-        self._counted, executor = inputs.counted, inputs.executor
+        parts = self._parts_of(batch, whole, samples, trains=True)
+        self._counted = parts[0][1].counted
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
-        capture.replicas.start()
         if record:
             self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
         with self.memory.guarded(self.world.rank):
-            result = executor.run(inputs.inputs, record=record, want_inputs=want_inputs)
+            result = self._run(parts, record=record, want_inputs=want_inputs)
             ended = time.perf_counter()
             self.gradients.finish()
-            capture.replicas.finish(executor.program.microbatches)
-            result.mean = self._mean_of(result, capture.parts)  # on its way beside the gradients
+            for capture, inputs in parts:
+                capture.replicas.finish(inputs.executor.program.microbatches)
+            result.mean = self._sum_over_ranks(result)  # on its way beside the gradients
             if self._stale is None:
                 self._fingerprints.start()
                 self.gradients.wait()
@@ -269,12 +262,38 @@ class Engine:
             else:
                 total, work = result.mean
                 self._stale.take(work, total[1] if total.dim() else None, self._counted)
-        capture.executors.gathered.release()
+        for capture, _ in parts:
+            capture.executors.gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
         return result
+
+    def _run(
+        self, parts: Sequence[tuple[Capture, StepInputs]], train: bool = True, record: bool = False, want_inputs: bool = False
+    ) -> Result:
+        """Run what a step is made of, one after another; what the last leaves, with the losses and spans of all."""
+        began = time.perf_counter()
+        result = Result()
+        for number, (capture, inputs) in enumerate(parts):
+            draw, before = capture.parts.draw, time.perf_counter() - began
+            draw.step, draw.samples = self.step_index, inputs.drawn
+            capture.replicas.start()
+            ends = number == len(parts) - 1
+            one = inputs.executor.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends)
+            one.summand = (0.0 if result.summand is None else result.summand) + self._summand_of(one, capture)
+            later = before if number else 0.0
+            spans = (span._replace(start_s=span.start_s + later, end_s=span.end_s + later) for span in one.spans)
+            one.spans = [*result.spans, *spans]
+            result = one
+        return result
+
+    def by_length(self, batch: Any, lengths: Sequence[int] | Tensor | str, multiple: int = 0) -> Microbatches:
+        """The rows of a whole batch in microbatches of like lengths, for `step` and `evaluate`, of a layout with split=lengths: each cut to
+        its longest row, rounded up to a `multiple` (by default an eighth of the plan's own), under the data x context of least time.
+        `lengths`: of each row, or the path of a mask that tells them."""
+        return by_length(batch, lengths, self.plan.splits, multiple)
 
     def update(self, lr: float | None = None) -> float | None:
         """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped.
@@ -299,79 +318,60 @@ class Engine:
             ModelError: the model cannot be followed in evaluation.
         """
         self.drain()
-        rows = self._rows_of(batch, whole, samples)
-        capture = self._of_form(batch, rows, trains=False)
-        parts = capture.parts
-        parts.draw.step = self.step_index
-        module = parts.only.module if self.plan.uncaptured else nn.Module()  # that of a model that runs whole is the user's, with modes
+        parts = self._parts_of(batch, whole, samples, trains=False)
+        self._counted = None
+        module = self.parts.only.module if self.plan.uncaptured else nn.Module()  # what runs whole is the user's, with modes
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
-            inputs = capture.step_inputs(tensors_of(batch), rows, is_stale=False)
-            self._counted, executor = None, inputs.executor
-            capture.replicas.start()
-            result = executor.run(inputs.inputs, train=False)
-            capture.replicas.finish(executor.program.microbatches)
-            total, work = self._mean_of(result, parts)
+            result = self._run(parts, train=False)
+            for capture, inputs in parts:
+                capture.replicas.finish(inputs.executor.program.microbatches)
+            total, work = self._sum_over_ranks(result)
             work.wait()
             return float(total)
 
-    def _of_form(self, batch: Any, rows: Rows, trains: bool) -> Capture:
-        """The capture that a batch runs in: that of training, or another one, made where this rank has not kept one."""
-        trained, form = self._trained, BatchForm.of(batch)
-        if self.plan.uncaptured:
-            trained.form.check_tensors(form)
-            return trained
-        trained.form.check_objects(form)
-        if trains and form.key == trained.form.key:
-            return trained
-        with self.world.pace.long():
-            return self._others.of((trains, form.key), lambda: self._captured(Asked(self._modes(trains), batch, self._loss, trains), form))
-
-    def _modes(self, trains: bool) -> Modes:
-        return (training_modes if trains else evaluation_modes)(self.source.model)
-
-    def _captured(self, asked: Asked, form: BatchForm) -> Capture:
-        """The model as it is asked for: what runs it, and the buffers that it writes; the weights are those that train."""
-        # What a source has captured is of one form.
-        source = self.source if form.key == self._trained.form.key else Traced(self.source.model, self.source.deferred)
-        try:
-            executors = self.lowered(asked, source)
-        except ModelError as error:
-            cannot = "trained with this batch" if asked.trains else "evaluated"
-            raise ModelError(f"the model is trained, and cannot be {cannot}: {error}") from error
-        replicas = Replicas(executors.parts, self.mesh, self.world)
-        for group in sorted(replicas.groups, key=lambda g: g.ranks):
-            group.connect()
-        return Capture(form, executors, replicas)
-
-    def lowered(self, asked: Asked, source: Source, like: Parts | None = None) -> Executors:
-        """What runs a capture, over the weights that train; arranged as those of another, where it has the same operators."""
-        parts = captured_in(asked, replace(like or self.parts, draw=Draw(self.parts.draw.seed)), self.plan, source, self.world)
-        read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
-        return self._executors.of_other(parts, read, asked.trains)
+    def _parts_of(self, batch: Any, whole: bool | None, samples: int, trains: bool) -> list[tuple[Capture, StepInputs]]:
+        """What a batch runs in, with its inputs: one after another where its microbatches have forms of their own."""
+        if not isinstance(batch, Microbatches):
+            rows = self._rows_of(batch, whole, samples)
+            if not (rows.counts_all and self.plan.splits.prices):
+                capture = self._forms.of(batch, trains)
+                return [(capture, capture.step_inputs(tensors_of(batch), rows, is_stale=trains and self._stale is not None))]
+            batch = self.by_length(batch, [length_of(batch, self.plan.splits)] * rows.samples)
+        elif batch.samples > self.plan.batch_size:
+            raise Infeasible(f"the batch has {batch.samples} samples; the plan is for {self.plan.batch_size}")
+        elif self.step_index == 0 and self.world.num_ranks > 1:
+            check_batch_agrees(batch.batches, self.world)
+        parts = self._forms.in_parts(batch, trains)
+        return list(zip((capture for capture, _, _ in parts), inputs_of_parts(parts), strict=True))
 
     def loss_of(self, result: Result) -> float:
         """The loss of the whole batch, from every rank's and microbatch's summands."""
-        total, work = result.mean or self._mean_of(result, self.parts)
+        total, work = result.mean or self._sum_over_ranks(result)
         work.wait()
         return mean_of(total)
 
-    def _mean_of(self, result: Result, parts: Parts) -> tuple[Tensor, Work]:
-        """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it."""
+    def _summand_of(self, result: Result, capture: Capture) -> Tensor:
+        """What microbatches of this rank add to the loss. `capture`: what computed them."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
-            loss = parts.graph.loss
-            forms = next(local.forms[loss] for local in parts.lowered.values() if loss in local.results)
-            at = self.mesh.coordinates(self.world.rank)
+            lowered, loss = capture.parts.lowered, capture.parts.graph.loss
+            forms = next(local.forms[loss] for local in lowered.values() if loss in local.results)
+            at = capture.place
             if all(form is P or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
+        return total
+
+    def _sum_over_ranks(self, result: Result) -> tuple[Tensor, Work]:
+        """The loss over all microbatches and ranks, and its sum under way."""
+        total = result.summand
+        assert total is not None
         if self._counted is not None:
             total = torch.stack((total, self._counted))
         return total, self._everyone.all_reduce(total, wait=False).untimed()  # a loss need not be read
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
-        rows = self._rows_of(batch, None, 0)
-        return self._of_form(batch, rows, trains=True).step_inputs(tensors_of(batch), rows, is_stale=False).inputs
+        return self._parts_of(batch, None, 0, trains=True)[0][1].inputs
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
         """Samples of each microbatch of a batch of so many, all data replicas together.

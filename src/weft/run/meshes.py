@@ -1,7 +1,8 @@
 """Stages that arrange their ranks differently (`inner=4x1/2x2`): the sharding of each, and what several of them share.
 
 In: a plan, a graph cut into stages. Out: the sharding of the whole graph as each stage has it; parameters and buffers that stages of
-different meshes read, which are cut over no tensor axis; and by how much a rank's gradient of them counts.
+different meshes read, which are cut over no tensor axis; and by how much a rank's gradient counts, of these and where ranks are split
+otherwise for another microbatch.
 
 Not modelled: what such stages share being cut.
 """
@@ -9,14 +10,18 @@ Not modelled: what such stages share being cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from math import prod
 from typing import Protocol
 
 from weft.errors import LayoutError
+from weft.lower.lowering import Entering
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage
+from weft.plan.axis import CONTEXT, DATA
+from weft.plan.beside import LENGTHS
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
@@ -82,6 +87,21 @@ def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mappin
     ranks = prod(mesh.size(axis) for axis in mesh.inside)
     summed = {value: prod(mesh.size(axis) for axis in sharding.gradients.get(value, ())) for value in between}
     return {value: number / ranks for value, number in summed.items()}
+
+
+def always_summed(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes along which gradients are summed whether or not ranks have other summands there: those between which ranks may be split
+    otherwise for another microbatch."""
+    return (DATA, CONTEXT) if layout.split == LENGTHS else ()
+
+
+def entering_of(value: str, exchanged: AbstractSet[str], sharding: Sharding, mesh: Mesh) -> Entering | None:
+    """What is done to a parameter's gradient that is summed along the axes `exchanged`, where a graph leaves summands along others: these
+    are summed where they are made, and along axes where all ranks have the same each counts as its part. None where nothing is."""
+    partial = set(sharding.gradients.get(value, ()))
+    share = 1.0 / prod(mesh.size(axis) for axis in exchanged - partial)
+    more = tuple(axis for axis in sharding.sizes if axis in partial - exchanged)
+    return Entering(more, share) if more or share != 1.0 else None
 
 
 def _check_shared(sharding: Sharding, graph: Graph, zero: int) -> None:

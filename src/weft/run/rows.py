@@ -59,7 +59,7 @@ class Rows:
     """By microbatch and replica, how many samples: `table[m][i]`. `index`: this replica.
 
     `is_global`: whether batches hold all. `planned`: whether these are the parts that the plan says, none of them empty. `one_form`:
-    whether what replicas have of a batch is of one form.
+    whether what replicas have of a batch is of one form. `all_samples`: of a batch of which these are a part, behind `before` others.
     """
 
     table: tuple[tuple[int, ...], ...]
@@ -67,11 +67,18 @@ class Rows:
     is_global: bool
     planned: bool
     one_form: bool = True
+    all_samples: int = 0
+    before: int = 0
 
     @cached_property
     def samples(self) -> int:
         """Of the whole batch."""
-        return sum(map(sum, self.table))
+        return self.all_samples or sum(map(sum, self.table))
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether every rank counts what all have."""
+        return self.is_global and self.planned
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -107,7 +114,8 @@ class Rows:
     def drawn(self) -> tuple[Samples, ...]:
         """By microbatch, which samples it has as computed on this rank (`lower/kernels/sample_positions`); its own shard is its samples."""
         if self.planned:
-            return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(self._begins, self.table, strict=False))
+            begins = (self.before + begin for begin in self._begins)
+            return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(begins, self.table, strict=False))
         drawn = []
         for begin, row in zip(self._begins, self.table, strict=False):
             before, count = sum(row[: self.index]), max(1, row[self.index])

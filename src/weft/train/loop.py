@@ -22,6 +22,7 @@ import torch
 
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.model.batch.additive import microbatch_words
+from weft.plan.beside import LENGTHS
 from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
@@ -147,8 +148,9 @@ class Run:
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
         self.rows = rows_of_part(self.section.batch, engine)
-        # With all rows at hand a rank knows what the loss divides by without the others, who may be late.
-        self.of_step = list(range(self.section.batch)) if layout.staleness else self.rows
+        # With all rows at hand a rank knows what the loss divides by without the others, who may be late; and rows may go to any rank.
+        needs_all = layout.staleness or layout.split == LENGTHS
+        self.of_step = list(range(self.section.batch)) if needs_all else self.rows
         self.losses: list[float] = []
         self.done = 0
         self.snapshots: Snapshots | None = None

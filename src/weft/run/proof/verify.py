@@ -38,12 +38,14 @@ from weft.model.batch.additive import coupling_words, local_statistics
 from weft.model.derivatives import without_gradient
 from weft.model.sharding.sharding import FREE_LINKS
 from weft.ops import draws
+from weft.plan.beside import LENGTHS
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
+from weft.run.forms import of_every_split
 from weft.run.proof.division import division_of, warnings
 from weft.run.proof.eight_bits import wrong_product
 from weft.run.proof.everywhere import distances, farthest
@@ -198,7 +200,8 @@ class _Run:
     def __init__(
         self, world: World, plan: Plan, make: Any, batch: Any, loss: Loss | None, source: Source | None, options: Options
     ) -> None:
-        self.world, self.plan, self.batch, self.options = world, plan, batch, options
+        self.world, self.plan, self.options = world, plan, options
+        self.batch = of_every_split(batch, plan.layout) if plan.layout.split == LENGTHS else batch
         self.spec = OptimizerSpec.of(options.optimizer)
         model = source or (copy.deepcopy(make) if isinstance(make, nn.Module) else make)
         device = OnDevice(memory=options.device_memory, scale=SCALE)
@@ -267,7 +270,8 @@ class _Run:
                 spoiled.mul_(factor)
         loss = engine.loss_of(result)
         gradients, emulated = engine.full_gradients(), self._emulated()
-        inputs = engine.full_input_gradients(result) if not self.plan.uncaptured else {}
+        whole = not self.plan.uncaptured and self.plan.layout.split != LENGTHS  # else those of the last microbatch
+        inputs = engine.full_input_gradients(result) if whole else {}
         wanted = self._serial_step(emulated)
         far = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), everyone)}
         losses = everyone.all_gather(torch.tensor([loss], dtype=torch.float64, device=self.world.device))

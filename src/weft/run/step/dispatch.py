@@ -34,6 +34,7 @@ class Result:
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
+    summand: Tensor | None = None  # what this rank's microbatches add to the loss
     mean: tuple[Tensor, Work] | None = None  # the loss over the batch and all ranks, and its sum under way
 
 
@@ -45,6 +46,7 @@ class Running:
     inputs: Sequence[Mapping[str, Tensor]]  # [microbatch]
     train: bool
     want_inputs: bool
+    ends: bool = True  # whether no other program of the same step adds to gradients behind this one
     result: Result = field(default_factory=Result)
     sends: deque[Work] = field(default_factory=deque)
     arriving: dict[int, Arriving] = field(default_factory=dict)  # by the slot of the value
@@ -55,6 +57,7 @@ class Running:
             self.sends.popleft().wait()
 
 
+NOTHING: frozenset[str] = frozenset()
 Run = Callable[[Running], None]
 Handler = Callable[["Executor", Any, int], Run]  # executor, action, its number on this rank
 
@@ -115,7 +118,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
     def run(running: Running) -> None:
         running.reap()
         if executor.gradients is not None:
-            executor.gradients.begin(completes)
+            executor.gradients.begin(completes if running.ends else NOTHING)
         draw.microbatch = m
         held = running.held
         state: Kept = held[saved]
@@ -146,7 +149,7 @@ def _weights(executor: Executor, action: Compute, step: int) -> Run:
     def run(running: Running) -> None:
         running.reap()
         if executor.gradients is not None and delayed is not None:
-            executor.gradients.begin(completes)
+            executor.gradients.begin(completes if running.ends else NOTHING)
             delayed.deliver(running.held[half], executor.gradients)
 
     return run

@@ -144,8 +144,9 @@ class Executor:
         train: bool = True,
         record: bool = False,
         want_inputs: bool = False,
+        ends: bool = True,
     ) -> Result:
-        """Run every action once. `inputs[m]`: this rank's batch tensors of microbatch m by value name.
+        """Run every action once. `inputs[m]`: this rank's batch tensors of microbatch m by value name. `ends`: nothing of the step follows.
 
         Without `train` only forwards and activations' transfers run.
         """
@@ -154,7 +155,7 @@ class Executor:
         steps = self._train if train else self._forward
         assert steps is not None
         self.host.begin(x for tensors in inputs for x in tensors.values())
-        running = Running([None] * len(self._slots), inputs, train, want_inputs)
+        running = Running([None] * len(self._slots), inputs, train, want_inputs, ends)
         with torch.set_grad_enabled(train):
             if record or self.watch is not None:
                 self._run_recorded(steps, running)

@@ -87,6 +87,10 @@ class Counter:
         ]
         return _Level(totals, *local)
 
+    def named(self, totals: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Totals in the order of their levels, or the first of them, by graph value as this capture has it."""
+        return dict(zip((total.variable for level in self.levels for total in level.totals), totals, strict=False))
+
     def run(self, level: int, tensors: Mapping[str, Tensor], is_global: bool) -> list[Tensor]:
         """What one microbatch adds to the totals of a level."""
         local = self.levels[level].of_microbatch if is_global else self.levels[level].of_rows
@@ -119,23 +123,28 @@ def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
 
 def count(
     microbatches: Sequence[tuple[Counter, Mapping[str, Tensor], bool]], is_global: bool, arrival: Arrival, alone: bool = False
-) -> dict[str, Tensor]:
+) -> list[Tensor]:
     """The totals of a batch, which `arrival` waits for where they are still to come; those of this rank's rows where it is `alone`.
 
-    `microbatches`: with whether this rank has rows of it; what stands in for none is not counted.
+    `microbatches`: with whether this rank has rows of it; what stands in for none is not counted. They may be of several captures.
+
+    Raises:
+        Infeasible: captures that count something else.
     """
     arrival.wait()
     first = microbatches[0][0]
-    totals: dict[str, Tensor] = {}
+    totals: list[Tensor] = []
+    if any([len(level.totals) for level in other.levels] != [len(level.totals) for level in first.levels] for other, _, _ in microbatches):
+        raise Infeasible("the loss divides by something else in one microbatch than in another of the same step; make them of one kind")
     with torch.no_grad():
-        for number, level in enumerate(first.levels):
+        for number in range(len(first.levels)):
             arrival.wait()
-            parts = [counter.run(number, {**tensors, **totals}, is_global) for counter, tensors, has_rows in microbatches if has_rows]
+            parts = [one.run(number, {**tensors, **one.named(totals)}, is_global) for one, tensors, has_rows in microbatches if has_rows]
             if not parts:
                 counter, tensors, _ = microbatches[0]
-                parts = [[torch.zeros_like(x) for x in counter.run(number, {**tensors, **totals}, is_global)]]
+                parts = [[torch.zeros_like(x) for x in counter.run(number, {**tensors, **counter.named(totals)}, is_global)]]
             sums = [torch.stack(one).sum(0, dtype=one[0].dtype) for one in zip(*parts, strict=True)]
-            totals.update(zip((t.variable for t in level.totals), sums, strict=True))
+            totals += sums
             if not (is_global or alone) and first.group.size > 1:
                 arrival.finish = _summing(sums, first.group)
     return totals

@@ -1,0 +1,108 @@
+"""Prices of the ways to split a plan's ranks into data x context, by length (`split=lengths`), and the memory of the largest microbatch.
+
+In: a plan, the graph of its model at several lengths, the machines. Out: the plan with its `Splits`. A microbatch of r rows of a rank takes
+a + b r seconds, which two prices tell, at each length and split. Sums of gradients and updates come once a step, whatever the splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from weft.cluster.cluster import Cluster
+from weft.cost.step import Pricer
+from weft.errors import Infeasible
+from weft.model.dims.sequences import sequences
+from weft.model.graph import Graph
+from weft.model.sharding.sharding import Shards
+from weft.plan.axis import CONTEXT, axis_of, nothing_to_cut
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan, Prediction
+from weft.plan.splits import SplitPrice, Splits, splits_of
+from weft.solve.mixed import pricer_of
+from weft.solve.timing import price
+from weft.units import format_seconds
+
+PRICED = 4  # lengths: that of the plan, half of it, and so on
+FEW, MORE = 1, 4  # rows of a rank, from which a price is drawn
+
+
+def positions_of(graph: Graph, ranks: int) -> tuple[tuple[tuple[str, int], ...], int]:
+    """(of the batch's tensors by path the dims that are positions of the longest sequence, how many these are).
+
+    Raises:
+        Infeasible: there are none.
+    """
+    runs = sequences(graph, graph.rules)
+    names = {v.value: v.name for v in graph.inputs}
+    whole = {place: run.size for place, run in runs.items() if place[0] in names and run.inner == 1}
+    longest = max(whole.values(), default=0)
+    if longest < max(2, ranks):
+        raise Infeasible(f"split=lengths: {nothing_to_cut(axis_of(CONTEXT), ranks)}; leave split out")
+    return tuple(sorted((names[value], dim) for (value, dim), size in whole.items() if size == longest)), longest
+
+
+def lengths_of(longest: int, ranks: int) -> tuple[int, ...]:
+    """Lengths that are priced, shortest first; none that ranks cannot share.
+
+    >>> lengths_of(100, 2), lengths_of(8, 4)
+    ((12, 25, 50, 100), (4, 8))
+    """
+    halves = (longest >> i for i in range(PRICED))
+    return tuple(sorted({n for n in halves if n >= ranks}))
+
+
+def with_splits(
+    plan: Plan, cluster: Cluster, graph: Graph, at: Callable[[int], Graph], shards: Mapping[str, Shards] | None, optimizer_states: int
+) -> Plan:
+    """The plan with prices of its splits, and memory that suffices for each. `at`: the graph of the model at a length.
+
+    Raises:
+        Infeasible: a model without sequences, a microbatch that does not fit the machines.
+    """
+    layout = plan.layout
+    ranks = layout.data * layout.context
+    positions, longest = positions_of(graph, ranks)
+    lengths = lengths_of(longest, ranks)
+    pricers = [pricer_of(graph if n == longest else at(n), cluster, plan.batch_size, optimizer_states, shards) for n in lengths]
+    most = -(-plan.microbatch_sizes[0] // layout.data) * -(-longest // layout.context)
+    prices = []
+    for one in (each.with_microbatches(1) for each in splits_of(layout)):
+        few, more = ([_seconds(pricer, one, rows) for pricer in pricers] for rows in (FEW, MORE))
+        each = [(b - a) / (MORE - FEW) for a, b in zip(few, more, strict=True)]
+        prices.append(SplitPrice(one.data, one.context, tuple(a - FEW * b for a, b in zip(few, each, strict=True)), tuple(each)))
+    splits = Splits(positions, lengths, tuple(prices), most)
+    largest = max((_largest(plan, splits, pricers), plan.prediction), key=lambda p: p.memory.total if p else 0.0)
+    assert largest is not None
+    pricers[-1].check_memory(layout, largest)
+    prediction = replace(plan.prediction, memory=largest.memory) if plan.prediction else None
+    return replace(plan, splits=splits, prediction=prediction, reasons=(*plan.reasons, ("split", _why(splits, ranks))))
+
+
+def _seconds(pricer: Pricer, layout: Layout, rows: int) -> float:
+    """Forward and backward of a microbatch of so many rows of each replica."""
+    (cost,) = price(pricer.varied(batch_size=rows * layout.data), layout).costs
+    return cost.forward_s + cost.backward_s
+
+
+def _largest(plan: Plan, splits: Splits, pricers: Sequence[Pricer]) -> Prediction:
+    """Of the microbatches that fit under a split the one that takes most memory, as if it were a step by itself."""
+    predicted = []
+    for one in (each.with_microbatches(1) for each in splits_of(plan.layout)):
+        for length, pricer in zip(splits.lengths, pricers, strict=True):
+            rows = min(splits.most // -(-length // one.context), -(-plan.batch_size // one.data))
+            if rows:
+                predicted.append(price(pricer.varied(batch_size=rows * one.data), one).prediction)
+    return max(predicted, key=lambda p: p.memory.total)
+
+
+def _why(splits: Splits, ranks: int) -> str:
+    """What is chosen at the lengths that were priced, for as many rows as there are ranks, and of one row."""
+    words = []
+    for length in splits.lengths:
+        for rows in dict.fromkeys((1, ranks)):
+            each = sorted((splits.seconds(p, rows, length), p.data, p.context) for p in splits.prices if splits.fits(p, rows, length))
+            if each:
+                times = ", ".join(f"{format_seconds(s)} under data={data} context={context}" for s, data, context in each)
+                words.append(f"{rows} x {length} positions take {times}")
+    return "; ".join(words)
