@@ -43,7 +43,7 @@ from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.blocks import Blocks, Initial, in_pieces, zero_pieces
-from weft.run.meshes import always_summed, between_meshes, entering_of, from_other_meshes, shares_of, stage_shardings
+from weft.run.meshes import always_summed, between_meshes, entering_always, from_other_meshes, shares_of, stage_shardings
 from weft.run.microbatch import Part, part_of, takes_no_numbers
 from weft.run.recent import MOST_SIZES
 from weft.run.reduce.summing import choose_sums
@@ -248,12 +248,8 @@ def build(
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, samples_at = Arrival(), folds(plan, source, part.captured, batch, loss)
-    statistics, narrow, summed = layout.local_statistics, PRECISIONS[layout.precision], always_summed(layout)
-    partial = {v.value: {*sharding.gradients.get(v.value, ()), *summed} for v in graph.parameters if summed}
-    entering = {value: how for value, axes in partial.items() if (how := entering_of(value, axes, sharding, mesh))}
-    lowering = Lowering(
-        graph, sharding, groups, world.device, draw, rows, shares, apart, samples_at, arriving, arrival, statistics, narrow, entering
-    )
+    how = layout.local_statistics, PRECISIONS[layout.precision], entering_always(layout, graph, sharding, mesh)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, samples_at, arriving, arrival, *how)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     lowered_like = Sized(normal, lowered, {}, shardings, sharding)
 
@@ -268,7 +264,7 @@ def build(
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
     pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
-    always, updates_apart = sample_axes(mesh.inside) if outputs else summed, layout.servers > 0 or layout.staleness > 0
+    always, updates_apart = sample_axes(mesh.inside) if outputs else always_summed(layout), layout.servers > 0 or layout.staleness > 0
     blocks = Blocks(mesh, at, in_pieces(sharding, graph, pieces), stages, program, across, always, updates_apart)
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))

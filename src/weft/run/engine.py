@@ -117,7 +117,7 @@ class Engine:
         how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)
-        self.source, self._forms = source, Forms(Capture(BatchForm.of(batch), self._executors, replicas), source, loss)
+        self._forms, self.source = Forms(Capture(BatchForm.of(batch), self._executors, replicas), source, loss), source
         self.lowered = self._forms.lowered  # of other captures
         self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
@@ -283,8 +283,7 @@ class Engine:
             ends = number == len(parts) - 1
             one = inputs.executor.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends)
             one.summand = (0.0 if result.summand is None else result.summand) + self._summand_of(one, capture)
-            later = before if number else 0.0
-            spans = (span._replace(start_s=span.start_s + later, end_s=span.end_s + later) for span in one.spans)
+            spans = (span._replace(start_s=span.start_s + before, end_s=span.end_s + before) for span in one.spans)
             one.spans = [*result.spans, *spans]
             result = one
         return result
@@ -333,10 +332,11 @@ class Engine:
         """What a batch runs in, with its inputs: one after another where its microbatches have forms of their own."""
         if not isinstance(batch, Microbatches):
             rows = self._rows_of(batch, whole, samples)
-            if not (rows.counts_all and self.plan.splits.prices):
+            length = length_of(batch, self.plan.splits) if rows.is_global or len(rows.table[0]) == 1 else 0
+            if not length:
                 capture = self._forms.of(batch, trains)
                 return [(capture, capture.step_inputs(tensors_of(batch), rows, is_stale=trains and self._stale is not None))]
-            batch = self.by_length(batch, [length_of(batch, self.plan.splits)] * rows.samples)
+            batch = self.by_length(batch, [length] * rows.samples)
         elif batch.samples > self.plan.batch_size:
             raise Infeasible(f"the batch has {batch.samples} samples; the plan is for {self.plan.batch_size}")
         elif self.step_index == 0 and self.world.num_ranks > 1:

@@ -104,6 +104,14 @@ def entering_of(value: str, exchanged: AbstractSet[str], sharding: Sharding, mes
     return Entering(more, share) if more or share != 1.0 else None
 
 
+def entering_always(layout: Layout, graph: Graph, sharding: Sharding, mesh: Mesh) -> dict[str, Entering]:
+    """What is done to the gradients of parameters that are summed along `always_summed` axes and those where ranks have summands."""
+    if not (always := always_summed(layout)):
+        return {}
+    axes = {v.value: {*sharding.gradients.get(v.value, ()), *always} for v in graph.parameters}
+    return {value: how for value, those in axes.items() if (how := entering_of(value, those, sharding, mesh))}
+
+
 def _check_shared(sharding: Sharding, graph: Graph, zero: int) -> None:
     """Raise LayoutError where ranks would have to gather what only some of them read: weights that several branches share, under ZeRO."""
     if zero < 2:

@@ -26,6 +26,7 @@ from weft.capture.fakes import fake_mode
 from weft.capture.modes import training_modes
 from weft.errors import Infeasible, UsageError
 from weft.model.graph import Variable
+from weft.plan.beside import FIXED
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
@@ -67,6 +68,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     set_products(layout.precision, world.device)
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")
+    if layout.split != FIXED:
+        raise Infeasible(f"{layout}: a plain loop's module keeps its data x context; leave split out, or use weft.parallelize")
     if layout.batch_norm == "local":
         raise Infeasible(
             f"{layout}: statistics of each replica would be kept apart in a plain loop; leave batch_norm out, or use weft.parallelize"
