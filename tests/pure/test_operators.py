@@ -28,7 +28,7 @@ NAMES = {name.split(".")[1] for name in RECORDS}
 WORDS = set(
     """
     all batch_norm cat chunk clip complex convolution copy expand fill full gather index inner linear log matmul max min narrow norm pad
-    repeat reshape scatter slice softmax stack sum t topk view zero
+    repeat reshape scatter slice softmax split stack sum t topk view zero
     """.split()
 )
 QUESTIONS = ("startswith", "endswith", "removeprefix", "removesuffix", "split", "get", "frozenset", "set", "fromkeys")
