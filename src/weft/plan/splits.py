@@ -96,13 +96,13 @@ class Splits:
         Raises:
             Infeasible: it fits under none.
         """
-        found = self.least(rows, length)
-        if found is None:
+        cheapest = self.least(rows, length)
+        if cheapest is None:
             raise Infeasible(
                 f"{rows} rows of {length} positions do not fit: the plan's memory is predicted for {self.most} positions on a rank; "
                 f"use fewer rows in a microbatch, or a plan for a batch of {length} positions"
             )
-        return found[1]
+        return cheapest[1]
 
     def grouped(self, lengths: Sequence[int], multiple: int = 0) -> tuple[tuple[tuple[int, ...], int, Split], ...]:
         """(numbers of rows, their length, split) of every microbatch, such that all together take least time.
@@ -119,9 +119,9 @@ class Splits:
         best: list[tuple[float, int, Split]] = [(0.0, 0, (1, 1))]  # of the first rows: seconds, where the last microbatch begins, its split
         for end in range(1, len(order) + 1):
             tried = [
-                (best[end - count][0] + found[0], end - count, found[1])
+                (best[end - count][0] + cheapest[0], end - count, cheapest[1])
                 for count in (1 << i for i in range(end.bit_length()))
-                if (found := self.least(count, padded[end - count])) is not None
+                if (cheapest := self.least(count, padded[end - count])) is not None
             ]
             if not tried:
                 self.chosen(1, padded[end - 1])  # which raises

@@ -35,11 +35,11 @@ def positions_of(graph: Graph, ranks: int) -> tuple[tuple[tuple[str, int], ...],
     """
     runs = sequences(graph, graph.rules)
     names = {v.value: v.name for v in graph.inputs}
-    whole = {place: run.size for place, run in runs.items() if place[0] in names and run.inner == 1}
-    longest = max(whole.values(), default=0)
+    sizes = {place: run.size for place, run in runs.items() if place[0] in names and run.inner == 1}
+    longest = max(sizes.values(), default=0)
     if longest < max(2, ranks):
         raise Infeasible(f"split=lengths: {nothing_to_cut(axis_of(CONTEXT), ranks)}; leave split out")
-    return tuple(sorted((names[value], dim) for (value, dim), size in whole.items() if size == longest)), longest
+    return tuple(sorted((names[value], dim) for (value, dim), size in sizes.items() if size == longest)), longest
 
 
 def lengths_of(longest: int, ranks: int) -> tuple[int, ...]:

@@ -270,8 +270,8 @@ class _Run:
                 spoiled.mul_(factor)
         loss = engine.loss_of(result)
         gradients, emulated = engine.full_gradients(), self._emulated()
-        whole = not self.plan.uncaptured and self.plan.layout.split != LENGTHS  # else those of the last microbatch
-        inputs = engine.full_input_gradients(result) if whole else {}
+        comparable = not self.plan.uncaptured and self.plan.layout.split != LENGTHS  # else those of the last microbatch
+        inputs = engine.full_input_gradients(result) if comparable else {}
         wanted = self._serial_step(emulated)
         far = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), everyone)}
         losses = everyone.all_gather(torch.tensor([loss], dtype=torch.float64, device=self.world.device))
