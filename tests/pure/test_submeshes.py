@@ -11,6 +11,7 @@ from gpt_graph import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.cli.changes import moved_along
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cluster.mixed import mixed, reordered
 from weft.errors import Infeasible, LayoutError
@@ -126,6 +127,21 @@ def test_one_fast_and_two_slow_devices_get_a_stage_each_where_that_is_cheaper(mo
     alike = search(graph, cluster, 4, "gpt", "precision=bfloat16")
     assert not alike.layout.inner
     assert step_s(plan) < 0.9 * step_s(alike)
+
+
+def test_a_plan_of_such_stages_is_changed_key_by_key() -> None:
+    """What leaves the stages as they are keeps their ranks; what changes an axis makes them alike."""
+    old = Layout.parse("pipeline=2 inner=1x1/2x1 microbatches=4 zero=1")
+    said = {}
+    for key, value in (("microbatches", 8), ("inner", "2x1/1x1"), ("pipeline", 3), ("tensor", 3), ("zero", 2)):
+        layout, moved = moved_along(old, {key: value, **({"pipeline": 1} if key == "tensor" else {})}, 3, 16, 16)
+        assert layout.num_ranks == 3
+        said[key] = str(layout), moved
+    assert said["microbatches"] == ("data=1 tensor=1 pipeline=2 microbatches=8 zero=1 inner=1x1/2x1", "")
+    assert said["inner"][0].endswith("inner=2x1/1x1")
+    assert said["pipeline"] == ("data=1 tensor=1 pipeline=3 microbatches=4 zero=1", "without inner")
+    assert said["tensor"][0].startswith("data=1 tensor=3 pipeline=1")
+    assert said["zero"][0].endswith("zero=2 inner=1x1/2x1")
 
 
 def test_devices_that_are_alike_and_divide_the_batch_have_stages_that_are_alike() -> None:

@@ -17,6 +17,7 @@ from weft.plan.axis import spatial_ranks
 from weft.plan.compression import Compression
 from weft.plan.custom_schedule import actions_of, is_file
 from weft.plan.grid import checked_grid
+from weft.plan.inner import parse_inner
 from weft.plan.layout import CHOICES, KEYS, Layout, refuse_word
 from weft.plan.plan import Plan
 from weft.plan.residency import Residency, refuse_segment
@@ -146,7 +147,12 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
     if "tensor" in wanted:
         choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
-    if "data" not in wanted:
+    inner = str(wanted.get("inner", "" if {"data", "tensor", "pipeline"} & set(wanted) else old.inner))
+    choices["inner"] = inner
+    if inner:
+        (n["data"], n["tensor"]), *others = parse_inner(inner)
+        n["pipeline"] = n["pipeline"] if "pipeline" in wanted else 1 + len(others)
+    elif "data" not in wanted:
         spatial, context = str(wanted.get("spatial", old.spatial)), int(wanted.get("context", old.context))
         share = n["tensor"] * n["pipeline"] * n["branch"] * context * spatial_ranks(spatial)
         if ranks % share:
@@ -181,9 +187,9 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         if refuse_segment(which, int(wanted.get("zero", old.zero))):
             choices["segment"] = 1
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
-    layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions})  # type: ignore[arg-type]
+    layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions, "begins": ()})  # type: ignore[arg-type]
     moved = [
-        f"{key} {getattr(old, key)} to {getattr(layout, key)}"
+        " to ".join((f"{key} {getattr(old, key)}", str(getattr(layout, key)))) if getattr(layout, key) != "" else f"without {key}"
         for key in KEYS
         if key not in wanted and getattr(old, key) != getattr(layout, key)
     ]
@@ -197,7 +203,7 @@ def neighbours(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:
     for key in ("data", "tensor", "pipeline", "microbatches"):
         now = getattr(old, key)
         tries += [(key, now * 2), *([(key, now // 2)] if now % 2 == 0 else [])]
-    tries += [("zero", stage) for stage in range(4) if stage != old.zero and (old.data > 1 or stage < old.zero)]
+    tries += [("zero", stage) for stage in range(4) if stage != old.zero and (old.replicas > 1 or stage < old.zero)]
     for key in ("schedule", "recompute", "precision", "offload", "sequence_parallel", "sample_parallel"):
         tries += [(key, value) for value in CHOICES[key] if value != getattr(old, key)]
     if old.repeats_layers:
