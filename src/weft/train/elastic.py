@@ -38,7 +38,7 @@ from weft.world.roll_call import RollCall
 from weft.world.world import Survivor, World
 
 FOLDER, PLANS = ".regroup", "plan-*.toml"
-MEET_S = 20.0
+MEET_S = 10.0
 MOST = 5  # losses after one step
 SPARE_S = 60.0
 PART_S = 3.0

@@ -110,7 +110,7 @@ class Joined:
         token = _token(self.env)
         try:
             store, again = _served(token, num_ranks, where, wait_s)
-        except RuntimeError as error:
+        except (RuntimeError, RunError) as error:
             raise RunError(
                 f"rank {rank} of the {num_ranks} that are left is cut off from {where[1]}:{where[2]}: {str(error).splitlines()[0]}"
             ) from error
