@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from weft.plan.splits import Split, SplitPrice, Splits
 from weft.run import captures
 from weft.run.forms import Microbatches
 from weft.world.world import World
+from weft.zoo.resolve import resolve
 
+MODELS = Path(__file__).with_name("context_models.py")
 PADDED = some(8, 10, 20, padded=True)
 ENDS = torch.tensor([3, 2, 10, 2, 3, 2, 2, 3])
 EVEN = some(8, 8, 21)
@@ -237,6 +240,9 @@ def test_what_cannot_be_is_refused_by_name(ranks: Callable[..., list[Any]]) -> N
         Layout.parse("pipeline=2 split=lengths")
 
 
-def test_verify_runs_every_split() -> None:
-    found = weft.verify("gpt-tiny", "context=2 split=lengths", 4, steps=1)
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama_padded"])
+def test_verify_runs_every_split(name: str) -> None:
+    """A mask that the model reads by computed indices is of positions too."""
+    model = resolve(name if "-" in name else f"{MODELS}:{name}")
+    found = weft.verify(model.make, "context=2 split=lengths", model.batch(4), loss=model.loss, steps=1)
     assert found.ok, found

@@ -30,16 +30,22 @@ FEW, MORE = 1, 4  # rows of a rank, from which a price is drawn
 def positions_of(graph: Graph, ranks: int) -> tuple[tuple[tuple[str, int], ...], int]:
     """(of the batch's tensors by path the dims that are positions of the longest sequence, how many these are).
 
+    Whole numbers and booleans have no features: what of them is as long are positions, also where these cannot be followed (masks).
+
     Raises:
         Infeasible: there are none.
     """
     runs = sequences(graph, graph.rules)
-    names = {v.value: v.name for v in graph.inputs}
-    sizes = {place: run.size for place, run in runs.items() if place[0] in names and run.inner == 1}
+    tensors = {v.value: v for v in graph.inputs}
+    sizes = {place: run.size for place, run in runs.items() if place[0] in tensors and run.inner == 1}
     longest = max(sizes.values(), default=0)
     if longest < max(2, ranks):
         raise Infeasible(f"split=lengths: {nothing_to_cut(axis_of(CONTEXT), ranks)}; leave split out")
-    return tuple(sorted((names[value], dim) for (value, dim), size in sizes.items() if size == longest)), longest
+    positions = {(tensors[value].name, dim) for (value, dim), size in sizes.items() if size == longest}
+    for v in graph.inputs:
+        shape = v.tensor.shape
+        positions |= {(v.name, d) for d, n in enumerate(shape) if d >= v.batched and n == longest and not v.tensor.is_float}
+    return tuple(sorted(positions)), longest
 
 
 def lengths_of(longest: int, ranks: int) -> tuple[int, ...]:
