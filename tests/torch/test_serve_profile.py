@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from weft.serve.profile_file import with_profile
 from weft.serve.workflow import Machines, Operator, Source, Variant, Worker, Workflow
 from weft.serve.workflow_files import read_workflow
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "serve"
 HERE = Machines((Worker("edge", 0, 0.1), Worker("gpu", 1, 3.0, device="p3.16xlarge")))
 CODE = """
 import torch
@@ -117,6 +119,26 @@ def test_a_profile_is_measured_priced_and_written(folder: Path, capfd: pytest.Ca
     assert workflow.accuracy_of({"up": "wide", "sign": "always"}) == 25.0  # 5 of 20 labels are 1
     assert text.replace(" ", "") != before.replace(" ", "")
     assert run(["serve", "plan", str(file), "--accuracy", "25", "--brief"]) == 0
+
+
+def test_pictures_and_spoken_questions_are_answered_as_the_file_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The models are trained from their seed; better ones answer better, and cost more."""
+    for name in ("answers.py", "answers.toml"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    written, _, _ = read_workflow(EXAMPLES / "answers.toml")
+    assert run(["serve", "profile", str(tmp_path / "answers.toml"), "--batches", "1", "--seconds", "0"]) == 0
+    measured, _, _ = read_workflow(tmp_path / "answers.toml")
+    for speech in ("short", "long"):
+        choices = [{"image": image, "speech": speech, "answer": "default"} for image in ("resnet4", "resnet6", "resnet10")]
+        found = [measured.accuracy_of(choice) for choice in choices]
+        assert found == sorted(found)
+        assert found == pytest.approx([written.accuracy_of(choice) for choice in choices], abs=4)
+    capfd.readouterr()
+    price: list[float] = []
+    for accuracy in ("75", "90"):
+        assert run(["serve", "plan", str(EXAMPLES / "answers.toml"), "--accuracy", accuracy, "--brief", "--json"]) == 0
+        price.append(json.loads(capfd.readouterr().out)["price_per_hour"])
+    assert price[0] < price[1]
 
 
 def test_a_price_elsewhere_is_the_training_sides(folder: Path) -> None:
