@@ -42,7 +42,11 @@ from weft.world.world import Group
 @dataclass(frozen=True)
 class Microbatches:
     """One batch as microbatches that are batches each, the same on every rank. `splits`: the (data, context) of each, None where the engine
-    is to choose, as it is of all where this is left out."""
+    is to choose, as it is of all where this is left out.
+
+    Raises:
+        UsageError: no microbatch, or another number of splits.
+    """
 
     batches: tuple[Any, ...]
     splits: tuple[Split | None, ...] = ()
