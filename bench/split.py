@@ -74,7 +74,9 @@ TARGETS = tuple(Target(kind.name, 1.0, lambda r, name=kind.name: r.kind == name)
 INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. Each pair is started together
 and takes turns, with the same model, batches, microbatches, threads, allocator settings and AdamW. "loss differs" is the largest
 relative difference of the two loss curves from the same weights. Of pieces of an image and of experts no library that runs on processors
-has the same split, so the peer is what one would run without it: one process with both cores, and replicas that have all experts."""
+has the same split, so the peer is what one would run without it: one process with both cores, and replicas that have all experts. Halves
+of an image exchange borders and statistics in each of 20 layers, which two threads of one process need not: they are for images whose
+activations one device does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
