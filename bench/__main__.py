@@ -16,6 +16,7 @@ NAMES = {
     "staleness": "late updates where ranks are late by chance",
     "start": "seconds from the command to the end of the first step, beside plain PyTorch",
     "soak": "half an hour of faults",
+    "hosts": "hosts that are lost, and the network between them harmed, in running trainings (needs root)",
     "faults": "ranks that are killed, stopped or hang: how long each fault is felt",
     "shares": "unequal shares of the batch where one rank is slower",
     "picked": "the planner's pick for experts and long sequences beside data parallelism",

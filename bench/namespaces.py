@@ -62,13 +62,13 @@ class Network:
         return self
 
     def _build(self) -> None:
-        _run("ip", "netns", "add", self.space(""))
-        _run(*self.inside("", "ip", "link", "set", "lo", "up"))
-        _run(*self.inside("", "ip", "address", "add", f"{HUB}/32", "dev", "lo"))
-        _run(*self.inside("", "sysctl", "-q", "-w", "net.ipv4.ip_forward=1"))
+        run("ip", "netns", "add", self.space(""))
+        run(*self.inside("", "ip", "link", "set", "lo", "up"))
+        run(*self.inside("", "ip", "address", "add", f"{HUB}/32", "dev", "lo"))
+        run(*self.inside("", "sysctl", "-q", "-w", "net.ipv4.ip_forward=1"))
         for name, link in self.links.items():
-            _run("ip", "netns", "add", self.space(name))
-            _run(*self.inside(name, "ip", "link", "set", "lo", "up"))
+            run("ip", "netns", "add", self.space(name))
+            run(*self.inside(name, "ip", "link", "set", "lo", "up"))
             relay = subprocess.Popen(
                 [sys.executable, "-m", "bench.namespaces", str(link.latency_s), self.space(""), self.space(name), f"to-{name}"[:15]],
                 stdout=subprocess.PIPE, start_new_session=True,
@@ -78,13 +78,13 @@ class Network:
             if relay.stdout.readline() != b"ready\n":
                 raise OSError(f"no link to {name} could be made")
             near, far = f"to-{name}"[:15], "to-hub"
-            _run(*self.inside("", "ip", "link", "set", near, "mtu", str(MTU), "up"))
-            _run(*self.inside("", "ip", "route", "add", f"{self.address(name)}/32", "dev", near, "src", HUB))
-            _run(*self.inside(name, "ip", "address", "add", f"{self.address(name)}/32", "dev", far))
-            _run(*self.inside(name, "ip", "link", "set", far, "mtu", str(MTU), "up"))
-            _run(*self.inside(name, "ip", "route", "add", "default", "dev", far, "src", self.address(name)))
+            run(*self.inside("", "ip", "link", "set", near, "mtu", str(MTU), "up"))
+            run(*self.inside("", "ip", "route", "add", f"{self.address(name)}/32", "dev", near, "src", HUB))
+            run(*self.inside(name, "ip", "address", "add", f"{self.address(name)}/32", "dev", far))
+            run(*self.inside(name, "ip", "link", "set", far, "mtu", str(MTU), "up"))
+            run(*self.inside(name, "ip", "route", "add", "default", "dev", far, "src", self.address(name)))
             rate = f"{8 * link.bandwidth_bytes_per_s:.0f}bit"
-            _run(*self.inside("", "tc", "qdisc", "add", "dev", near, "root", "tbf", "rate", rate, "burst", "32kb", "limit", "16mb"))
+            run(*self.inside("", "tc", "qdisc", "add", "dev", near, "root", "tbf", "rate", rate, "burst", "32kb", "limit", "16mb"))
 
     def __exit__(self, *_: object) -> None:
         for relay in self._relays:
@@ -106,15 +106,15 @@ def refused() -> str:
         return f"{error}: {said.decode(errors='replace').strip()}"
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def _device(name: str, space: str) -> int:
+def device(name: str, space: str) -> int:
     """A TUN device in a namespace, and its end of packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN | _NO_HEAD))
-    _run("ip", "link", "set", name, "netns", space)
+    run("ip", "link", "set", name, "netns", space)
     return end
 
 
@@ -140,10 +140,10 @@ def main(latency_s: str, hub: str, other: str, name: str) -> None:
     """One link's process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     unique = f"w{os.getpid()}"
-    near = _device(unique, hub)
-    _run("ip", "netns", "exec", hub, "ip", "link", "set", unique, "name", name)
-    far = _device(unique, other)
-    _run("ip", "netns", "exec", other, "ip", "link", "set", unique, "name", "to-hub")
+    near = device(unique, hub)
+    run("ip", "netns", "exec", hub, "ip", "link", "set", unique, "name", name)
+    far = device(unique, other)
+    run("ip", "netns", "exec", other, "ip", "link", "set", unique, "name", "to-hub")
     print("ready", flush=True)
     relay(float(latency_s), near, far)
 

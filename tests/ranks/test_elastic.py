@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench.networks import INTERFACE, Hosts, NoNetworks
@@ -41,9 +43,7 @@ def planner(config: Config, known: Plan | None) -> Planned:
 class Ranks:
     """The processes of one run."""
 
-    def __init__(
-        self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", steps: int = STEPS, hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", hosts: Hosts | None = None, **run: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -55,7 +55,7 @@ class Ranks:
         paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**kept, **{name: str(value) for name, value in told.items()}, "PYTHONPATH": paths}
         env |= {"WEFT_TRANSPORT": transport, "WEFT_TOKEN": "of this test alone"}
-        command = [sys.executable, __file__, str(folder), layout, str(steps)]
+        command = [sys.executable, __file__, str(folder), layout, json.dumps(run)]
         outputs = [open(f"{folder}-{rank}.txt", "w+") for rank in range(num_ranks)]  # noqa: SIM115
         self.processes = [
             subprocess.Popen(
@@ -76,7 +76,7 @@ class Ranks:
         until = time.monotonic() + 120
         while self.rows() < at:
             assert time.monotonic() < until, self.said()
-            assert all(one.poll() is None for one in self.processes), self.said()
+            assert all(one.poll() in (None, -number) for one in self.processes), self.said()
             time.sleep(0.005)
         for rank in ranks:
             self.processes[rank].send_signal(number)
@@ -117,11 +117,14 @@ def started(tmp_path: Path) -> Iterator[list[Ranks]]:
 
 LOST = [
     ("data=2", 2, "gloo", (0,), signal.SIGKILL, "1 go on after step"),
-    ("data=2 zero=1", 2, "gloo", (1,), signal.SIGSTOP, "are lost with those that held them; the last checkpoint"),
+    ("data=2 zero=1", 2, "gloo", (1,), signal.SIGSTOP, "1 go on after step"),
     ("data=2 tensor=2", 4, "boxes=2", (2, 3), signal.SIGKILL, "2 go on after step"),
     ("data=2 tensor=2", 4, "boxes=2", (0, 1), signal.SIGSTOP, "2 go on after step"),
     ("data=4 zero=2", 4, "boxes=2", (1,), signal.SIGKILL, "and 1 wait"),
-    ("data=2 pipeline=2 microbatches=2", 4, "boxes=2", (0, 1), signal.SIGSTOP, "the last checkpoint"),
+    ("data=2 pipeline=2 microbatches=2", 4, "boxes=2", (0, 1), signal.SIGSTOP, "2 go on after step"),
+    ("pipeline=2 microbatches=2", 2, "gloo", (0,), signal.SIGKILL, "1 go on after step"),
+    ("tensor=2", 2, "gloo", (1,), signal.SIGKILL, "1 go on after step"),
+    ("data=2 zero=3", 2, "gloo", (0,), signal.SIGKILL, "1 go on after step"),
 ]
 
 
@@ -130,14 +133,33 @@ def test_the_others_go_on(
     tmp_path: Path, started: list[Ranks], calm: list[float], layout: str, num_ranks: int, transport: str, lost: tuple[int, ...],
     number: signal.Signals, said: str,
 ) -> None:  # fmt: skip
-    ranks = Ranks(tmp_path / "run", layout, num_ranks, transport)
+    ranks = Ranks(tmp_path / "run", layout, num_ranks, transport, copy_every=1)
     started.append(ranks)
     ranks.harm(lost, number, 8)
     assert ranks.ends(lost) == [0] * (num_ranks - len(lost)), ranks.said()
     assert ranks.losses() == pytest.approx(calm, rel=2e-5)
     assert said in ranks.said()
+    assert "are lost with those" not in ranks.said()
     assert json.loads((tmp_path / "run" / "checkpoints" / "fence.json").read_text())["token"] >= 2
     assert not (tmp_path / "run" / ".regroup").exists()
+
+
+@pytest.mark.parametrize("layout", ["pipeline=2 microbatches=2", "tensor=2", "data=2 zero=3"])
+def test_what_hosts_alone_had_is_with_others(tmp_path: Path, started: list[Ranks], calm: list[float], layout: str) -> None:
+    """One host is lost, and a spare takes its place, which loses the other in turn; there is no checkpoint."""
+    undisturbed = Ranks(tmp_path / "undisturbed", layout, 2)
+    started.append(undisturbed)
+    assert undisturbed.ends() == [0, 0], undisturbed.said()
+    ranks = Ranks(tmp_path / "run", layout, 3, spares=1, copy_every=1)
+    started.append(ranks)
+    ranks.harm((0,), signal.SIGKILL, 8)
+    ranks.harm((1,), signal.SIGKILL, 16)
+    assert ranks.ends((0, 1)) == [0], ranks.said()
+    first, second = (int(text) for text in re.findall(r"go on after step (\d+)", ranks.said()))
+    assert first >= 7, ranks.said()  # the copy of step 8 may have been under way
+    assert second >= 15, ranks.said()
+    assert ranks.losses()[:second] == undisturbed.losses()[:second]
+    assert ranks.losses() == pytest.approx(calm, rel=2e-5)
 
 
 @pytest.fixture
@@ -164,7 +186,7 @@ def test_of_two_parts_of_a_network_one_goes_on(tmp_path: Path, started: list[Ran
 
 
 def test_one_that_fails_by_itself_ends_all(tmp_path: Path, started: list[Ranks]) -> None:
-    ranks = Ranks(tmp_path / "run", "data=2", 2, steps=STEPS)
+    ranks = Ranks(tmp_path / "run", "data=2", 2)
     started.append(ranks)
     ranks.harm((), signal.SIGKILL, 2)
     (tmp_path / "text.txt").write_bytes(b"another text")
@@ -173,5 +195,9 @@ def test_one_that_fails_by_itself_ends_all(tmp_path: Path, started: list[Ranks])
 
 
 if __name__ == "__main__":
-    told_folder, told_layout, told_steps = sys.argv[1:]
-    flow.train(configure(Path(told_folder), told_layout, steps=int(told_steps)), planner, current_world("cpu"))
+    told_folder, told_layout, told_run = sys.argv[1:]
+    told = configure(Path(told_folder), told_layout, steps=STEPS)
+    saves = {} if "copy_every" not in told_run else {"checkpoint_every": 0}
+    told = told.model_copy(update={"run": told.run.model_copy(update=json.loads(told_run))})
+    told = told.model_copy(update={"train": told.train.model_copy(update=saves)})
+    flow.train(told, planner, current_world("cpu"))

@@ -51,6 +51,16 @@ class Memory:
         """
         return 2 * (self.parameters + self.optimizer)
 
+    @property
+    def copies(self) -> float:
+        """The most that copies of another host's state take besides, where hosts are several and no replica is on another: what is sent,
+        and twice what comes.
+
+        >>> Memory(parameters=4.0, gradients=4.0, optimizer=8.0).copies
+        36.0
+        """
+        return 3 * (self.parameters + self.optimizer)
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

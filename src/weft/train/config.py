@@ -104,9 +104,9 @@ class DataSection(_Section):
         return self.source == "text" and self.tokenizer == "bytes" and self.packing in ("auto", "windows")
 
 
-def _integer_or_auto(key: str, value: object) -> object:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f'{key} = {json.dumps(value)}: expected a whole number of at least 0, or "auto"')
+def _integer_or_auto(key: str, value: object, least: int = 0) -> object:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f'{key} = {json.dumps(value)}: expected a whole number of at least {least}, or "auto"')
     return value
 
 
@@ -227,7 +227,9 @@ class RunSection(_Section):
 
     Of each rank `workers` threads prepare batches while others are trained on. A rank that takes longer than `hang_after_s`, and than ten
     median steps, for a step is named. With `protect = "memory"` each rank's state is kept in memory that outlives it, twice, where there is
-    room: a rank that is lost is replaced, and no step is. `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
+    room: a rank that is lost is replaced, and no step is. Of several hosts each keeps what its neighbour alone has, every `copy_every`
+    steps; "auto": as often as takes 2 % of the time at most. So many `spares` of the ranks that something else started wait for others
+    to be lost. `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
     """
 
     folder: str = ""
@@ -235,9 +237,16 @@ class RunSection(_Section):
     workers: int = Field(default=2, ge=1)
     hang_after_s: FiniteFloat = Field(default=5.0, gt=0)
     protect: Literal["memory", "none"] = "memory"
+    copy_every: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
+    spares: int = Field(default=0, ge=0)
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+
+    @field_validator("copy_every", mode="before")
+    @classmethod
+    def _steps_or_auto(cls, value: object) -> object:
+        return _integer_or_auto("copy_every", value, least=1)
 
 
 class Config(_Section):

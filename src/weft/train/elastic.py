@@ -3,14 +3,14 @@
     running --lost--> roll call (who is left) --> a world of those, of the next generation --> what they hold, as a checkpoint --> running
 
 In: a world that was joined, a job, plans for fewer ranks that were found beforehand. Out: what `loop.train` returns. Those who are left
-keep their processes. The state after the last step that all of them have is in their memory; where replicas make it all of the state no
-step is lost, and where it is not the last checkpoint is gone on from. Ranks that the next plan has no use for wait as spares.
+keep their processes. The state after the last step that all of them have is in their memory; where replicas, or copies of what one host
+alone had (`train/copies`), make it all of the state, that is gone on from, else the last checkpoint. Ranks that a plan has no use for wait
+as spares.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import secrets
 import shutil
@@ -19,15 +19,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from weft.errors import CheckpointError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.state import checkpoint
-from weft.run.state.checkpoint.piece import OPTIONAL, Piece
-from weft.run.state.snapshots import newest_common
+from weft.run.state.checkpoint.piece import Piece
+from weft.run.state.snapshots import all_common
 from weft.train import loop
+from weft.train.copies import Copied, Copies, State, mark, state_of
 from weft.train.loop import CHECKPOINTS, Job, MakeEngine, Run, Summary, make_engine
 from weft.train.metrics import FILE, Row, last_step
 from weft.world.current import set_world
@@ -47,21 +49,36 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class _Left:
-    """What a rank brings to those that are left: what it has run, whose snapshots it has, and `why` that is over. `all_keys`: of all
-    tensors that make up the state, of those that are lost, too."""
+    """What a rank brings to those that are left: what it has run, whose snapshots it has, what it has copies of, and `why` that is over.
+    `needed`: marks of all pieces that make up the state, of those that are lost, too."""
 
     run: Run | None
     why: str
-    all_keys: frozenset[str] = frozenset()
+    copies: Copies | None = None
+    needed: frozenset[str] = frozenset()
 
     @property
-    def steps(self) -> tuple[int | None, int | None]:
+    def steps(self) -> Sequence[int]:
+        """After which this rank has its own state."""
         snapshots = self.run.snapshots if self.run is not None else None
-        return snapshots.steps if snapshots is not None else (None, None)
+        return [step for step in snapshots.steps if step is not None] if snapshots is not None else []
 
     @property
-    def holds(self) -> bool:
-        return any(step is not None for step in self.steps)
+    def copied(self) -> Sequence[int]:
+        """After which it has what others copied."""
+        return sorted(self.copies.steps) if self.copies is not None else []
+
+    def at(self, step: int) -> tuple[Row | None, list[Piece]]:
+        """(what the last of so many steps told, the state after them), as far as they are here."""
+        note: Row | None = None
+        pieces: list[Piece] = []
+        if self.run is not None and self.run.snapshots is not None and step in self.steps:
+            note = self.run.snapshots.restore(step)
+            pieces = self.run.engine.pieces()
+        for one in self.copies.of(step) if self.copies is not None else ():
+            note = note or dict(one.note)
+            pieces += one.pieces
+        return note, pieces
 
 
 def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = make_engine) -> Summary:
@@ -77,7 +94,7 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
     while True:
         row: Row | None = None
         run: Run | None = None
-        keys = frozenset[str]()
+        state, copies = State(), None
         worlds = [attempt.world]
         with Peers(attempt.world, attempt.boxes, job.config.run.hang_after_s, worlds) as peers:
             try:
@@ -91,14 +108,19 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
                     gc.collect()
                 work = attempt.work
                 if work is None:
-                    return _spare(attempt)
+                    state = state_of(attempt.world, attempt.boxes, ())
+                    copies = _copies(attempt, state, worlds)
+                    return _spare(attempt, copies)
                 worlds.append(work)
                 set_world(work)
                 engine = make(work, attempt.job, subject)
-                keys = _keys_of_all(work, engine.pieces())
+                state = state_of(attempt.world, attempt.boxes, engine.pieces())
+                copies = _copies(attempt, state, worlds)
                 run = Run(work, attempt.job, subject, engine, row)
+                if copies is not None:
+                    run.keep = partial(Copied, copies, engine.pieces, job.config.train.steps)
                 del engine
-                summary = run.run()
+                summary = {**run.run(), **(copies.told() if copies is not None else {})}
                 _part(attempt.world)
                 if work.rank == 0:
                     shutil.rmtree(job.folder / FOLDER, ignore_errors=True)
@@ -110,8 +132,8 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
             if not why:
                 attempt.call(folder).fail(f"{type(lost).__name__}: {lost}")
                 raise lost
-            left = _Left(run, why, keys) if run is not None or left is None else left
-            del run, lost
+            left = _Left(run, why, copies, state.needed) if run is not None or copies is not None or left is None else left
+            del run, lost, copies
             peers.leave(why)
             for one in worlds:
                 one.close()
@@ -188,60 +210,72 @@ def _given(world: World, job: Job, left: _Left) -> tuple[int, Row | None]:
     the last checkpoint, or not all of the state. Every rank of `world` calls it."""
     committed = checkpoint.committed(job.folder / CHECKPOINTS)
     saved = max((one.step for one in committed), default=-1)
-    said = [json.loads(text) for text in world.gathered(json.dumps({"steps": left.steps, "saved": saved}))]
-    saved = max(one["saved"] for one in said)
-    holders = [tuple(one["steps"]) for one in said if any(step is not None for step in one["steps"])]
-    step = newest_common(holders) if holders else None
-    if step is None or step <= saved:
-        return saved, None
-    note, pieces = None, list[Piece]()
-    if left.run is not None and left.holds:
-        assert left.run.snapshots is not None
-        note = left.run.snapshots.restore(step)
-        pieces = left.run.engine.pieces()
-    facts = {"row": note, "pieces": [_mark(piece) for piece in pieces], "keys": sorted(map(_key, pieces)), "all": sorted(left.all_keys)}
+    told = [json.loads(text) for text in world.gathered(json.dumps([left.steps, left.copied, saved]))]
+    saved = max(one[2] for one in told)
+    snapshots = [steps for steps, _, _ in told if steps]
+    # Where nobody is left that has run, the copies are all there is.
+    steps = [step for step in all_common(snapshots or [copied for _, copied, _ in told if copied]) if step > saved]
+    first = ""
+    for step in steps:
+        note, pieces = left.at(step)
+        why, row = _saved_by_those_left(world, job, step, (note, pieces, left.needed))
+        if not why:
+            return step, row
+        first = first or why
+    if first:
+        of_step = f"the last checkpoint, of step {saved}, does" if saved >= 0 else "there is no checkpoint, so that it begins again"
+        _say(world, f"{first}; {of_step}")
+    return saved, None
+
+
+def _saved_by_those_left(
+    world: World, job: Job, step: int, here: tuple[Row | None, Sequence[Piece], frozenset[str]]
+) -> tuple[str, Row | None]:
+    """(why the state after `step` steps is not whole, what the last of them told where that may be lost): it is saved where it is. `here`:
+    what this rank knows of that step, what it has of the state, and the marks of all of it."""
+    note, pieces, needed = here
+    facts = {"row": note, "pieces": sorted({mark(piece) for piece in pieces}), "all": sorted(needed)}
     told = [json.loads(text) for text in world.gathered(json.dumps(facts))]
-    of_step = f"the last checkpoint, of step {saved}, does" if saved >= 0 else "there is no checkpoint, so that it begins again"
-    if missing := {key for one in told for key in one["all"]} - {key for one in told for key in one["keys"]}:
-        _say(world, f"{len(missing)} tensors of the state after step {step} are lost with those that held them; {of_step}")
-        return saved, None
     owners: dict[str, int] = {}
     for rank, one in enumerate(told):
-        for mark in one["pieces"]:
-            owners.setdefault(mark, rank)
-    mine = [replace(piece, owner=owners[_mark(piece)] == world.rank) for piece in pieces]
+        for name in one["pieces"]:
+            owners.setdefault(name, rank)
+    if missing := {name for one in told for name in one["all"]} - owners.keys():
+        return f"{len(missing)} pieces of the state after step {step} are lost with those that held them", None
+    mine: dict[str, Piece] = {}
+    for piece in pieces:
+        mine.setdefault(mark(piece), replace(piece, owner=owners[mark(piece)] == world.rank))
     token = checkpoint.from_first(world, checkpoint.claim(job.folder / CHECKPOINTS) if world.rank == 0 else 0)
     try:
         extra, keep = loop.extra_of(job, step), job.config.train.keep
-        checkpoint.save(job.folder / CHECKPOINTS, step, mine, extra, world, keep=keep, token=token)
+        checkpoint.save(job.folder / CHECKPOINTS, step, list(mine.values()), extra, world, keep=keep, token=token)
     except CheckpointError as error:
-        _say(world, f"those that are left do not hold all of the state after step {step} ({error}); {of_step}")
-        return saved, None
+        return f"those that are left do not hold all of the state after step {step} ({error})", None
     row: Row | None = next((one["row"] for one in told if one["row"] and "loss" in one["row"]), None)
     told_before = checkpoint.from_first(world, int(row is None or last_step(job.folder / FILE) >= step))
-    return step, None if told_before or row is None else {key: value for key, value in row.items() if key != "token"}
+    return "", None if told_before or row is None else {key: value for key, value in row.items() if key != "token"}
 
 
-def _keys_of_all(world: World, pieces: Sequence[Piece]) -> frozenset[str]:
-    """The tensors of all ranks' pieces; every rank of `world` calls it."""
-    mine = sorted({_key(piece) for piece in pieces if piece.kind not in OPTIONAL})
-    return frozenset(key for text in world.gathered(json.dumps(mine)) for key in json.loads(text))
+def _copies(attempt: _Attempt, state: State, worlds: list[World]) -> Copies | None:
+    """What copies this rank's state to other hosts, and theirs to this one; None where there is nothing to copy, or no room."""
+    world, every = attempt.world, attempt.job.config.run.copy_every
+    if state.why:
+        _say(world, state.why)
+    if not state.sends or attempt.job.plan.layout.staleness:
+        return None
+    worlds.append(beside := world.beside("copies"))
+    return Copies(beside, attempt.boxes, state, None if every == "auto" else every, partial(_say, world))
 
 
-def _key(piece: Piece) -> str:
-    return hashlib.sha256(repr(piece.key).encode()).hexdigest()[:12]
-
-
-def _mark(piece: Piece) -> str:
-    """What pieces have in common that hold the same elements."""
-    return hashlib.sha256(repr((piece.key, piece.region)).encode()).hexdigest()[:24]
-
-
-def _spare(attempt: _Attempt) -> Summary:
-    """Wait for the end of the run, or, as a LostPeer, for a loss."""
+def _spare(attempt: _Attempt, copies: Copies | None) -> Summary:
+    """Wait for the end of the run, or, as a LostPeer, for a loss; keep what others copy to here."""
     set_world(attempt.world)
+    if copies is not None:
+        copies.receive()
     while not attempt.world.is_told(DONE, SPARE_S):
         pass
+    if copies is not None:
+        copies.close()
     _part(attempt.world)
     return {"run_folder": str(attempt.job.folder), "step": attempt.job.config.train.steps, "stopped": False, "spare": True}
 

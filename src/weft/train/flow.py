@@ -146,23 +146,31 @@ def job_of(world: World, folder: str, peak_flops: float) -> loop.Job:
 
 def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
     """As `train`, in ranks that exist: rank 0 prepares, then all read what it wrote."""
-    peak_flops = 0.0
+    peak_flops, spares = 0.0, config.run.spares
+    protects = world.joined is not None and world.num_ranks > 1 and config.run.protect != "none" and config.run.resume
+    if spares and (not protects or config.plan.trials_asked > 1):
+        raise ConfigError(
+            f"run.spares = {spares}, and spare ranks wait for others to be lost, which takes ranks that torchrun, srun or ssh started, "
+            'run.protect = "memory", run.resume = true and plan.trials = 0; set these, or run.spares = 0'
+        )
     if world.rank == 0:
         with locked(folder):
             planned = prepare(config, folder, planner)
             peak_flops = planned.peak_flops
             _plan_for_fewer(config, folder, planner, planned.plan, world)
-            if planned.plan.layout.num_ranks != world.num_ranks:
-                raise Infeasible(
-                    f"the plan {planned.plan.layout} is for {planned.plan.layout.num_ranks} ranks, {world.num_ranks} are here; "
-                    f"start as many, or set plan.ranks={world.num_ranks}"
-                )
+            num_ranks = planned.plan.layout.num_ranks
+            if num_ranks != world.num_ranks - spares:
+                here = f"{world.num_ranks} are here" + (f", {spares} of them spares" if spares else "")
+                to_set = f"set plan.ranks={world.num_ranks - spares}"
+                if not spares and num_ranks < world.num_ranks:
+                    to_set += f", or, for ranks that wait until others are lost, run.spares={world.num_ranks - num_ranks}"
+                raise Infeasible(f"the plan {planned.plan.layout} is for {num_ranks} ranks, {here}; start as many, or {to_set}")
         if config.plan.trials_asked > 1:
             trials.end(world)
     elif config.plan.trials_asked > 1:
         trials.follow(world)
     peak_flops = float(from_first(world, int(peak_flops)))
-    if world.joined is None or world.num_ranks == 1 or config.run.protect == "none" or not config.run.resume:
+    if not protects:
         return rank_main(world, str(folder), peak_flops)
     job = _job(folder, peak_flops)
     plans = {job.plan.layout.num_ranks: job.plan}
@@ -178,7 +186,7 @@ def _plan_for_fewer(config: Config, folder: Path, planner: Planner, plan: Plan, 
     num_ranks = plan.layout.num_ranks
     if world.joined is None or config.run.protect == "none":
         return
-    for fewer in elastic.smaller(num_ranks, len(world.boxes(tuple(range(world.num_ranks))))):
+    for fewer in elastic.smaller(num_ranks, len(world.boxes(tuple(range(num_ranks))))):
         path = elastic.plan_file(folder, fewer)
         if path.exists() and read_plan(path).batch_size == plan.batch_size:
             continue
@@ -201,7 +209,8 @@ def _smaller(config: Config, planner: Planner, plan: Plan, num_ranks: int) -> Pl
         with suppress(LayoutError, Infeasible):
             if layout := elastic.with_fewer_replicas(plan.layout, num_ranks):
                 return plan_of(layout=str(layout))
-    return plan_of(layout="", constrain=(*config.plan.constrain, f"ranks={num_ranks}"))
+    # In another precision the run would compute something else from there on.
+    return plan_of(layout="", constrain=(*config.plan.constrain, f"ranks={num_ranks}", f"precision={plan.layout.precision}"))
 
 
 def existing_plan(config: Config, folder: Path) -> Plan | None:

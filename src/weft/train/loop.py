@@ -69,6 +69,7 @@ class Job:
 
 
 MakeEngine = Callable[[World, Job, Subject], Engine]
+MakeSnapshots = Callable[..., Snapshots]  # of a world and `Engine.state()`
 Summary = dict[str, Any]
 
 
@@ -140,10 +141,11 @@ class _Loss:
 
 
 class Run:
-    """One attempt at a job. `row`: what the last step told before it, where that may not have been written."""
+    """One attempt at a job. `row`: what the last step told before it, where that may not have been written; `keep` makes snapshots."""
 
     def __init__(self, world: World, job: Job, subject: Subject, engine: Engine, row: Row | None = None) -> None:
         self.world, self.job, self.subject, self.engine = world, job, subject, engine
+        self.keep: MakeSnapshots = Snapshots
         self.section, self._row = job.config.train, row
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
@@ -226,7 +228,7 @@ class Run:
             return None
         state = self.engine.state()
         self._unprotected = no_room(self.world, room_bytes(*state))
-        return Snapshots(self.world, *state) if not self._unprotected else None
+        return self.keep(self.world, *state) if not self._unprotected else None
 
     def _resume(self) -> int:
         """Load the newest good checkpoint. Returns how many steps are done."""

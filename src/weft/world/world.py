@@ -290,6 +290,15 @@ class World:
             generation=self.generation, transport=transport,
         )  # fmt: skip
 
+    def beside(self, name: str) -> World:
+        """The same ranks with connections of their own, between hosts over gloo, for what goes on while they train."""
+        assert self.joined is not None
+        assert self._store is not None
+        return self.joined.world(
+            self.rank, self.num_ranks, private.prefixed(name, self._store), local_rank=self.local_rank, device=torch.device("cpu"),
+            generation=self.generation, transport="gloo",
+        )  # fmt: skip
+
     def told(self, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on every rank; the others do not call it, and wait for as long as a collective may take.
 

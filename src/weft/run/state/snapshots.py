@@ -24,14 +24,23 @@ NOTE_BYTES = 1024  # of what a step told, as JSON, beside its state
 _LENGTH = struct.Struct("<I")
 
 
-def newest_common(sides: Sequence[tuple[int | None, int | None]]) -> int | None:
+def all_common(sides: Sequence[Sequence[int | None]]) -> list[int]:
+    """The steps of which every rank has a snapshot, the newest first.
+
+    >>> all_common([(4, 3), (3, 4)]), all_common([(1, None), (None, None)]), all_common([])
+    ([4, 3], [], [])
+    """
+    common = set[int | None].intersection(*(set(pair) for pair in sides)) if sides else set[int | None]()
+    return sorted((step for step in common if step is not None), reverse=True)
+
+
+def newest_common(sides: Sequence[Sequence[int | None]]) -> int | None:
     """The newest step of which every rank has a snapshot; None where there is none.
 
     >>> newest_common([(4, 3), (4, 5)]), newest_common([(4, 3), (None, 3)]), newest_common([(1, None), (None, None)])
     (4, 3, None)
     """
-    common = set[int | None].intersection(*(set(pair) for pair in sides)) - {None}
-    return max((step for step in common if step is not None), default=None)
+    return next(iter(all_common(sides)), None)
 
 
 def room_bytes(tensors: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> int:
@@ -48,6 +57,7 @@ class Snapshots:
     def __init__(self, world: World, tensors: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> None:
         assert world.survivor is not None
         self._world, self._tensors, self._fixed = world, list(tensors), list(fixed)
+        self.pinned: int | None = None  # the state after so many steps stays
         mapping, was_there = world.survivor.memory.memory(room_bytes(tensors, fixed))
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         at = 0
@@ -105,6 +115,8 @@ class Snapshots:
             for room, x in zip(self._fixed_rooms, self._fixed, strict=True):
                 room.copy_(x)
         side = 0 if a is None or (b is not None and a < b) else 1
+        if self.pinned is not None and self.steps[side] == self.pinned:
+            side = 1 - side
         self._world.recorder.snapshot(side, None)
         for room, x in zip(self._sides[side], self._tensors, strict=True):
             room.copy_(x)
