@@ -19,13 +19,14 @@ from weft.lower.kernels.sample_positions import Samples
 from weft.model.graph import Variable
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.mesh import Mesh
+from weft.plan.placement import P
 from weft.plan.transition import LOCAL
 from weft.run.recent import MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.resized import Sized
 from weft.run.rows import Rows
 from weft.run.sharded_state import narrowed
-from weft.run.step.executor import Executor
+from weft.run.step.executor import Executor, Result
 from weft.run.step.executors import Executors
 from weft.run.step.totals import Counter, count
 from weft.run.training_parts import Parts
@@ -57,6 +58,17 @@ class Capture:
     def parts(self) -> Parts:
         """What runs."""
         return self.executors.parts
+
+    def summand(self, result: Result) -> Tensor:
+        """What microbatches of this rank add to the loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.executors.world.device)
+        if result.losses:
+            lowered, loss = self.parts.lowered, self.parts.graph.loss
+            forms = next(local.forms[loss] for local in lowered.values() if loss in local.results)
+            at = self.place
+            if all(form is P or at[axis] == 0 for axis, form in forms.items()):
+                total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
+        return total
 
     def step_inputs(self, tensors: Mapping[str, Tensor], rows: Rows, is_stale: bool) -> StepInputs:
         """A batch's `tensors` by path. `is_stale`: nobody waits for what other ranks count, since updates come late.

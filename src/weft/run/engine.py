@@ -23,7 +23,6 @@ from weft.model.work import model_flops
 from weft.plan.axis import DATA, PIPELINE, sample_axes
 from weft.plan.compression import Compression
 from weft.plan.microbatches import check_equal, num_microbatches, replica_sizes, sizes_of_part
-from weft.plan.placement import P
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
@@ -43,14 +42,14 @@ from weft.run.rows import Replica, Rows
 from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
-from weft.run.state.fingerprints import Diverged, Fingerprints
+from weft.run.state.fingerprints import Doubted, Fingerprints
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
 from weft.run.state.precision import FIRST, LossScale, set_products
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.resharded import line_of
-from weft.run.step.result import StepResult, mean_of
+from weft.run.step.result import Judge, StepResult, mean_of
 from weft.run.uncaptured.replicated import build_replicated
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
@@ -121,7 +120,9 @@ class Engine:
         self.lowered = self._forms.lowered  # of other captures
         self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
+        self.owner_of = self._optimizer.owner_of
         self._fingerprints = Fingerprints(self.parts.groups, world)
+        self._judge: Judge | None = None
         self._count_state()
         world.pace.regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -216,7 +217,7 @@ class Engine:
 
         Raises:
             Infeasible: more samples than the plan's, or unequal shares of a batch whose samples meet in the model.
-            Diverged: replicas have other weights than one another, on every rank alike and before any weight is updated.
+            Diverged, Doubted: a state is not what it should be, or `watch`'s judge says so; on every rank alike, before any update.
         """
         with self.world.pace.step():
             return self._step(batch, lr, record, whole, samples)
@@ -225,8 +226,10 @@ class Engine:
         began = time.perf_counter()
         result = self.forward_backward(batch, record=record, whole=is_global, samples=samples)
         summed = time.perf_counter()
-        if self._stale is None and (differing := self._fingerprints.differing()):
-            raise Diverged(differing)
+        if self._stale is None:
+            self._fingerprints.check()
+            if self._judge is not None and (why := self._judge(result, self._fingerprints.norms)):
+                raise Doubted(why)
         norm = self.update(lr)
         waited = self._stale.waited_s if self._stale else 0.0
         self.seconds["optimizer"] = time.perf_counter() - summed - waited
@@ -256,7 +259,7 @@ class Engine:
                 capture.replicas.finish(inputs.executor.program.microbatches)
             result.mean = self._sum_over_ranks(result)  # on its way beside the gradients
             if self._stale is None:
-                self._fingerprints.start()
+                self._fingerprints.start(self.step_index, self.gradients.norms)
                 self.gradients.wait()
                 self._optimizer.unscale()
             else:
@@ -282,7 +285,7 @@ class Engine:
             capture.replicas.start()
             ends = number == len(parts) - 1
             one = inputs.executor.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends)
-            one.summand = (0.0 if result.summand is None else result.summand) + self._summand_of(one, capture)
+            one.summand = (0.0 if result.summand is None else result.summand) + capture.summand(one)
             spans = (span._replace(start_s=span.start_s + before, end_s=span.end_s + before) for span in one.spans)
             one.spans = [*result.spans, *spans]
             result = one
@@ -302,6 +305,7 @@ class Engine:
         with self.memory.guarded(self.world.rank):
             norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
         self.step_index += 1
+        self._fingerprints.keep(self.step_index)
         return norm
 
     def drain(self) -> None:
@@ -349,17 +353,6 @@ class Engine:
         total, work = result.mean or self._sum_over_ranks(result)
         work.wait()
         return mean_of(total)
-
-    def _summand_of(self, result: Result, capture: Capture) -> Tensor:
-        """What microbatches of this rank add to the loss. `capture`: what computed them."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if result.losses:
-            lowered, loss = capture.parts.lowered, capture.parts.graph.loss
-            forms = next(local.forms[loss] for local in lowered.values() if loss in local.results)
-            at = capture.place
-            if all(form is P or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
-        return total
 
     def _sum_over_ranks(self, result: Result) -> tuple[Tensor, Work]:
         """The loss over all microbatches and ranks, and its sum under way."""
@@ -442,6 +435,12 @@ class Engine:
         fixed = [p.detach() for name, p in sorted(self.parts.parameters.items()) if name not in flat]
         changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.state_tensors()]
         return [*changed, *self._residuals.tensors, *self.scale.tensors, *self._counters.values()], fixed
+
+    def watch(self, judge: Judge) -> None:
+        """Weights and optimizer state are to change in updates alone, which steps check; `judge` is asked before them. Not of late ones."""
+        if self._stale is None:
+            self._judge, self.gradients.has_norms = judge, True
+            self._fingerprints.watch([*self._optimizer.state_of_update(), *self.state()[1]], self.step_index)
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""

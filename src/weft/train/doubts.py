@@ -10,7 +10,7 @@ from weft.world.kept import available_bytes
 from weft.world.world import World
 
 ROOM = 0.5  # of what is free, for the state of all ranks of a host
-_RECENT = 10  # last losses that a jump is told by, and how many times their spread it is
+RECENT = 10  # last losses that a jump is told by, and how many times their spread it is; of norms how many times the largest
 
 
 def doubt(loss: float, norm: float | None, is_scaled: bool, losses: Sequence[float]) -> str:
@@ -19,13 +19,30 @@ def doubt(loss: float, norm: float | None, is_scaled: bool, losses: Sequence[flo
     >>> doubt(90.0, None, False, [2.0, 2.2] * 5), doubt(2.1, 1.0, False, [2.0, 2.2] * 5)
     ('the loss went up to 90, from 2.2', '')
     """
-    recent = losses[-_RECENT:]
+    recent = losses[-RECENT:]
     if not isfinite(loss):
         return f"the loss is {loss}"
     if norm is not None and not isfinite(norm) and not is_scaled:
         return f"the norm of the gradients is {norm}"
-    if len(recent) == _RECENT and loss > max(recent) + _RECENT * (max(recent) - min(recent)):
+    if len(recent) == RECENT and loss > max(recent) + RECENT * (max(recent) - min(recent)):
         return f"the loss went up to {loss:.4g}, from {recent[-1]:.4g}"
+    return ""
+
+
+def doubt_of_norms(norms: Sequence[float], recent: Sequence[Sequence[float]]) -> str:
+    """Why the gradients of a rank may not be: `norms` by rank, and those of the last steps.
+
+    >>> from math import inf
+    >>> doubt_of_norms([0.1, inf], []), doubt_of_norms([0.1, 3e9], [[0.1, 0.2]] * 10), doubt_of_norms([0.5, 1.9], [[0.1, 0.2]] * 10)
+    ('the norm of the gradients of rank 1 is inf', 'the norm of the gradients of rank 1 went up to 3e+09, from 0.2', '')
+    """
+    for rank, norm in enumerate(norms):
+        if not isfinite(norm):
+            return f"the norm of the gradients of rank {rank} is {norm}"
+    most = [max(column) for column in zip(*recent, strict=True)] if len(recent) == RECENT else [0.0] * len(norms)
+    for rank, (norm, before) in enumerate(zip(norms, most, strict=True)):
+        if 0 < RECENT * before < norm:
+            return f"the norm of the gradients of rank {rank} went up to {norm:.4g}, from {recent[-1][rank]:.4g}"
     return ""
 
 

@@ -27,7 +27,6 @@ from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
-from weft.run.state.fingerprints import Diverged, parameter_at
 from weft.run.state.snapshots import Snapshots, room_bytes
 from weft.run.step.result import StepResult
 from weft.train import artifacts
@@ -45,6 +44,7 @@ from weft.train.metrics import FILE, Metrics, Row, last_step, read_metrics
 from weft.train.stragglers import Stragglers
 from weft.train.subject import Subject, subject_of
 from weft.train.trackers import tracking
+from weft.train.trust import Trust
 from weft.train.updates import optimizer_of
 from weft.units import parse_bytes
 from weft.world.current import set_world
@@ -156,6 +156,7 @@ class Run:
         self.losses: list[float] = []
         self.done = 0
         self.snapshots: Snapshots | None = None
+        self.trust: Trust | None = None
         self._unprotected = ""  # why the state is not kept, where it was to be
         self.step_times: list[float] = []
         self.waited_s: list[float] = []  # for the batch of each step
@@ -190,6 +191,8 @@ class Run:
                 self.show.say(self._unprotected)
             if layout.microbatches > 1 and (words := microbatch_words(self.engine.parts.coupled)):
                 self.show.say(words)
+            if self.snapshots is not None:
+                self.trust = Trust(self.world, self.engine, self.snapshots, self.losses, self._unstable)
             stopped = self._steps(start, row, write)
             self.measured = self.components.gather()
             self.data_wait_s = self.world.maximum([round(NANOSECONDS * sum(self.waited_s[1:]))])[0] / NANOSECONDS
@@ -287,40 +290,16 @@ class Run:
         return False
 
     def _trusted(self, step: int, batch: Batch, began: float) -> tuple[Row, StepResult]:
-        """A step; made once more from the state before it where replicas differ, or its numbers are doubted.
+        """A step; made once more from the state before it where its numbers are doubted."""
+        record = step + _RECORDED >= self.section.steps
 
-        Raises Diverged where they differ again, or there is no state to go back to.
-        """
-        record, snapshots = step + _RECORDED >= self.section.steps, self.snapshots
-        try:
-            row, result = self._step(step, batch, began, record)
-            doubt = self._doubt(row, result) if snapshots is not None else ""
-        except Diverged as error:
-            if snapshots is None or not snapshots.has(step):
-                raise
-            doubt = self._blame(error, snapshots, step)
-        if snapshots is not None and doubt and snapshots.has(step):
-            self.show.say(f"step {step + 1}: {doubt}; it is made again from the state before it")
-            snapshots.restore(step)
-            row, result = self._step(step, batch, began, record)
-            if again := self._doubt(row, result):
-                self.show.say(f"step {step + 1}: {again} again, so it was no fault of the machine")
-        return row, result
+        def make() -> tuple[Row, StepResult]:
+            return self._step(step, batch, began, record)
 
-    def _doubt(self, row: Row, result: StepResult) -> str:
-        return doubt(result.loss, row["grad_norm"], row["loss_scale"] is not None, self.losses)
+        def doubt_of(outcome: tuple[Row, StepResult]) -> str:
+            return doubt(outcome[1].loss, outcome[0]["grad_norm"], outcome[0]["loss_scale"] is not None, self.losses)
 
-    def _blame(self, error: Diverged, snapshots: Snapshots, step: int) -> str:
-        """Whose weights are no longer what they were after the last step, and which; every rank calls it."""
-        changed, parts = snapshots.changed(step), self.engine.parts
-        names = [v.name for v in parts.graph.parameters]  # in one order on all ranks
-        name = parameter_at(parts.groups, *changed) if changed is not None else ""
-        mine = 0 if changed is None else 2 + names.index(name) if name in names else 1
-        all_found = self.world.maximum([mine if rank == self.world.rank else 0 for rank in range(self.world.num_ranks)])
-        words = [f"{'the state' if n == 1 else names[n - 2]} on rank {rank}" for rank, n in enumerate(all_found) if n]
-        if not words:  # the update went wrong, not what memory holds of it
-            raise error
-        return f"a bit was flipped in {' and '.join(words)}"
+        return make() if self.trust is None else self.trust.step(step, make, doubt_of, self.show.say)
 
     def _after(self, row: Row, result: _Told, write: Callable[[Row], None]) -> bool:
         """What follows a step: evaluation, its row, a checkpoint. Returns whether the run was told to stop."""
@@ -348,9 +327,7 @@ class Run:
             row, result = self._untold.popleft()
             row["loss"] = result.loss
             if not isfinite(result.loss):
-                raise RunError(
-                    f"the loss is {result.loss} at step {row['step']}; {self._last_good()}{_unstable(self.section.learning_rate)}"
-                )
+                raise RunError(f"the loss is {result.loss} at step {row['step']}; {self._unstable()}")
             self.losses.append(result.loss)
             write(row)
 
@@ -437,6 +414,10 @@ class Run:
         if self._interval is not None:
             self._interval.saved(took_s, time.perf_counter())
 
+    def _unstable(self) -> str:
+        """What to do where numbers are none."""
+        return f"{self._last_good()}lower learning_rate = {self.section.learning_rate:g}, raise warmup_steps or set clip, and run again"
+
     def _last_good(self) -> str:
         if self.saved_step < 0:
             return "there is no checkpoint yet; "
@@ -493,7 +474,3 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 def _last(rows: Sequence[Row], key: str) -> float | None:
     return next((row[key] for row in reversed(rows) if key in row), None)
-
-
-def _unstable(rate: float) -> str:
-    return f"lower learning_rate = {rate:g}, raise warmup_steps or set clip, and run again"

@@ -27,7 +27,7 @@ from torch import Tensor
 from weft.plan.compression import Compression
 from weft.run.reduce.between_hosts import BetweenHosts, compressed
 from weft.run.reduce.compressed import DTYPES, Compressed
-from weft.run.reduce.scattered import Scattered
+from weft.run.reduce.scattered import Scattered, norm_of
 from weft.run.state.parameters import Bucket, FlatGroup
 from weft.world.memory import Accounts
 from weft.world.world import Group, Work
@@ -66,6 +66,8 @@ class Gradients:
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
+        self.has_norms = False  # whether those of this rank's own gradients are taken, before they are summed
+        self._norms: list[Tensor] = []
         self.push: Callable[[int, Tensor], None] | None = None  # of servers: (place in the order, bucket)
         # By place in the order; and those of this step that were started, that are met, in that order.
         self.compressed = {k: compressed for k, (g, bucket) in enumerate(self.order) if (compressed := self._compress(compress, g, bucket))}
@@ -155,8 +157,14 @@ class Gradients:
             self.parameters[name].grad = None
         for _, bucket in self.order:
             bucket.release()
+        self._norms.clear()
         for scattered in self._scattered.values():
-            scattered.start()
+            scattered.start(self.has_norms)
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """Of this step's own gradients, bucket by bucket, as they were before they were summed; in one order in every step."""
+        return [*self._norms, *(norm for scattered in self._scattered.values() for norm in scattered.norms)]
 
     def turn(self, number: int) -> None:
         """Collect in the groups' buffers of that number from now on; before `start`."""
@@ -208,6 +216,8 @@ class Gradients:
         if over is None or not self._exchanged[place]:
             return
         gradient = self._complete(place)
+        if self.has_norms:
+            self._norms.append(norm_of(gradient))
         if self.push is not None:
             self.push(place, gradient)
             return
@@ -242,7 +252,9 @@ class Gradients:
             self._next += 1
         for place, is_exchanged in enumerate(self._exchanged):
             if not is_exchanged:
-                self._complete(place)
+                gradient = self._complete(place)
+                if self.has_norms:
+                    self._norms.append(norm_of(gradient))
 
     def hand_over(self) -> list[Work]:
         """After `finish`, in the place of `wait`: the sums under way, of gradients that are whole and not compressed."""

@@ -16,7 +16,14 @@ from torch import Tensor
 from weft.run.state.parameters import FlatGroup
 from weft.world.world import Group, Work
 
+_WIDE = 4  # bytes of an element that a sum of squares has room in
 _UNDER_WAY = 1  # buckets whose memory is held while they are scattered
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """The 2-norm [] of all elements."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=None if x.dtype.itemsize >= _WIDE else torch.float32)
+    return norm
 
 
 @dataclass
@@ -38,6 +45,7 @@ class Scattered:
         self._bucket = {name: k for k, bucket in enumerate(group.buckets) for name in bucket.names}
         self._pieces = [group.grad[at : at + length] for _, at, length in group.pieces()]
         self._open: dict[int, _Open] = {}
+        self._has_norms, self.norms = False, list[Tensor]()
         self._works: list[tuple[Work, Tensor, Tensor]] = []
         read = {member.name for member in group.members if member.units} or set(self._bucket)
         self._expected = [read.intersection(bucket.names) for bucket in group.buckets]
@@ -58,9 +66,11 @@ class Scattered:
         if not opened.missing and self._by_itself:
             self._scatter(number)
 
-    def start(self) -> None:
-        """Begin a step: the pieces are zero."""
+    def start(self, has_norms: bool = False) -> None:
+        """Begin a step: the pieces are zero. `has_norms`: whether those of what is scattered are kept."""
         self._group.grad.zero_()
+        self._has_norms = has_norms
+        self.norms.clear()
 
     def flush(self, names: Collection[str] | None = None) -> None:
         """Scatter buckets (those of `names`) of which not all gradients came; the others count as zero."""
@@ -74,6 +84,8 @@ class Scattered:
 
     def _scatter(self, number: int) -> None:
         full = self._open.pop(number).full
+        if self._has_norms:
+            self.norms.append(norm_of(full))
         arrived = torch.empty_like(self._pieces[number])
         self._works.append((self._over.reduce_scatter_into(arrived, full, wait=False), arrived, self._pieces[number]))
         self._finish(_UNDER_WAY)

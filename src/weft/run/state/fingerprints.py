@@ -1,8 +1,10 @@
-"""Whether ranks that have the same weights have the same bits. In: flat groups, as forward used them. Out: the ranks that differ.
+"""Whether the state has the bits that it should. In: flat groups and the optimizer's state, as they lie. Out: the ranks that have not.
 
-A fingerprint is the sum of a buffer's 64-bit words, modulo 2^64: any one flipped bit changes it. All ranks tell theirs in one small message
-a step, beside the loss, and see alike who differs: of more than two the few, of two both. Not modelled: several flips that cancel; ZeRO-3,
-under which no two ranks have the same weights.
+A fingerprint is the sum of a buffer's 64-bit words, modulo 2^64: any one flipped bit changes it. Ranks that have the same weights compare
+theirs: of more than two the few are to be doubted, of two both. What no other rank has (shards, the optimizer's state) is compared with
+what it was when the last update had been made, where somebody says that nothing else writes to it (`watch`). All ranks tell in one small
+message a step, beside the loss, and see alike who differs. The same message has the norm of each rank's own gradients, before they are
+summed. Not modelled: several flips that cancel; those in what a step makes and drops.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ MOST_RANKS = 512  # beyond, the message is no longer small
 
 
 class Diverged(RunError):
-    """Ranks that have the same weights have other bits: `ranks`, on which they are to be doubted."""
+    """Ranks whose state has other bits than it should: `ranks`, on which it is to be doubted."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(
-            f"rank {', '.join(map(str, ranks))} {'has' if len(ranks) == 1 else 'have'} other weights than ranks that should have the same: "
-            "a bit was flipped in memory, or the model draws or writes what only one rank knows; go on from the last checkpoint"
-        )
+    def __init__(self, ranks: Sequence[int], since_update: bool = False) -> None:
+        names, have = ", ".join(map(str, ranks)), "has" if len(ranks) == 1 else "have"
+        what = "weights or optimizer state than the last update left" if since_update else "weights than ranks that should have the same"
+        why = "something beside the update writes to them" if since_update else "the model draws or writes what only one rank knows"
+        super().__init__(f"rank {names} {have} other {what}: a bit was flipped in memory, or {why}; go on from the last checkpoint")
         self.ranks = tuple(ranks)
+
+
+class Doubted(RunError):
+    """A step whose numbers are not as they should be, before its update."""
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -39,14 +45,20 @@ def fingerprint(x: Tensor) -> Tensor:
     >>> bool(fingerprint(torch.ones(3)) == fingerprint(torch.tensor([1.0, 1.0, 1.0000001])))
     False
     """
-    data = x.detach().reshape(-1).view(torch.uint8)
-    num_bytes = data.numel() // 8 * 8
+    data = x.detach().reshape(-1)
+    num_bytes = data.nbytes // 8 * 8
+    if num_bytes == data.nbytes:
+        return data.view(torch.int64).sum()
+    data = data.view(torch.uint8)
     return data[:num_bytes].view(torch.int64).sum() + data[num_bytes:].sum(dtype=torch.int64)
 
 
 class Fingerprints:
-    """Those of one rank; every rank makes one, and calls `start` and `differing` at the same places. Nothing is sent where no two ranks
-    have the same weights."""
+    """Those of one rank; every rank makes one, and calls everything at the same places. Nothing is sent where no two ranks have the same
+    weights and nothing is watched.
+
+    `norms`: of each rank's gradients in the step that was checked last; empty where nothing is watched.
+    """
 
     def __init__(self, groups: Sequence[FlatGroup], world: World) -> None:
         everyone = world.everyone
@@ -54,32 +66,64 @@ class Fingerprints:
         for group in groups:
             if len(group.sum_ranks) > 1 and not group.gathered:
                 shared[group.sum_ranks].append(group)
-        self._shared = list(shared.items())[:SETS] if everyone.size <= MOST_RANKS else []
+        self._tells = everyone.size <= MOST_RANKS
+        self._shared = list(shared.items())[:SETS] if self._tells else []
         self._everyone, self._rank = everyone, world.rank
         self._any = any(world.maximum([len(self._shared)]))
-        self._told = torch.zeros(everyone.size, SETS, 2, dtype=torch.int64, device=everyone.device)
+        # By rank: sets of ranks with fingerprints, and the norm of its gradients with whether its state has changed.
+        self._told = torch.zeros(everyone.size, SETS + 1, 2, dtype=torch.int64, device=everyone.device)
         self._work: Work | None = None
+        self._state: list[Tensor] = []
+        self._expected: dict[int, Tensor] = {}  # fingerprints of what is watched, after so many steps
+        self.norms: list[float] = []
+
+    def watch(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Compare these in each step with what they were after the one before, from `step` on."""
+        self._state, self._any = list(tensors), self._tells
+        self.keep(step)
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Tell this rank's."""
+    def keep(self, step: int) -> None:
+        """What is watched is as it should be after `step` steps."""
+        if self._state and self._tells:
+            before = {step - 1: self._expected[step - 1]} if step - 1 in self._expected else {}
+            self._expected = {**before, step: self._now()}
+
+    def _now(self) -> Tensor:
+        device = self._everyone.device
+        return torch.stack([fingerprint(x).to(device) for x in self._state])
+
+    @torch.no_grad()
+    def start(self, step: int, norms: Sequence[Tensor] = ()) -> None:
+        """Tell this rank's in the step behind `step` others. `norms`: of all parts of its gradients."""
         if not self._any:
             return
         if self._work is not None:
             self._work.wait()
         self._told.zero_()
-        for row, (ranks, groups) in zip(self._told[self._rank], self._shared, strict=False):
+        mine, now = self._told[self._rank], self._now() if step in self._expected else torch.empty(0)
+        of = dict(zip(map(id, self._state), now, strict=False))
+        for row, (ranks, groups) in zip(mine, self._shared, strict=False):
             row[0] = _name(ranks)
-            row[1] = torch.stack([fingerprint(group.data) for group in groups]).sum()
+            row[1] = torch.stack([of[id(x)] if id(x := group.data) in of else fingerprint(x) for group in groups]).sum()
+        if norms:
+            mine[SETS, 0] = torch.stack([x.double() for x in norms]).square().sum().sqrt().view(torch.int64)
+        if step in self._expected:
+            mine[SETS, 1] = (self._expected[step] != now).any()
         self._work = self._everyone.all_reduce(self._told.view(-1), wait=False).untimed()
 
-    def differing(self) -> list[int]:
-        """The ranks to be doubted, the same on every rank; none where all agree, or nothing was told."""
+    def check(self) -> None:
+        """Raise Diverged, on all ranks alike, where any is to be doubted."""
         if self._work is None:
-            return []
+            return
         self._work.wait()
         self._work = None
-        return doubted(self._told.tolist())
+        told = self._told.tolist()
+        self.norms = self._told[:, SETS, 0].view(torch.float64).tolist() if self._state else []
+        if changed := [rank for rank, row in enumerate(told) if row[SETS][1]]:
+            raise Diverged(changed, since_update=True)
+        if differing := doubted([row[:SETS] for row in told]):
+            raise Diverged(differing)
 
 
 def doubted(told: Sequence[Sequence[Sequence[int]]]) -> list[int]:

@@ -6,7 +6,7 @@ them; they are elementwise, so one flat tensor is updated exactly as its paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import inf, isfinite
@@ -198,7 +198,25 @@ class Optimizer:
     def state_tensors(self) -> list[Tensor]:
         """Everything that the optimizer holds beside the groups' own parameters and gradients."""
         copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
-        return [*copies, *(t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)), *self.updates]
+        return [*copies, *self._numbers(), *self.updates]
+
+    def state_of_update(self) -> list[Tensor]:
+        """What only updates change: parameters, but those that the model itself writes, and all that the optimizer holds."""
+        groups = [group.data for group in self._groups if not group.members[0].written]
+        return [*groups, *(t for those in self._mine for t, _ in those if self.offload), *self._numbers()]
+
+    def _numbers(self) -> Iterator[Tensor]:
+        return (t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor))
+
+    def owner_of(self, x: Tensor, element: int) -> tuple[str, str]:
+        """(parameter, slot, or nothing for a copy of its weights) that an element of a tensor of the state is of; empty where of none."""
+        for number, group in enumerate(self._groups):
+            for (p, _), (start, _, _) in zip(self._mine[number], self.pieces(number), strict=True):
+                slots = {id(p): "", **{id(t): slot for slot, t in self.inner.state[p].items()}}
+                if id(x) in slots and x.numel() == p.numel():
+                    placed = zip(group.starts, group.members, strict=True)
+                    return next((m.name for at, m in placed if at <= start + element < at + m.size), ""), slots[id(x)]
+        return "", ""
 
     def read(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""

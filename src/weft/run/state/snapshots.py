@@ -99,8 +99,10 @@ class Snapshots:
         return step in self.steps
 
     def changed(self, step: int) -> tuple[int, int] | None:
-        """(tensor, element) of the first that is not what it was after `step` steps, bit for bit; None: all are."""
-        for number, (room, x) in enumerate(zip(self._sides[self.steps.index(step)], self._tensors, strict=True)):
+        """(tensor, element) of the first that is not what it was after `step` steps, bit for bit; None: all are. What does not change is
+        counted behind what does."""
+        rooms = [*self._sides[self.steps.index(step)], *self._fixed_rooms]
+        for number, (room, x) in enumerate(zip(rooms, [*self._tensors, *self._fixed], strict=True)):
             now = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             other = (room.reshape(-1).view(torch.uint8) != now).nonzero()
             if other.numel():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from weft.run.step.dispatch import Result
 from weft.world.world import Work
+
+Judge = Callable[[Result, Sequence[float]], str]  # of a step before its update, with the norm of each rank's gradients: why it is doubted
 
 
 @dataclass(frozen=True, slots=True)
