@@ -1,312 +1,160 @@
-"""`scripts/bench faults`: one fault after another in running trainings, and how long each was felt.
+"""`scripts/bench faults`: a hundred faults in running trainings, and how long each was felt.
 
-In: layouts. Every layout trains twice, calm and harmed. Out, by fault: seconds from it to the launcher's first word and to the next
-finished step, and whether the losses of the whole run are, bit for bit, those of the calm one; in the terminal, in `--json FILE` and in
-docs/benchmarks/faults.md. Not measured: other launchers; faults of the network and of the disk (`tests/torch/test_checkpoint_faults.py`).
+In: layouts. Of each, runs with faults one after another, and runs that end or whose files come to harm; each is held against the run that
+nothing touched. Out, by fault: seconds to the first word of it and to the next step, steps made again, whether the losses are the same
+bit for bit, and how it came out; in the terminal, in `--json FILE` and in docs/benchmarks/faults.md. Beside it what of this torchrun with
+DDP and torch.distributed.checkpoint, and torchft, do (`bench/fault_peers`). Not measured: faults of the network
+(`tests/ranks/test_elastic.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
-import os
-import random
-import signal
 import tempfile
-import threading
-import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
+from rich.console import Console
 from rich.table import Table
 
+from bench import fault_peers
 from bench.document import command, header, lines_of, load, opening, terminal, versions
+from bench.fault_cases import ENDINGS, FAULTS, Ending, Fault, placed, runs
+from bench.fault_host import Host
+from bench.fault_runs import BAD, Calm, Felt, calm, measure
+from bench.fault_solo import STEPS, alone
 from bench.processes import ROOT
-from weft.api import plan as make_plan
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.run.step.result import StepResult
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.train.subject import Subject
-from weft.world.launch import launch
-from weft.world.watch import Recovery
-from weft.world.world import World
+from weft.plan.layout import Layout
 
 PAGE = ROOT / "docs" / "benchmarks" / "faults.md"
 LAYOUTS = (
     "data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=zb-h1",
     "data=2 tensor=2",
 )  # fmt: skip
-AWAY_S = 1.0
-APART = 14  # steps between two faults: more than a jump of the loss is told by
-CONFIG = """
-[model]
-name = "gpt:vocabulary=256,hidden=32,layers=2,heads=2"
-[data]
-sequence = 16
-[train]
-batch = 8
-learning_rate = 0.001
-checkpoint_every = 25
-[run]
-sample = 0
-"""
-INTRO = """A small GPT trains on text while ranks come to harm, one fault after another in one run, each some steps after the one before.
-`noticed`: from the fault to the launcher's first word of it; `next step`: from the fault to the next step that is told; medians over the
-layouts, and the most. `same losses`: of how many runs with this fault the losses of all steps are, bit for bit, those of the run without
-faults. A rank that hangs has `run.hang_after_s`, 5 s; one that is stopped is told by the kernel. What is at fault in memory or arithmetic
-is noticed within its own step. Where the process that forks the ranks is lost, all of them begin again from the last checkpoint: that
-takes the start of a run, and repeats up to 25 steps."""
+GOAL_S = 0.2
+AT_ONCE = 2  # runs that end: most of their time they start
+QUICK = ("kill -9 of rank 1 before its step", "SIGSTOP of rank 0", "a loss that is not a number, once", "an exception on rank 1",
+         "kill -9 of the launcher")  # fmt: skip
+INTRO = """A small GPT trains on text while ranks, their launcher and their files come to harm. Most faults follow one another in
+running trainings; those that end a run, or that come between two, have a run of their own, two at a time, and then the same command
+is given again. `noticed`: from the fault to the first sentence that names it; `next step`: from the fault to the next step that is
+told, or, where the run ended, from it to the end plus from the second command to its first step; medians over the layouts, and the
+most. `made again`: the most steps of which rows were written already. `same losses`: in how many layouts the losses of all steps,
+evaluations included, are, bit for bit, those of the run that nothing touched. A rank that hangs has `run.hang_after_s`, 5 s. A
+checkpoint is saved every 20 steps.
+
+How it came out: *went on* or, by design, *ended* with its own exit code and a sentence that names cause and remedy, and gone on with
+to the same losses; else it is one of the bad ones. *silent*: other losses, and nobody was told. *orphans*: a process lives 1 s after
+its launcher's end. *hang*: 60 s without a step or an end. *unclear*: another exit code or sentence than the case names. *lost*: told,
+but the losses are not those of the calm run in the end. Commands are forked from a process that has torch in memory; ranks are harmed
+by their own code at the call that the moment is named after, or by a signal from outside."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`where`: before or after a rank's step, or `outside`, at a random time, by another process. `ranks`: whose; -1 all of them, -2 the
-    process that forks them. `replicas`: only of layouts whose ranks have the same weights."""
-
-    name: str
-    how: str
-    ranks: tuple[int, ...] = (1,)
-    where: str = "before"
-    replicas: bool = False
+def applies(fault: Fault, layout: Layout) -> bool:
+    """Whether a fault can be of a layout."""
+    copies = layout.data > 1 and layout.zero < 3
+    return {"": True, "copies": copies, "no copies": not copies, "teams": layout.pipeline == 1}[fault.needs]
 
 
-FAULTS = (
-    *(Fault(f"kill -9 of rank {rank} {where} its step", "SIGKILL", (rank,), where) for where in ("before", "after") for rank in (0, 1)),
-    *(Fault(f"kill -9 of a rank at a random time, {n}", "SIGKILL", (n % 2,), "outside") for n in range(6)),
-    Fault("kill -9 of all ranks at once", "SIGKILL", (-1,), "outside"),
-    Fault("kill -9 of the new rank, too", "again", (1,), "outside"),
-    *(Fault(f"{name} of a rank", name, (1,)) for name in ("SIGSEGV", "SIGABRT", "SIGBUS")),
-    Fault("a rank exits", "exit", (0,)),
-    *(Fault(f"SIGSTOP of rank {rank}", "SIGSTOP", (rank,)) for rank in (0, 1)),
-    Fault("SIGSTOP of a rank at a random time", "SIGSTOP", (0,), "outside"),
-    Fault("a rank sleeps for ever", "sleep", (1,)),
-    Fault("a rank holds the interpreter", "hold", (0,)),
-    Fault("a bit of a weight is flipped on one replica", "flip", (1,), replicas=True),
-    Fault("a loss that is not a number, once", "nan", (0, 1)),
-    Fault("a loss that jumps, once", "jump", (0, 1)),
-    Fault("kill -9 of the process that forks ranks", "SIGKILL", (-2,), "outside"),
-    Fault("SIGSTOP of the process that forks ranks", "SIGSTOP", (-2,), "outside"),
-)
+def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path) -> list[Felt]:
+    """All cases of a layout whose names have one of `words`."""
+    known = Layout.parse(layout)
+    quiet: dict[int, Calm] = {}
+
+    def calm_of(steps: int) -> Calm:
+        if steps not in quiet:
+            plan = next((one.plan for one in quiet.values()), None)
+            quiet[steps] = calm(host, layout, steps, parent / f"calm-{steps}", plan)
+        return quiet[steps]
+
+    def wanted(case: Fault | Ending) -> bool:
+        return any(word in case.name for word in words)
+
+    found = list[Felt]()
+    groups = [placed(group) for group in runs([f for f in FAULTS if wanted(f) and applies(f, known)])]
+    longest = max((steps for cases, steps in groups if not cases[0].fault.alone), default=0)
+    for number, (cases, steps) in enumerate(groups):
+        steps = steps if cases[0].fault.alone else longest  # so that runs share the calm one
+        found += measure(host, layout, known.num_ranks, cases, steps, parent / f"run-{number}", calm_of(steps))
+    endings = list(filter(wanted, ENDINGS))
+    undisturbed = calm_of(STEPS) if endings else None
+
+    def ended(number: int) -> Felt:
+        assert undisturbed is not None
+        return alone(host, layout, known.num_ranks, endings[number], parent / f"alone-{number}", undisturbed)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return found + list(pool.map(ended, range(len(endings))))
 
 
-@dataclass(frozen=True, slots=True)
-class Felt:
-    """One fault in one layout, in seconds; `same`: the run's losses are those of the calm one."""
-
-    name: str
-    layout: str
-    noticed_s: float
-    next_step_s: float
-    same: bool
+def _seconds(values: Sequence[float]) -> list[str]:
+    known = [v for v in values if not math.isnan(v)]
+    return [f"{median(known):.3f}", f"{max(known):.3f}"] if known else ["", ""]
 
 
-def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
-    """What a rank runs: a training that follows the orders in its folder, each once."""
-    where = Path(folder)
-    orders: list[dict[str, Any]] = json.loads((where.parent / "orders.json").read_text())
-
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
-        engine = loop.make_engine(world, job, subject)
-        steps = engine.step
-
-        def step(batch: Any, **options: Any) -> StepResult:
-            now = [o for o in orders if o["step"] == engine.step_index and world.rank in o["ranks"] and _first(where, o, world.rank)]
-            for order in now:
-                if order["where"] == "before":
-                    _harm(order["how"], engine)
-            result = steps(batch, **options)
-            for order in now:
-                if order["where"] == "after":
-                    _harm(order["how"], engine)
-                if order["how"] in ("nan", "jump"):
-                    result = replace(result, total=result.total * (math.nan if order["how"] == "nan" else 50))
-            return result
-
-        engine.step = step  # type: ignore[method-assign]
-        return engine
-
-    return loop.train(world, flow.job_of(world, folder, peak_flops), make)
-
-
-def _first(folder: Path, order: dict[str, Any], rank: int) -> bool:
-    """Whether an order has not been followed yet; writes down when it is."""
-    try:
-        with open(folder.parent / f"harmed-{order['number']}-{rank}", "x") as file:
-            file.write(repr(time.monotonic()))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _harm(how: str, engine: Engine) -> None:
-    match how:
-        case "exit":
-            os._exit(3)
-        case "sleep":
-            time.sleep(3600)
-        case "hold":
-            ctypes.PyDLL(None).sleep(3600)
-        case "flip":
-            engine.parts.groups[0].data.view(torch.int32)[5] ^= 1 << 7
-        case "nan" | "jump":
-            pass
-        case _:
-            os.kill(os.getpid(), getattr(signal, how))
-
-
-class Watcher:
-    """Follows one run: when what was said, when which step was told; and does what is done from outside."""
-
-    def __init__(self, folder: Path, outside: dict[int, tuple[int, Fault]]) -> None:
-        self.said: list[tuple[float, str]] = []
-        self.told: list[tuple[float, int]] = []
-        self.harmed: dict[int, float] = {}
-        self._path, self._outside = folder / "metrics.jsonl", dict(sorted(outside.items()))
-        self._draw, self._done = random.Random(0), threading.Event()
-        self._again: int | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def __enter__(self) -> Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def heard(self, text: str) -> None:
-        """The launcher says something."""
-        self.said.append((time.monotonic(), text))
-        if self._again is not None and "takes its place" in text:
-            rank, self._again = self._again, None
-            threading.Thread(target=self._kill_new, args=(rank,), daemon=True).start()
-
-    def _kill_new(self, rank: int) -> None:
-        time.sleep(0.05)
-        for pid in _ranks()[-1:]:
-            _send(pid, signal.SIGKILL)
-
-    def _work(self) -> None:
-        while not self._done.is_set():
-            rows = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
-            if not self.told or self.told[-1][1] != rows:
-                self.told.append((time.monotonic(), rows))
-            for step in [s for s in self._outside if s <= rows]:
-                self._inflict(*self._outside.pop(step))
-            time.sleep(0.001)
-
-    def _inflict(self, number: int, fault: Fault) -> None:
-        time.sleep(self._draw.uniform(0, 0.03))
-        ranks = _ranks()
-        chosen = ranks if fault.ranks == (-1,) else _nests() if fault.ranks == (-2,) else [ranks[i] for i in fault.ranks if i < len(ranks)]
-        self._again = fault.ranks[0] if fault.how == "again" else None
-        self.harmed[number] = time.monotonic()
-        for pid in chosen:
-            _send(pid, signal.SIGKILL if fault.how == "again" else getattr(signal, fault.how))
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _below(pid: int) -> list[int]:
-    return [int(p) for task in Path(f"/proc/{pid}/task").glob("*") for p in (task / "children").read_text().split()]
-
-
-def _nests() -> list[int]:
-    """The processes that fork ranks: children of the prepared one, which is this process's."""
-    return [nest for prepared in _below(os.getpid()) for nest in _below(prepared)]
-
-
-def _ranks() -> list[int]:
-    return sorted(rank for nest in _nests() for rank in _below(nest))
-
-
-def _config(folder: Path, layout: str, steps: int) -> Config:
-    text = folder.parent / "text.txt"
-    text.write_bytes(b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md"))))
-    threads = f"plan.layout={layout} threads=1"
-    return Config.parse(CONFIG, changes=[f"data.text={text}", f"run.folder={folder}", f"train.steps={steps}", threads])
-
-
-def _planner(config: Config, known: Plan | None) -> Planned:
-    plan = known or make_plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
-    return Planned(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
-
-
-def _losses(folder: Path) -> list[float]:
-    return [float(row["loss"] or 0.0) for row in read_metrics(folder / "metrics.jsonl")]
-
-
-def measure(layout: str, faults: Sequence[Fault], parent: Path) -> list[Felt]:
-    """All faults, one after another, in one run of a layout."""
-    steps = APART * (len(faults) + 2)
-    at = {number: APART * (number + 1) for number in range(len(faults))}
-    (parent / "orders.json").write_text("[]")
-    calm, folder = parent / "calm", parent / "harmed"
-    flow.train(_config(calm, layout, steps), _planner)
-    orders = [{"number": n, "step": at[n], **asdict(f)} for n, f in enumerate(faults) if f.where != "outside"]
-    (parent / "orders.json").write_text(json.dumps(orders))
-    outside = {at[n]: (n, f) for n, f in enumerate(faults) if f.where == "outside"}
-    before = flow.launch, flow.rank_main
-    with Watcher(folder, outside) as watcher:
-
-        def launched(function: Any, *args: Any, recovery: Recovery, **options: Any) -> Any:
-            return launch(function, *args, recovery=replace(recovery, say=watcher.heard), **options)
-
-        flow.launch, flow.rank_main = launched, harmed
-        try:
-            flow.train(_config(folder, layout, steps), _planner)
-        finally:
-            flow.launch, flow.rank_main = before
-    same = _losses(folder) == _losses(calm)
-    return [_felt(fault, layout, watcher, _when(n, parent, watcher), at[n], same) for n, fault in enumerate(faults)]
-
-
-def _when(number: int, parent: Path, watcher: Watcher) -> float:
-    written = [float(path.read_text()) for path in parent.glob(f"harmed-{number}-*")]
-    return max([*written, *([watcher.harmed[number]] if number in watcher.harmed else [])], default=math.nan)
-
-
-def _felt(fault: Fault, layout: str, watcher: Watcher, when: float, step: int, same: bool) -> Felt:
-    noticed = next((t - when for t, _ in watcher.said if t > when), math.nan)
-    after = 0.0 if math.isnan(noticed) else noticed
-    if fault.ranks == (-2,):  # what the ranks had under way is told before they end; then they begin again
-        after = AWAY_S
-    done = max([step, *(rows for t, rows in watcher.told if t <= when)])
-    later = next((t - when for t, rows in watcher.told if t > when + after and rows > done), math.nan)
-    if fault.ranks == (-2,):
-        noticed = math.nan  # said by who starts the ranks again
-    if fault.how in ("flip", "nan", "jump"):
-        noticed = later = math.nan  # said and mended by the ranks, within the step
-    return Felt(fault.name, layout, noticed, later, same)
+def _table(title: str, names: Sequence[str], left: Sequence[int] = (0,)) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number in left else "right")
+    return table
 
 
 def table(found: Sequence[Felt]) -> Table:
-    """A row a fault."""
-    out = Table(title="Faults", title_justify="left")
-    for name in ("fault", "noticed, s", "most", "next step, s", "most", "same losses"):
-        out.add_column(name, justify="left" if name == "fault" else "right")
+    """A row a case."""
+    names = ("fault", "noticed, s", "most", "next step, s", "most", "made again", "same losses", "came out")
+    out = _table("Faults", names, (0, 7))
     for name in dict.fromkeys(one.name for one in found):
         mine = [one for one in found if one.name == name]
-        cells = []
-        for values in ([one.noticed_s for one in mine], [one.next_step_s for one in mine]):
-            known = [v for v in values if not math.isnan(v)]
-            cells += [f"{median(known):.3f}", f"{max(known):.3f}"] if known else ["", ""]
-        out.add_row(name, *cells, f"{sum(one.same for one in mine)} of {len(mine)}")
+        cells = [*_seconds([one.noticed_s for one in mine]), *_seconds([one.next_step_s for one in mine])]
+        came = Counter(one.outcome for one in mine)
+        ways = ", ".join(way if len(came) == 1 else f"{way} {count}" for way, count in came.most_common())
+        bad = "; ".join(one.layout for one in mine if one.outcome in BAD)
+        again = str(max(one.lost for one in mine))
+        out.add_row(
+            name, *cells, again, f"{sum(one.same for one in mine)} of {len(mine)}", f"{ways} ({bad})" if bad and len(came) > 1 else ways
+        )
     return out
+
+
+def by_layout(found: Sequence[Felt]) -> Table:
+    """What a killed rank costs, a row a layout."""
+    names = ("layout", "kills", "noticed, s", "most", "next step, s", "most", f"under {GOAL_S:g} s", "made again", "slowest")
+    out = _table("Killed ranks, by layout", names, (0, 8))
+    for layout in dict.fromkeys(one.layout for one in found):
+        kills = [one for one in found if one.layout == layout and one.kill]
+        if not kills:
+            continue
+        known = [one for one in kills if not math.isnan(one.next_step_s)]
+        slowest = max(known, key=lambda one: one.next_step_s, default=None)
+        cells = [*_seconds([one.noticed_s for one in kills]), *_seconds([one.next_step_s for one in kills])]
+        under = f"{sum(one.next_step_s < GOAL_S for one in known)} of {len(known)}"
+        out.add_row(layout, str(len(kills)), *cells, under, str(max(one.lost for one in kills)), slowest.name if slowest else "")
+    return out
+
+
+def summary(found: Sequence[Felt]) -> Table:
+    """How many cases came out badly, and which."""
+    out = _table("Summary", ("of", "cases", "which"), (0, 2))
+    out.add_row("all", str(len(found)), f"{len({one.name for one in found})} in {len({one.layout for one in found})} layouts")
+    for kind in BAD:
+        mine = [one for one in found if one.outcome == kind]
+        which = [
+            f"{name} ({', '.join(one.layout for one in mine if one.name == name)})" for name in dict.fromkeys(one.name for one in mine)
+        ]
+        out.add_row(kind, str(len(mine)), "; ".join(which))
+    return out
+
+
+def _progress(console: Console, found: Sequence[Felt]) -> None:
+    for one in found:
+        if one.outcome in BAD:
+            console.print(f"  {one.outcome}: {one.name} ({one.layout}): {one.said}", markup=False)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -314,24 +162,32 @@ def main(arguments: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="scripts/bench faults", description="faults in running trainings", allow_abbrev=False)
     p.add_argument("--json", metavar="FILE", type=Path, help="write header and every fault to FILE")
     p.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
-    p.add_argument("--quick", action="store_true", help="four kinds of faults in one layout; does not write the page")
+    p.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="the cases that have these words in their names; no page")
+    p.add_argument("--no-peers", action="store_true", help="weft alone; no page")
+    p.add_argument("--quick", action="store_true", help="a few cases in one layout; no page")
     given = p.parse_args(list(arguments))
-    about = header(command("faults", arguments), versions(("torch",)), load=load(), measured="one run a layout, with all its faults")
+    about = header(command("faults", arguments), versions(("torch", "torchft")), load=load(), measured="each case once a layout")
     console, found = terminal(), list[Felt]()
-    for layout in given.layouts[:1] if given.quick else given.layouts:
-        copies = layout.startswith("data") and "zero=3" not in layout
-        faults = [f for f in FAULTS if copies or not f.replicas]
-        faults = [f for f in faults if f.how in ("SIGKILL", "SIGSTOP", "exit", "nan") and f.ranks != (-2,)][::3] if given.quick else faults
-        console.print(f"{layout}: {len(faults)} faults")
-        with tempfile.TemporaryDirectory() as folder:
-            found += measure(layout, faults, Path(folder))
-    made = table(found)
-    console.print(made)
+    with Host() as host:
+        for layout in given.layouts[:1] if given.quick else given.layouts:
+            with tempfile.TemporaryDirectory() as folder:
+                mine = of_layout(host, layout, QUICK if given.quick else given.only, Path(folder))
+            console.print(f"{layout}: {len(mine)} cases")
+            _progress(console, mine)
+            found += mine
+    beside, whys = ([], {}) if given.quick or given.no_peers else fault_peers.measure(console)
+    made = [summary(found), by_layout(found), table(found), *fault_peers.tables(beside, whys)]
+    for one in made:
+        console.print(one)
     none = {"peer": None, "peer_name": "", "ratio": None, "unit": "s"}
     rows = [{"case": f"{one.name}, {one.layout}", "weft": one.next_step_s, **none} for one in found]
     if given.json:
-        given.json.write_text(json.dumps({"about": about, "rows": rows, "found": [asdict(f) for f in found]}, indent=1) + "\n")
-    if not given.quick:
-        PAGE.write_text("\n".join([*opening("faults", about, INTRO), *lines_of(made)]))
+        peers = [asdict(one) for one in beside]
+        text = json.dumps({"about": about, "rows": rows, "found": [asdict(one) for one in found], "peers": peers}, indent=1)
+        given.json.write_text(text.replace("NaN", "null") + "\n")
+    if not given.quick and not given.no_peers and given.only == [""]:
+        PAGE.write_text(
+            "\n".join([*opening("faults", about, f"{INTRO}\n\n{fault_peers.SETTINGS}"), *(line for one in made for line in lines_of(one))])
+        )
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0

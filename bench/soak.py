@@ -25,12 +25,16 @@ from typing import Any
 from rich.table import Table
 
 from bench.document import command, header, lines_of, load, opening, terminal, versions
-from bench.faults import _config, _losses, _nests, _planner, _ranks, _send
+from bench.fault_runs import CONFIG, forkers_of, ranks_of, send
 from bench.processes import ROOT
+from weft.api import plan as make_plan
+from weft.plan.plan import Plan
 from weft.run.engine import Engine
 from weft.run.step.result import StepResult
 from weft.train import flow, loop
 from weft.train.config import Config
+from weft.train.flow import Planned
+from weft.train.metrics import read_metrics
 from weft.train.subject import Subject
 from weft.units import format_bytes, format_percent
 from weft.world.watch import Recovery
@@ -109,18 +113,18 @@ class _Harm:
         while not self.told and not self._done.wait(0.1):
             pass
         while not self._done.wait(self._draw.uniform(0.5, 1.5) * APART_S):
-            if ranks := _ranks():
+            if ranks := ranks_of(os.getpid()):
                 kind = self._draw.choice(KINDS)
                 self._found.harmed[kind] += 1
-                _send(self._draw.choice(ranks), getattr(signal, kind))
+                send(self._draw.choice(ranks), getattr(signal, kind))
 
     def _look(self) -> None:
         while not self._done.wait(LOOK_S):
-            nests = _nests()
+            nests = forkers_of(os.getpid())
             if not nests or not self.told:
                 continue
             self._found.descriptors += [len(list(Path(f"/proc/{nest}/fd").iterdir())) for nest in nests]
-            self._found.memory.append(sum(map(_own_bytes, [os.getpid(), *nests, *_ranks()])))
+            self._found.memory.append(sum(map(_own_bytes, [os.getpid(), *nests, *ranks_of(os.getpid())])))
 
     def _follow(self) -> None:
         """The times at which rows came, by the file's size."""
@@ -140,9 +144,20 @@ def _own_bytes(pid: int) -> int:
         return 0
 
 
-def _longer(folder: Path, steps: int) -> Config:
-    config = _config(folder, LAYOUT, steps)
-    return config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_every": 500})})
+def _config(folder: Path, steps: int) -> Config:
+    text = folder.parent / "text.txt"
+    text.write_bytes(b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md"))))
+    lines = [f"data.text={text}", f"run.folder={folder}", f"train.steps={steps}", "train.checkpoint_every=500"]
+    return Config.parse(CONFIG, changes=[*lines, f"plan.layout={LAYOUT} threads=1"])
+
+
+def _planner(config: Config, known: Plan | None) -> Planned:
+    plan = known or make_plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
+    return Planned(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
+
+
+def _losses(folder: Path) -> list[float]:
+    return [float(row["loss"] or 0.0) for row in read_metrics(folder / "metrics.jsonl")]
 
 
 def soak(seconds: float, parent: Path) -> Soaked:
@@ -150,7 +165,7 @@ def soak(seconds: float, parent: Path) -> Soaked:
     steps = max(20, int(seconds / STEP_S))
     found = Soaked(steps, 0.0, 0.0, False)
     calm, folder = parent / "calm", parent / "harmed"
-    flow.train(_longer(calm, steps), _planner)
+    flow.train(_config(calm, steps), _planner)
     before = flow.launch, flow.rank_main
     with _Harm(folder, found) as harm:
 
@@ -162,7 +177,7 @@ def soak(seconds: float, parent: Path) -> Soaked:
 
         flow.launch, flow.rank_main = launched, paced
         try:
-            flow.train(_longer(folder, steps), _planner)
+            flow.train(_config(folder, steps), _planner)
         finally:
             flow.launch, flow.rank_main = before
     found.seconds = harm.told[-1] - harm.told[0]
