@@ -33,7 +33,7 @@ from bench.peers.elastic_ddp import ENTRY, SAVE_EVERY, TIMEOUT_S
 from bench.processes import ROOT, free_port, missing
 
 TORCHRUN, TORCHFT = "torchrun, DDP + DCP", "torchft"
-STEPS, APART, WAIT_S, ORPHANS_S = 60, 12, 60.0, 1.0
+STEPS, APART, WAIT_S, HANG_S, ORPHANS_S = 60, 12, 60.0, 30.0, 1.0
 RESTARTS = 100
 SETTINGS = f"""torchrun: `--standalone --nproc-per-node 2 --max-restarts {RESTARTS} --monitor-interval 0.1`, DDP over gloo with a
 time-out of {TIMEOUT_S:g} s (by default 30 minutes, in which nobody learns of what hangs), a checkpoint every {SAVE_EVERY} steps by
@@ -196,7 +196,7 @@ def _order(key: int, case: Case, step: int) -> dict[str, Any]:
 
 
 def following(parent: Path) -> list[Felt]:
-    """One fault after another in one run."""
+    """One fault after another in one run, which is begun again where it hangs or ends."""
     at, places = 10, list[int]()
     for case in FOLLOWING:
         if case.where in ("at its start", "at the end"):
@@ -214,23 +214,28 @@ def following(parent: Path) -> list[Felt]:
     (harmed / "orders.json").write_text(
         json.dumps([_order(n, case, place) for n, (case, place) in enumerate(zip(FOLLOWING, places, strict=True))])
     )
-    running = torchrun(harmed, at)
-    hung = running.wait()
-    orphans = running.orphans()
+    commands = list[tuple[Command, bool, int]]()
+    while not commands or (commands[-1][0].process.returncode and len(commands) < len(FOLLOWING)):
+        running = torchrun(harmed, at)  # the same command again, where it has hung or ended
+        hung = running.wait(limit_s=HANG_S)
+        commands.append((running, hung, running.orphans()))
     same = losses(harmed) == losses(quiet)
     whens = [when(harmed, n) for n in range(len(FOLLOWING))]
-    known = sorted(t for t in whens if not math.isnan(t))
-    found = []
-    for case, t in zip(FOLLOWING, whens, strict=True):
-        until = next((other for other in known if other > t), math.inf)
-        noticed, line = _said(running, case, t, until)
-        next_s, lost = next_step_after(running.entries, t)
-        is_last = t == max(known, default=t)
-        seen = Seen(
-            not math.isnan(noticed), hung and is_last, orphans if is_last else 0, running.process.returncode if not hung else 0, 0, same
-        )
-        found.append(Felt(case.name, TORCHRUN, noticed - t, next_s - t, lost, same, judged(seen), case.how == "SIGKILL", line))
-    return found
+    return [_followed(case, t, [other for other in whens if other > t], commands, same) for case, t in zip(FOLLOWING, whens, strict=True)]
+
+
+def _followed(case: Case, at: float, later: Sequence[float], commands: Sequence[tuple[Command, bool, int]], same: bool) -> Felt:
+    """What came of one fault among others. `later`: when those after it happened; what came last in a command ended it."""
+    if math.isnan(at):
+        return Felt(case.name, TORCHRUN, math.nan, math.nan, 0, same, "not reached", case.how == "SIGKILL")
+    running, hung, orphans = [one for one in commands if one[0].began_s <= at][-1]
+    until = min([*later, *(one[0].began_s for one in commands if one[0].began_s > at)], default=math.inf)
+    is_last = until not in later
+    noticed, line = _said(running, case, at, until)
+    following_s, lost = next_step_after(entries_of(running.log), at)
+    code = running.process.returncode if is_last and not hung else 0
+    seen = Seen(not math.isnan(noticed), hung and is_last, orphans if is_last else 0, code, 0, same)
+    return Felt(case.name, TORCHRUN, noticed - at, following_s - at, lost, same, judged(seen), case.how == "SIGKILL", line)
 
 
 def _said(running: Command, case: Case, at: float, until: float = math.inf) -> tuple[float, str]:
@@ -253,7 +258,7 @@ def alone(parent: Path, case: Case, quiet: Path) -> Felt:
             at = time.monotonic()
             send(running.process.pid, getattr(signal, what) if kind == "launcher" else signal.SIGTERM)
 
-    hung = running.wait(look if outside else lambda: None)
+    hung = running.wait(look if outside else lambda: None, HANG_S)
     orphans = running.orphans()
     code, wanted = running.process.returncode, 0
     at = at if outside else when(parent, 0)
