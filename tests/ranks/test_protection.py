@@ -1,4 +1,4 @@
-"""What keeping the state takes: as the plan says, and, where that is not free, told and left out."""
+"""What keeping the state and saving it take: as the plan says, and, where that is not free, told and left out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from test_train import configure, planner
 
+from weft.run.state.checkpoint import copy_bytes
 from weft.run.state.snapshots import room_bytes
 from weft.train import doubts, flow, loop
 from weft.train.config import Config
@@ -17,13 +18,14 @@ from weft.world.world import World
 LAYOUTS = ["data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=2"]
 
 
-def rooms(world: World, folder: str) -> tuple[int, float]:
-    """(bytes that this rank's snapshots take, bytes that the plan says)."""
+def rooms(world: World, folder: str) -> tuple[tuple[int, float], tuple[int, float]]:
+    """(bytes that this rank's snapshots take, bytes that the plan says); the same of the copy that is saved."""
     job = flow._job(Path(folder), 0.0)
     engine = loop.make_engine(world, job, loop.subject_of(job.config, job.corpus))
     prediction = job.plan.prediction
     assert prediction is not None
-    return room_bytes(*engine.state()), prediction.memory.protection
+    memory = prediction.memory
+    return (room_bytes(*engine.state()), memory.protection), (copy_bytes(engine.pieces()), memory.saving)
 
 
 def prepared(folder: Path, layout: str) -> Config:
@@ -40,8 +42,9 @@ def test_the_plan_says_what_it_takes(tmp_path: Path, ranks: Callable[..., list[A
     """Of the fullest rank, but for counters and what makes every tensor end at 64 bytes."""
     prepared(tmp_path / "run", layout)
     found = ranks(rooms, 2, str(tmp_path / "run"))
-    most, said = max(size for size, _ in found), found[0][1]
-    assert most == pytest.approx(said, rel=0.05)
+    for each in zip(*found, strict=True):
+        most, said = max(size for size, _ in each), each[0][1]
+        assert most == pytest.approx(said, rel=0.05)
 
 
 def crowded(world: World, folder: str, peak_flops: float) -> dict[str, Any]:

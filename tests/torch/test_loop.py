@@ -20,7 +20,8 @@ from weft.errors import CheckpointError, ConfigError, ModelError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.state import checkpoint
-from weft.train import loop
+from weft.run.state.checkpoint import disk
+from weft.train import doubts, interval, loop, saving
 from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus
 from weft.train.data import TextRows
@@ -30,6 +31,7 @@ from weft.train.learning_rate import learning_rate
 from weft.train.loop import Job
 from weft.train.metrics import Metrics, last_step, read_metrics
 from weft.train.reading import files
+from weft.train.saving import Saving
 from weft.train.subject import Subject, text_form
 from weft.world.world import World
 from weft.zoo.resolve import Resolved
@@ -231,11 +233,13 @@ def test_an_evaluation_takes_every_sample_once(job: Job, monkeypatch: pytest.Mon
     assert summary["eval_loss"] == pytest.approx(sum(x * n for x, n in losses) / sum(n for _, n in losses))
 
 
+@pytest.mark.parametrize("save", ["async", "sync"])
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 11])
-def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int) -> None:
-    whole = replace(job, folder=job.folder / "whole")
+def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int, save: str) -> None:
+    whole = replace(change(job, "run", save="sync"), folder=job.folder / "whole")
     job.folder.mkdir()
     run(whole)
+    job = change(job, "run", save=save)
 
     def crash(step: int) -> None:
         if step == at:
@@ -244,7 +248,8 @@ def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int) -> N
     with pytest.raises(KeyboardInterrupt):
         run(job, before_step=crash)
     _, (engine,) = run(job)
-    assert engine.seen[0][0] == at // 3 * 3
+    done = at // 3 * 3
+    assert engine.seen[0][0] in ((done,) if save == "sync" else (max(0, done - 3), done))  # the newest may not have been written yet
     assert curve(job) == curve(whole)
     assert [row[0] for row in curve(job)] == list(range(1, 13))
 
@@ -268,7 +273,8 @@ def test_a_finished_run_starts_and_ends_at_once(job: Job) -> None:
     first, _ = run(job)
     again, (engine,) = run(job)
     assert engine.seen == []
-    assert again == {**first, "saving_s": 0.0, "data_wait_s": 0.0}
+    assert again == {**first, "saving_s": 0.0, "data_wait_s": 0.0, "saving": again["saving"]}
+    assert (first["saving"]["saves"], again["saving"]["saves"]) == (4, 0)
     assert len(curve(job)) == 12
 
 
@@ -317,11 +323,107 @@ def test_a_checkpoint_that_fails_is_told_and_training_goes_on(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save", save)
-    summary, _ = run(job)
+    summary, _ = run(change(job, "run", save="sync"))
     assert (summary["step"], calls) == (12, [3, 6, 9, 12])
     said = capsys.readouterr().err
     assert said.count("No space left on device") == 2
     assert "training goes on" in said
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], code: int) -> None:
+    """The disk fails where it is given a file of the checkpoints of `steps`."""
+    real = disk.write_file
+
+    def write_file(path: Path, parts: Any) -> tuple[int, str]:
+        if any(f"{step:08d}" in path.parent.name for step in steps):
+            raise OSError(code, os.strerror(code))
+        return real(path, parts)
+
+    monkeypatch.setattr(disk, "write_file", write_file)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_checkpoint_that_fails_beside_training_is_told_and_training_goes_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    failing(monkeypatch, (3, 9), code)
+    summary, _ = run(change(job, "train", keep=9))
+    assert (summary["step"], summary["saving"]["saves"], summary["saving"]["beside"]) == (12, 2, 1)
+    assert [one.step for one in checkpoint.committed(job.folder / "checkpoints")] == [6, 12]
+    said = capsys.readouterr().err
+    for step, newest in ((3, 0), (9, 6)):
+        assert f"checkpoint of step {step} not saved: {os.strerror(code)}: " in said
+        assert f"training goes on, and step {newest} is the newest checkpoint" in said
+    failing(monkeypatch, (15,), code)
+    with pytest.raises(CheckpointError, match=os.strerror(code)):
+        run(change(job, "train", keep=9, steps=15))
+
+
+def test_where_there_is_no_room_for_a_copy_saves_are_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = change(job, "train", keep=9)
+    with_room, _ = run(replace(job, folder=job.folder.with_name("room")))
+    monkeypatch.setattr(doubts, "available_bytes", lambda: 1e4)
+    without, _ = run(job)
+    assert (with_room["saving"]["saves"], with_room["saving"]["beside"]) == (4, 3)
+    assert (without["saving"]["saves"], without["saving"]["beside"]) == (4, 0)
+    assert with_room["saving"]["bytes"] == without["saving"]["bytes"]
+    said = capsys.readouterr().err
+    assert said.count("checkpoints are written while training waits, not beside it: 1 rank needs") == 1
+    assert "KiB that are free on the host, and no more than 50%" in said
+    for step in (3, 6, 9, 12):
+        tensors = [load_file(folder / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors") for folder in
+                   (job.folder, job.folder.with_name("room"))]  # fmt: skip
+        assert {name: x.tolist() for name, x in tensors[0].items()} == {name: x.tolist() for name, x in tensors[1].items()}
+
+
+def test_a_save_by_the_clock_is_not_due_beside_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which every step is late: one save after the other, none of which waits for the one before."""
+    monkeypatch.setattr(Saving, "finish", lambda self: None)  # it would fail where one begins beside another
+    monkeypatch.setattr(interval, "FIRST_S", 0.0)
+    monkeypatch.setattr(interval, "interval_s", lambda save_s, between_s: 0.0)
+    real = Saving.last
+
+    def last(self: Saving, step: int) -> None:
+        monkeypatch.undo()
+        real(self, step)
+
+    monkeypatch.setattr(Saving, "last", last)
+    summary, _ = run(change(job, "train", checkpoint_every="auto", keep=99))
+    assert 2 <= summary["saving"]["saves"] <= 13
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_save_costs_decides_the_next(job: Job, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """By a clock that goes on 20 s at each look: the copy, and not the file, and from its end on."""
+    now, told = [0.0], list[tuple[float, float]]()
+
+    def clock() -> float:
+        now[0] += 20.0
+        return now[0]
+
+    if fails:
+        failing(monkeypatch, tuple(range(1, 12)), errno.EIO)
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(saving.Interval, "saved", lambda self, save_s, at: told.append((save_s, at)))
+    monkeypatch.setattr(saving, "slower_s", lambda times, number, seconds: 0.5)
+    run(change(job, "train", checkpoint_every="auto", keep=99))
+    assert told
+    assert {save_s for save_s, _ in told} == {20.0 + (0 if fails else 0.5)}
+    assert all(at < now[0] for _, at in told)
+
+
+def test_what_saving_cost_is_reported(job: Job) -> None:
+    summary, _ = run(job)
+    said = summary["saving"]
+    paths = [job.folder / "checkpoints" / f"step-{step:08d}" for step in (9, 12)]
+    assert said["bytes"] == pytest.approx(2 * sum(checkpoint.size_of(path) for path in paths), rel=0.01)  # 3 and 6 are gone
+    assert said["waited_s"] == summary["saving_s"] > 0
+    assert said["writing_s"] > 0
+    assert said["failure_loses_s"] == pytest.approx(said["every_s"] / 2 + said["writing_s"] / 3)
+    never, _ = run(replace(change(job, "train", checkpoint_every=0), folder=job.folder.with_name("never")))
+    assert (never["saving"]["saves"], never["saving"]["every_s"], never["saving"]["failure_loses_s"]) == (1, None, None)
 
 
 def test_a_model_that_cannot_be_followed_in_evaluation_is_evaluated_as_it_is(
@@ -481,7 +583,7 @@ def test_by_itself_a_run_saves_as_often_as_pays(job: Job, monkeypatch: pytest.Mo
         now[0] += 20.0
         return now[0]
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
     run(job, Told(looks=10**9))
     steps = [one.step for one in checkpoint.committed(job.folder / "checkpoints")]
     assert steps[-1] == 12

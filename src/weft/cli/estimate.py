@@ -276,12 +276,14 @@ def _predicted(plan: Plan | None) -> dict[str, object]:
     from weft.report.tables import PARTS
 
     if plan is None or plan.prediction is None:
-        return dict.fromkeys(("memory_bytes", "protection_bytes", "copies_bytes", "step_time_s", "step_time_parts_s", "mfu"))
+        memory = ("memory_bytes", "protection_bytes", "copies_bytes", "saving_bytes")
+        return dict.fromkeys((*memory, "step_time_s", "step_time_parts_s", "mfu"))
     p = plan.prediction
     return {
         "memory_bytes": {name: getattr(p.memory, name) for name in PARTS} | {"total": p.memory.total},
         "protection_bytes": p.memory.protection,
         "copies_bytes": p.memory.copies,
+        "saving_bytes": p.memory.saving,
         "step_time_s": p.step_time_s,
         "step_time_parts_s": dict(p.parts),
         "mfu": p.mfu,

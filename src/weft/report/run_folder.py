@@ -18,7 +18,7 @@ from weft.plan.plan_file import read_plan
 from weft.plan.timeline import Span, Timeline
 from weft.report.cluster_tables import cluster_tables
 from weft.report.page import Subject
-from weft.units import format_bytes, format_percent
+from weft.units import format_bytes, format_percent, format_seconds
 
 PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
 MACHINE, SUMMARY = "machine.toml", "summary.json"
@@ -55,10 +55,11 @@ def read_folder(folder: Path) -> Subject:
     machine = Cluster.parse(str(folder / MACHINE)) if (folder / MACHINE).exists() else None
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
-    waited = waited_for(_summary(folder / SUMMARY))
+    summary = _summary(folder / SUMMARY)
+    waited, saving = waited_for(summary), saving_of(summary)
     return Subject(
         title=f"{plan.model if plan else folder.name}",
-        lead=f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else ""),
+        lead=f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else "") + (f"; {saving}" if saving else ""),
         plan=plan,
         metrics=metrics,
         levels=read_levels(folder / SUMMARY),
@@ -122,6 +123,26 @@ def waited_for(summary: Mapping[str, Any]) -> str:
     if not isinstance(shares, dict):
         return ""
     return " and ".join(f"rank {rank}, {format_percent(share)} of the time" for rank, share in shares.items() if _is_number(share))
+
+
+def saving_of(summary: Mapping[str, Any]) -> str:
+    """What saving cost a run, and what a failure of the whole loses; empty where nothing was saved.
+
+    >>> saving_of({"saving": {"saves": 3, "bytes": 6e6, "waited_s": 0.2, "beside": 2, "writing_s": 1.5, "slower_s": 0.0}})
+    '3 checkpoints of 1.91 MiB, for which training waited 200 ms; 1.50 s of writing beside it'
+    """
+    found = summary.get("saving")
+    if not isinstance(found, dict) or not found.get("saves"):
+        return ""
+    number, size = found["saves"], format_bytes(found["bytes"] / found["saves"])
+    words = f"{number} checkpoint{'s' if number > 1 else ''} of {size}, for which training waited {format_seconds(found['waited_s'])}"
+    if found.get("beside"):
+        words += f"; {format_seconds(found['writing_s'])} of writing beside it"
+        words += f", which made steps {format_seconds(found['slower_s'])} longer" if found.get("slower_s") else ""
+    if found.get("failure_loses_s") and number > 1:
+        every, lost = format_seconds(found["every_s"]), format_seconds(found["failure_loses_s"])
+        words += f"; one every {every}, so that a failure loses {lost} on average"
+    return words
 
 
 def _summary(path: Path) -> dict[str, Any]:

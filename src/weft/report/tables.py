@@ -92,7 +92,8 @@ def memory_table(memory: Memory) -> Table:
     rows = [(name, format_bytes(size_bytes), _share(size_bytes, memory.total)) for name, size_bytes in held]
     rows.append(("total", format_bytes(memory.total), format_percent(1.0)))
     note = (
-        f"and in its host's memory {format_bytes(memory.protection)}, to lose no step where a rank is lost (run.protect); of several hosts "
+        f"and in its host's memory {format_bytes(memory.protection)}, to lose no step where a rank is lost (run.protect); up to "
+        f"{format_bytes(memory.saving)} to save while training goes on (run.save); of several hosts "
         f"up to {format_bytes(memory.copies)} more, for what another host alone has"
     )
     return Table("Memory on the fullest device", ("holds", "size", "share"), tuple(rows), right=(1, 2), marked=(len(rows) - 1,), note=note)

@@ -229,7 +229,8 @@ class RunSection(_Section):
     median steps, for a step is named. With `protect = "memory"` each rank's state is kept in memory that outlives it, twice, where there is
     room: a rank that is lost is replaced, and no step is. Of several hosts each keeps what its neighbour alone has, every `copy_every`
     steps; "auto": as often as takes 2 % of the time at most. So many `spares` of the ranks that something else started wait for others
-    to be lost. `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
+    to be lost. With `save = "async"` checkpoints are written while training goes on, where there is room for a copy of the state.
+    `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
     """
 
     folder: str = ""
@@ -239,6 +240,7 @@ class RunSection(_Section):
     protect: Literal["memory", "none"] = "memory"
     copy_every: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
     spares: int = Field(default=0, ge=0)
+    save: Literal["async", "sync"] = "async"
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()

@@ -49,14 +49,21 @@ def doubt_of_norms(norms: Sequence[float], recent: Sequence[Sequence[float]]) ->
 def no_room(world: World, size_bytes: int) -> str:
     """Why the state of ranks is not kept in memory that outlives them: each needs so much; every rank calls it, and says the same."""
     assert world.survivor is not None
-    ranks_here = max(len(box) for box in world.boxes(tuple(range(world.num_ranks)))) if world.joined else world.num_ranks
-    need, free = size_bytes * ranks_here, available_bytes()
-    short = world.survivor.memory.inherited is None and need >= ROOM * free
+    words = short_of(world, size_bytes if world.survivor.memory.inherited is None else 0)
+    return f"the state is not kept in memory: {words}; where a rank is lost the run goes on from the last checkpoint" if words else ""
+
+
+def short_of(world: World, need_bytes: int) -> str:
+    """Which memory of a host is too small for what its ranks need of it, each so much; empty where there is room. Every rank calls it."""
+    everyone = tuple(range(world.num_ranks))
+    here = next(box for box in world.boxes(everyone) if world.rank in box) if world.joined else everyone
+    all_need = world.maximum([need_bytes if rank == world.rank else 0 for rank in everyone])
+    need, free = sum(all_need[rank] for rank in here), available_bytes()
+    short = need > 0 and need >= ROOM * free
     need_kib, short_kib = world.maximum([need >> 10 if short else 0, int(short) and int((1 << 50) - free) >> 10])
     if not need_kib:
         return ""
     there = format_bytes((1 << 50) - (short_kib << 10))
-    return (
-        f"the state is not kept in memory: {ranks_here} ranks need {format_bytes(need_kib << 10)} of the {there} that are free on their "
-        f"host, and no more than {ROOM:.0%} are taken; where a rank is lost the run goes on from the last checkpoint"
-    )
+    whose = f"{len(here)} ranks need" if len(here) > 1 else "1 rank needs"
+    there = f"the {there} that are free on {'their' if len(here) > 1 else 'the'} host"
+    return f"{whose} {format_bytes(need_kib << 10)} of {there}, and no more than {ROOM:.0%} are taken"

@@ -36,15 +36,18 @@ def between_failures_s(num_ranks: int) -> float:
 
 
 class Interval:
-    """Whether a save is due: told of each, it learns what one costs. `now`: seconds of any clock that only rises."""
+    """Whether a save is due: told of each, it learns what one costs. `now`: seconds of any clock that only rises. `chosen_s`: from one save
+    to the next."""
 
     def __init__(self, num_ranks: int, now: float) -> None:
         self._between_s = between_failures_s(num_ranks)
+        self.chosen_s = FIRST_S
         self._next = now + FIRST_S
 
     def due(self, now: float) -> bool:
         return now >= self._next
 
     def saved(self, save_s: float, now: float) -> None:
-        """A save that took `save_s` ended now."""
-        self._next = now + interval_s(save_s, self._between_s)
+        """A save that cost training `save_s` let it go on at `now`."""
+        self.chosen_s = interval_s(save_s, self._between_s)
+        self._next = now + self.chosen_s

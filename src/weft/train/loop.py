@@ -1,7 +1,7 @@
 """The loop that every rank runs. In: a world and a job. Out: a trained model, and on rank 0 the files of the run folder.
 
 A run that is killed and started again computes the same losses, bit for bit under the same layout: the data and the learning
-rate follow from the step, everything else is in the checkpoint. Not modelled: checkpoints beside training.
+rate follow from the step, everything else is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.errors import CheckpointError, ConfigError, RunError
+from weft.errors import ConfigError, RunError
 from weft.model.batch.additive import microbatch_words
 from weft.plan.beside import LENGTHS
 from weft.plan.plan import Plan
@@ -37,10 +37,10 @@ from weft.train.data import Batch
 from weft.train.display import Display, display
 from weft.train.doubts import doubt, no_room
 from weft.train.evaluation import Evaluation
-from weft.train.interval import Interval
 from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, last_step, read_metrics
+from weft.train.saving import Saving
 from weft.train.stragglers import Stragglers
 from weft.train.subject import Subject, subject_of
 from weft.train.trackers import tracking
@@ -162,25 +162,28 @@ class Run:
         self.waited_s: list[float] = []  # for the batch of each step
         self.eval_loss: float | None = None
         self._evaluation = Evaluation(engine, subject, world, self.section.batch, self.section.evaluate_batches, self.rows)
-        self.saved_step = -1
-        self.token = 0  # of this run, in the folder of its checkpoints
         self.components = Components(world, layout.mesh_of(world.rank))
         self.stragglers = Stragglers(world, layout.mesh_of(world.rank)) if not layout.staleness else None
         self.measured: dict[str, float] | None = None
         self.memory: dict[str, float] = {}
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
-        every = self.section.checkpoint_every
         # Where updates come late, a save is part of what is computed, which no clock decides.
-        self._interval = Interval(world.num_ranks, time.perf_counter()) if every == "auto" and not layout.staleness else None
-        self._save_every = 0 if every == "auto" else every
-        self.saving_s = 0.0
+        clocked = not layout.staleness
+        self.saving = Saving(world, self.checkpoints, job.config, self._state, self.step_times, lambda words: self.show.say(words), clocked)
         self.data_wait_s = 0.0  # of the rank that waited longest, but for the first batch
         self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
         self._place = _place(job.folder) if world.rank == 0 else None
         self._untold: deque[tuple[Row, _Told]] = deque()
 
     def run(self) -> Summary:
+        try:
+            return self._run()
+        except BaseException as error:
+            self.saving.leave(wait=isinstance(error, Exception) and not self.world.is_lost_in(error))
+            raise
+
+    def _run(self) -> Summary:
         _ = self.world.stopping  # from here on SIGTERM is heeded between steps
         start, row = self._begin()
         layout, self.done = self.job.plan.layout, start
@@ -197,7 +200,7 @@ class Run:
             self.measured = self.components.gather()
             self.data_wait_s = self.world.maximum([round(NANOSECONDS * sum(self.waited_s[1:]))])[0] / NANOSECONDS
             self.memory = self.engine.fullest_memory()
-            self._save(self.done, last=True)
+            self.saving.last(self.done)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 with self.world.pace.long():
                     artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
@@ -212,17 +215,17 @@ class Run:
             step = self.snapshots.vote()
             if step is not None:
                 row = self.snapshots.restore(step)
-                self.token = row.pop("token")
+                self.saving.token = row.pop("token")
                 saved = checkpoint.committed(self.checkpoints)
-                self.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
+                self.saving.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
                 path = self.job.folder / FILE
                 told = self.world.rank == 0 and last_step(path) >= step
                 return step, None if checkpoint.from_first(self.world, int(told or not row)) else row
             self.snapshots.forget()
-        self.token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
+        self.saving.token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
         start = self._resume()
         if self.snapshots is not None:
-            self.snapshots.take(start, {"token": self.token})
+            self.snapshots.take(start, {"token": self.saving.token})
         return start, self._row if self._row is not None and self._row["step"] == start else None
 
     def _protected(self) -> Snapshots | None:
@@ -246,7 +249,7 @@ class Run:
                 "cannot go on as it was; restore the text, or train into another run.folder"
             )
         step: int = extra["step"]
-        self.saved_step = step
+        self.saving.saved_step = step
         return step
 
     @contextmanager
@@ -283,7 +286,7 @@ class Run:
                 row["data_wait_s"] = self.waited_s[-1]
                 self.done = step + 1
                 if self.snapshots is not None:
-                    self.snapshots.take(self.done, {**row, "loss": result.loss, "token": self.token})
+                    self.snapshots.take(self.done, {**row, "loss": result.loss, "token": self.saving.token})
                 if self._after(row, result, write):
                     return self.done < self.section.steps
         self._tell(write)
@@ -313,9 +316,9 @@ class Run:
         # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
         self._tell(write, self.job.plan.layout.staleness)
         stopping, due = self._agree(done)
-        if due or self._every(self._save_every, done):
+        if (due or self.saving.due(done)) and not stopping and done < self.section.steps:  # the last one is saved anyhow
             self._tell(write)
-            self._save(done)
+            self.saving.save(done)
         if stopping:
             self._tell(write)
             self.show.say(f"told to stop: saving after step {done}")
@@ -326,7 +329,8 @@ class Run:
         while len(self._untold) > but:
             row, result = self._untold.popleft()
             row["loss"] = result.loss
-            if not isfinite(result.loss):
+            if not isfinite(result.loss):  # on every rank
+                self.saving.finish()
                 raise RunError(f"the loss is {result.loss} at step {row['step']}; {self._unstable()}")
             self.losses.append(result.loss)
             write(row)
@@ -375,13 +379,14 @@ class Run:
         if self._place is not None and _place(self.job.folder) != self._place:
             raise checkpoint.Removed(self.job.folder)
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
-        due = self._interval is not None and self._interval.due(time.perf_counter())
-        told = [int(self.world.stopping), int(due), min(period, 2 * self._agree_every)]
-        stopping, saving, self._agree_every, *work = self.world.maximum([*told, *(self.stragglers.mark() if self.stragglers else [])])
+        told = [int(self.world.stopping), int(self.saving.due()), min(period, 2 * self._agree_every), *self.saving.mark()]
+        work = self.stragglers.mark() if self.stragglers else []
+        stopping, due, self._agree_every, failed, goes_on, *work = self.world.maximum([*told, *work])
+        self.saving.heed(failed, goes_on)
         if self.stragglers is not None and (words := self.stragglers.add(work)):
             self.show.say(words)
         self._agree_at = done + self._agree_every
-        return bool(stopping), bool(saving)
+        return bool(stopping), bool(due)
 
     def _check_text(self, done: int) -> None:
         """Raise RunError where the text is written to while it is read; on rank 0, which ends the run for all."""
@@ -393,35 +398,17 @@ class Run:
             f"is not known; {self._last_good()}restore the text and run the same command, or train on a copy that nobody writes to"
         )
 
-    def _save(self, step: int, last: bool = False) -> None:
-        """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
-        if step == self.saved_step:
-            return
-        began = time.perf_counter()
-        try:
-            with self.world.pace.long():
-                pieces, extra, keep = self.engine.pieces(), extra_of(self.job, step), self.section.keep
-                checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=self.token, warn=self.show.say)
-            self.saved_step = step
-        except (checkpoint.Replaced, checkpoint.Removed):
-            raise
-        except CheckpointError as error:
-            if last:
-                raise
-            self.show.say(f"{error}; training goes on, and step {max(0, self.saved_step)} is the newest checkpoint")
-        took_s = time.perf_counter() - began
-        self.saving_s += took_s
-        if self._interval is not None:
-            self._interval.saved(took_s, time.perf_counter())
+    def _state(self, step: int) -> tuple[list[checkpoint.Piece], dict[str, Any]]:
+        return self.engine.pieces(), extra_of(self.job, step)
 
     def _unstable(self) -> str:
         """What to do where numbers are none."""
         return f"{self._last_good()}lower learning_rate = {self.section.learning_rate:g}, raise warmup_steps or set clip, and run again"
 
     def _last_good(self) -> str:
-        if self.saved_step < 0:
+        if self.saving.saved_step < 0:
             return "there is no checkpoint yet; "
-        return f"the checkpoint of step {self.saved_step} in {self.checkpoints} is whole; "
+        return f"the checkpoint of step {self.saving.saved_step} in {self.checkpoints} is whole; "
 
     def _summary(self, step: int, stopped: bool) -> Summary:
         # From the file where this process has computed nothing, since the run was already done.
@@ -447,7 +434,8 @@ class Run:
             "layout": str(self.job.plan.layout),
             "num_parameters": self.engine.num_parameters,
             "stopped": stopped,
-            "saving_s": self.saving_s,
+            "saving_s": self.saving.costs.waited_s,
+            "saving": self.saving.report(),
             "waited_for": {str(rank): share for rank, share in (self.stragglers.shares() if self.stragglers else {}).items()},
             "data_wait_s": self.data_wait_s,
         }

@@ -174,7 +174,7 @@ class World:
 
         Raises `error` where it is not the loss of a rank, or nobody replaces that one.
         """
-        if self.survivor is None or self.survivor.make is None or not (is_lost(error) or self._is_over):
+        if self.survivor is None or self.survivor.make is None or not self.is_lost_in(error):
             raise error
         self.close()
         until = time.monotonic() + REGROUP_S
@@ -186,6 +186,10 @@ class World:
         world.survivor = self.survivor
         world.recorder.phase(RUNNING)
         return world
+
+    def is_lost_in(self, error: BaseException) -> bool:
+        """Whether `error` is the loss of another rank, or came after one."""
+        return is_lost(error) or self._is_over
 
     @property
     def _is_over(self) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
 
-from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed
+from weft.run.state.checkpoint.beside import Beside, Written, copy_bytes
+from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed, size_of
 from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_full, verify
 from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.run.state.checkpoint.region import Box, Region
@@ -10,6 +11,7 @@ from weft.run.state.checkpoint.together import Alone, Together, from_first
 
 __all__ = [
     "Alone",
+    "Beside",
     "Box",
     "Piece",
     "Region",
@@ -17,8 +19,10 @@ __all__ = [
     "Replaced",
     "Saved",
     "Together",
+    "Written",
     "claim",
     "committed",
+    "copy_bytes",
     "fill",
     "from_first",
     "full_piece",
@@ -29,6 +33,7 @@ __all__ = [
     "opened",
     "read_full",
     "save",
+    "size_of",
     "verify",
     "write_tensors",
 ]  # fmt: skip

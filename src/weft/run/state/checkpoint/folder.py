@@ -79,6 +79,11 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.parse(disk.read_regular(path / MANIFEST), str(path / MANIFEST))
 
 
+def size_of(path: Path) -> int:
+    """Bytes of the files of one checkpoint."""
+    return sum(entry.stat().st_size for entry in os.scandir(path))
+
+
 def token_of(folder: Path) -> int:
     """The newest writer's token, 0 where nobody has claimed the folder.
 
@@ -151,8 +156,8 @@ def claim_again(folder: Path, token: int, warn: Warn) -> None:
 
 
 def check_token(folder: Path, token: int | None) -> None:
-    """Refuse a writer that has been replaced. `token` None is a writer that never claimed the folder."""
-    if token is not None and (newest := token_of(folder)) != token:
+    """Refuse a writer that has been replaced. `token` None is a writer that never claimed the folder; one without a fence was removed."""
+    if token is not None and (newest := token_of(folder)) not in (token, 0):
         raise Replaced(
             f"writer {token} of {folder} has been replaced by writer {newest}: another run took over this folder, so this one must end"
         )

@@ -2,7 +2,7 @@
 
 Order (each step on the disk before the next): files, manifest, folder, rename, parent folder; only then old checkpoints go.
 So whenever a process or the machine dies, every folder with a committed name is complete. A folder that several hosts write
-must be a shared file system. Not modelled: saving while training goes on.
+must be a shared file system. `beside` does the same while training goes on.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def save(
     ({'seed': 1, 'step': 7}, tensor([1., 1.]))
     """
     folder, together = Path(folder), together or Alone()
-    work = _Save(folder, step, [piece for piece in pieces if piece.owner], together)
+    work = Work(folder, step, [piece for piece in pieces if piece.owner], together)
     temporary = folder / f"{TEMPORARY}{step:08d}-{from_first(together, token or 0)}"
-    work.do(lambda: _begin(folder, temporary, token, warn), first_only=True)
+    work.do(lambda: begin(folder, temporary, token, warn), first_only=True)
     try:
-        work.do(lambda: _write_part(temporary, together.rank, work.pieces))
-        saved = work.do(lambda: _commit(temporary, folder, step, extra or {}, together, token), first_only=True)
+        work.do(lambda: write_part(temporary, together.rank, work.pieces))
+        saved = work.do(lambda: commit(temporary, work, extra or {}, token), first_only=True)
     except CheckpointError:
         if together.rank == 0:
             disk.remove_tree(temporary)
@@ -87,10 +87,10 @@ def save(
     return folder / Saved(step, from_first(together, saved.attempt if saved else 0)).name
 
 
-class _Save:
+class Work:
     """Runs one step on the ranks and makes a failure of one a failure of all."""
 
-    def __init__(self, folder: Path, step: int, pieces: list[Piece], together: Together) -> None:
+    def __init__(self, folder: Path, step: int, pieces: Sequence[Piece], together: Together) -> None:
         self.folder, self.step, self.pieces, self.together = folder, step, pieces, together
 
     def do(self, work: Callable[[], T], first_only: bool = False) -> T | None:
@@ -102,8 +102,7 @@ class _Save:
             except CheckpointError as error:
                 failure = error
             except OSError as error:
-                need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
-                failure = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
+                failure = self.explained(error)
                 failure.__cause__ = error
         failed = first_failed(self.together, f"{type(failure).__name__}: {failure}" if failure is not None else "")
         if failure is not None:
@@ -115,8 +114,14 @@ class _Save:
             raise failure
         return result
 
+    def explained(self, error: OSError) -> CheckpointError:
+        """Why nothing was saved."""
+        need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+        return CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
 
-def _begin(folder: Path, temporary: Path, token: int | None, warn: Warn) -> None:
+
+def begin(folder: Path, temporary: Path, token: int | None, warn: Warn) -> None:
+    """On rank 0: the folder that all ranks write into."""
     if token is None:
         folder.mkdir(parents=True, exist_ok=True)
     else:
@@ -130,12 +135,22 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _write_part(temporary: Path, rank: int, pieces: Sequence[Piece]) -> None:
-    part = _Part(*write_pieces(temporary / f"{_stem(rank)}.safetensors", pieces)) if pieces else _Part(None, [])
-    (temporary / f"{_stem(rank)}.json").write_bytes(_PART.dump_json(part))
+def mark_of(rank: int) -> str:
+    """The name of what a rank leaves once its file is on the disk."""
+    return f"{_stem(rank)}.json"
 
 
-def _commit(temporary: Path, folder: Path, step: int, extra: dict[str, Any], together: Together, token: int | None) -> Saved:
+def write_part(temporary: Path, rank: int, pieces: Sequence[Piece], check: Callable[[], None] = lambda: None) -> None:
+    """A rank's file, then its mark. `check` is called before each piece, and may raise."""
+    part = _Part(*write_pieces(temporary / f"{_stem(rank)}.safetensors", pieces, check)) if pieces else _Part(None, [])
+    unfinished = temporary / f".{mark_of(rank)}"
+    unfinished.write_bytes(_PART.dump_json(part))
+    os.rename(unfinished, temporary / mark_of(rank))
+
+
+def commit(temporary: Path, work: Work, extra: dict[str, Any], token: int | None) -> Saved:
+    """On rank 0, when all ranks have left their marks: the checkpoint under its own name."""
+    folder, step, together = work.folder, work.step, work.together
     files, tensors = _join(_read_parts(temporary, together.num_ranks))
     manifest = Manifest(
         step=step,
@@ -161,7 +176,7 @@ def _commit(temporary: Path, folder: Path, step: int, extra: dict[str, Any], tog
 def _read_parts(temporary: Path, num_ranks: int) -> list[_Part]:
     parts = []
     for rank in range(num_ranks):
-        path = temporary / f"{_stem(rank)}.json"
+        path = temporary / mark_of(rank)
         try:
             parts.append(_PART.validate_json(path.read_bytes()))
         except (FileNotFoundError, ValidationError) as error:

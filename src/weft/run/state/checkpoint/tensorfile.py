@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,27 @@ def header_of(entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + begin for begin in begins]
 
 
-def write_tensors(path: Path, entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -> tuple[int, str, list[int]]:
+def write_tensors(
+    path: Path, entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str], check: Callable[[], None] = lambda: None
+) -> tuple[int, str, list[int]]:
     """Write named tensors as a new safetensors file and fsync it. Returns its size, its SHA-256 and where each begins.
 
-    Give those of wide dtypes first: they are written in this order without gaps, and then every tensor is aligned.
+    Give those of wide dtypes first: they are written in this order without gaps, and then every tensor is aligned. `check` is called before
+    each, and may raise.
     """
     header, begins = header_of(entries, metadata)
-    size, digest = disk.write_file(path, _chain(header, (tensor for _, tensor in entries)))
+    size, digest = disk.write_file(path, _chain(header, (tensor for _, tensor in entries), check))
     return size, digest, begins
 
 
-def _chain(header: bytes, tensors: Iterable[Tensor]) -> Iterator[disk.Buffer]:
+def _chain(header: bytes, tensors: Iterable[Tensor], check: Callable[[], None]) -> Iterator[disk.Buffer]:
     yield header
     for tensor in tensors:
+        check()
         yield bytes_of(tensor)
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list[StoredTensor]]:
+def write_pieces(path: Path, pieces: Sequence[Piece], check: Callable[[], None] = lambda: None) -> tuple[StoredFile, list[StoredTensor]]:
     """One rank's pieces; `file` of every stored piece is 0, to be renumbered by whoever joins the ranks."""
     pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
     names: dict[str, int] = {}
@@ -69,7 +73,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list[
         name = label(piece.key)
         names[name] = number = names.get(name, -1) + 1
         entries.append((f"{name}#{number}" if number else name, piece.tensor))
-    size, digest, begins = write_tensors(path, entries, {"format": "pt"})
+    size, digest, begins = write_tensors(path, entries, {"format": "pt"}, check)
     tensors: dict[tuple[str, str, str], StoredTensor] = {}
     for piece, begin in zip(pieces, begins, strict=True):
         region = piece.region
