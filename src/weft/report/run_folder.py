@@ -131,16 +131,16 @@ def saving_of(summary: Mapping[str, Any]) -> str:
     >>> saving_of({"saving": {"saves": 3, "bytes": 6e6, "waited_s": 0.2, "beside": 2, "writing_s": 1.5, "slower_s": 0.0}})
     '3 checkpoints of 1.91 MiB, for which training waited 200 ms; 1.50 s of writing beside it'
     """
-    found = summary.get("saving")
-    if not isinstance(found, dict) or not found.get("saves"):
+    costs = summary.get("saving")
+    if not isinstance(costs, dict) or not costs.get("saves"):
         return ""
-    number, size = found["saves"], format_bytes(found["bytes"] / found["saves"])
-    words = f"{number} checkpoint{'s' if number > 1 else ''} of {size}, for which training waited {format_seconds(found['waited_s'])}"
-    if found.get("beside"):
-        words += f"; {format_seconds(found['writing_s'])} of writing beside it"
-        words += f", which made steps {format_seconds(found['slower_s'])} longer" if found.get("slower_s") else ""
-    if found.get("failure_loses_s") and number > 1:
-        every, lost = format_seconds(found["every_s"]), format_seconds(found["failure_loses_s"])
+    number, size = costs["saves"], format_bytes(costs["bytes"] / costs["saves"])
+    words = f"{number} checkpoint{'s' if number > 1 else ''} of {size}, for which training waited {format_seconds(costs['waited_s'])}"
+    if costs.get("beside"):
+        words += f"; {format_seconds(costs['writing_s'])} of writing beside it"
+        words += f", which made steps {format_seconds(costs['slower_s'])} longer" if costs.get("slower_s") else ""
+    if costs.get("failure_loses_s") and number > 1:
+        every, lost = format_seconds(costs["every_s"]), format_seconds(costs["failure_loses_s"])
         words += f"; one every {every}, so that a failure loses {lost} on average"
     return words
 
