@@ -33,7 +33,7 @@ from bench.peers.elastic_ddp import ENTRY, SAVE_EVERY, TIMEOUT_S
 from bench.processes import ROOT, free_port, missing
 
 TORCHRUN, TORCHFT = "torchrun, DDP + DCP", "torchft"
-STEPS, APART, WAIT_S, HANG_S, ORPHANS_S = 60, 12, 60.0, 30.0, 1.0
+STEPS, APART, WAIT_S, HANG_S, ORPHANS_S = 60, 12, 60.0, 20.0, 1.0
 RESTARTS = 100
 SETTINGS = f"""torchrun: `--standalone --nproc-per-node 2 --max-restarts {RESTARTS} --monitor-interval 0.1`, DDP over gloo with a
 time-out of {TIMEOUT_S:g} s (by default 30 minutes, in which nobody learns of what hangs), a checkpoint every {SAVE_EVERY} steps by
@@ -345,7 +345,7 @@ def replicas(parent: Path, case: Case) -> Felt:
             until = time.monotonic() + (FT_REJOIN_S if case.how == "SIGKILL" else 2 * TIMEOUT_S + 5)
         if again is None and not math.isnan(at) and running[case.rank].process.poll() is not None:
             again = replica(case.rank)
-        if again is not None and again.told:
+        if again is not None and again.told and not math.isnan(next_step_after(running[1 - case.rank].entries, at)[0]):
             break
     other = running[1 - case.rank]
     next_s, lost = next_step_after(other.entries, at)

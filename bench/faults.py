@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ LAYOUTS = (
     "data=2 tensor=2",
 )  # fmt: skip
 GOAL_S = 0.2
+WIDTH = 220  # of tables that are not for a terminal
 AT_ONCE = 2  # runs that end: most of their time they start
 QUICK = ("kill -9 of rank 1 before its step", "SIGSTOP of rank 0", "a loss that is not a number, once", "an exception on rank 1",
          "kill -9 of the launcher")  # fmt: skip
@@ -167,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--quick", action="store_true", help="a few cases in one layout; no page")
     given = p.parse_args(list(arguments))
     about = header(command("faults", arguments), versions(("torch", "torchft")), load=load(), measured="each case once a layout")
-    console, found = terminal(), list[Felt]()
+    console, found = terminal() if sys.stdout.isatty() else Console(width=WIDTH), list[Felt]()
     with Host() as host:
         for layout in given.layouts[:1] if given.quick else given.layouts:
             with tempfile.TemporaryDirectory() as folder:
