@@ -73,7 +73,7 @@ ALONE = (
     Case("rank 1 sleeps for ever", "sleep", says="Timed out|imeout"),
     Case("rank 1 holds the interpreter", "hold", says="Timed out|imeout"),
     Case("a bit of a weight is flipped on one of two replicas", "flip", says="bit was flipped|differ"),
-    Case("a loss that is not a number, once", "nan", says="nan"),
+    Case("a loss that is not a number, once", "nan", says=r"\bnan\b|not finite"),
     Case("SIGTERM of the launcher", "launcher:SIGTERM", says="saving|saved"),
     Case("kill -9 of the launcher", "launcher:SIGKILL"),
     Case("a third of the text is replaced between two runs", "between:text", says="text"),
@@ -314,7 +314,7 @@ REPLICAS = (
       for n, where in enumerate(("before its step", "in backward", "between gradients and update"))),
     Case("SIGSTOP of replica 1", "SIGSTOP", 1, says="imeout|quorum change"),
     Case("a bit of a weight is flipped on one of two replicas", "flip", 1, says="bit was flipped|differ"),
-    Case("a loss that is not a number, once", "nan", 1, says="nan"),
+    Case("a loss that is not a number, once", "nan", 1, says=r"\bnan\b|not finite"),
 )  # fmt: skip
 LIGHTHOUSE = """
 import sys, time

@@ -133,8 +133,10 @@ class Orders:
                 time.sleep(SLOW_S)
             case "flip":
                 self._flip(of)
-            case "full":
-                _fail(disk, "write_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), once=not of)
+            case "disk":
+                name, _, always = of.partition(":")
+                number = getattr(errno, name)
+                _fail(disk, "write_file", OSError(number, os.strerror(number)), once=not always)
             case "leave out":
                 _call_once(Group, "all_reduce", lambda *_, **__: DONE)
             case "other shape":

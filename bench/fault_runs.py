@@ -348,7 +348,7 @@ def first_said(said: Sequence[tuple[float, str]], fault: Fault, at: float, until
 
 def next_step(entries: Sequence[tuple[float, int, int]], at: float, noticed: float, one: Placed, kept: int = -1) -> tuple[float, int]:
     """When the next step was told that began after a fault was noticed, and how many told steps were made again before it."""
-    stays = one.fault.how in ("nan", "jump", "full", "slow") or one.fault.how.startswith("flip")  # no rank is lost
+    stays = one.fault.how.partition(":")[0] in ("nan", "jump", "disk", "slow", "flip")  # no rank is lost
     return next_step_after(entries, at, at if math.isnan(noticed) or stays else noticed, kept)
 
 
