@@ -234,8 +234,9 @@ def _followed(case: Case, at: float, later: Sequence[float], commands: Sequence[
     noticed, line = _said(running, case, at, until)
     following_s, lost = next_step_after(entries_of(running.log), at)
     code = running.process.returncode if is_last and not hung else 0
-    seen = Seen(not math.isnan(noticed), hung and is_last, orphans if is_last else 0, code, 0, same)
-    return Felt(case.name, TORCHRUN, noticed - at, following_s - at, lost, same, judged(seen), case.how == "SIGKILL", line)
+    outcome = judged(Seen(not math.isnan(noticed), hung and is_last, orphans if is_last else 0, code, 0, same))
+    said = f"{line}; ended with: " + " / ".join(x for _, x in running.said[-12:]) if outcome in BAD and is_last else line
+    return Felt(case.name, TORCHRUN, noticed - at, following_s - at, lost, same, outcome, case.how == "SIGKILL", said)
 
 
 def _said(running: Command, case: Case, at: float, until: float = math.inf) -> tuple[float, str]:

@@ -64,8 +64,8 @@ def applies(fault: Fault, layout: Layout) -> bool:
     return {"": True, "copies": copies, "no copies": not copies, "teams": layout.pipeline == 1}[fault.needs]
 
 
-def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path) -> list[Felt]:
-    """All cases of a layout whose names have one of `words`."""
+def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path, console: Console) -> list[Felt]:
+    """All cases of a layout whose names have one of `words`; what comes out badly is told at once."""
     known = Layout.parse(layout)
     quiet: dict[int, Calm] = {}
 
@@ -83,13 +83,17 @@ def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path) -> li
     longest = max((steps for cases, steps in groups if not cases[0].fault.alone), default=0)
     for number, (cases, steps) in enumerate(groups):
         steps = steps if cases[0].fault.alone else longest  # so that runs share the calm one
-        found += measure(host, layout, known.num_ranks, cases, steps, parent / f"run-{number}", calm_of(steps))
+        mine = measure(host, layout, known.num_ranks, cases, steps, parent / f"run-{number}", calm_of(steps))
+        _progress(console, mine)
+        found += mine
     endings = list(filter(wanted, ENDINGS))
     undisturbed = calm_of(STEPS) if endings else None
 
     def ended(number: int) -> Felt:
         assert undisturbed is not None
-        return alone(host, layout, known.num_ranks, endings[number], parent / f"alone-{number}", undisturbed)
+        one = alone(host, layout, known.num_ranks, endings[number], parent / f"alone-{number}", undisturbed)
+        _progress(console, [one])
+        return one
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return found + list(pool.map(ended, range(len(endings))))
@@ -173,9 +177,8 @@ def main(arguments: Sequence[str]) -> int:
     with Host() as host:
         for layout in given.layouts[:1] if given.quick else given.layouts:
             with tempfile.TemporaryDirectory() as folder:
-                mine = of_layout(host, layout, QUICK if given.quick else given.only, Path(folder))
+                mine = of_layout(host, layout, QUICK if given.quick else given.only, Path(folder), console)
             console.print(f"{layout}: {len(mine)} cases")
-            _progress(console, mine)
             found += mine
     beside, whys = ([], {}) if given.quick or given.no_peers else fault_peers.measure(console)
     made = [summary(found), by_layout(found), table(found), *fault_peers.tables(beside, whys)]
