@@ -14,8 +14,9 @@ RANDOM = "at a random time"
 FIRST, APART, CALM = 12, 8, 14  # steps before the first fault, between two, and before one that is told by the losses before
 SAVE_EVERY, EVALUATE_EVERY = 20, 10
 NOW = ("at its start", "while ranks connect")  # before there is a step
-SAVES = ("before a checkpoint's commit", "after a checkpoint's commit")
+SAVES = ("as a checkpoint begins", "before a checkpoint's commit", "after a checkpoint's commit")
 END = "at the end"
+LEARNT = 24  # steps until the next save, at which ranks learn at the latest what became of the one before
 SEEN = 150  # steps that are made meanwhile, until it is seen that a process is stopped that ranks do not wait for
 
 
@@ -82,9 +83,9 @@ FAULTS: tuple[Fault, ...] = (
     *(Fault(f"rank {rank} sleeps for ever", "sleep", rank, says="rank RANK[ :]") for rank in (0, 1)),
     Fault("rank 0 holds the interpreter", "hold", 0, says="rank RANK gave no sign"),
     Fault("rank 1 holds the interpreter", "hold", 1, says="rank RANK gave no sign"),
-    Fault("the disk is full at a save", "disk:ENOSPC", 0, SAVES[0], "No space left on device.*training goes on"),
-    Fault("the disk fails at a save", "disk:EIO", 0, SAVES[0], "the disk under .* fails; use another.*training goes on"),
-    Fault("the disk is read-only at a save", "disk:EROFS", 0, SAVES[0], "Read-only file system: .*training goes on"),
+    Fault("the disk is full at a save", "disk:ENOSPC", 0, SAVES[1], "No space left on device.*training goes on", lasts=LEARNT),
+    Fault("the disk fails at a save", "disk:EIO", 0, SAVES[1], "the disk under .* fails; use another.*training goes on", lasts=LEARNT),
+    Fault("the disk is read-only at a save", "disk:EROFS", 0, SAVES[1], "Read-only file system: .*training goes on", lasts=LEARNT),
     Fault("a loss that is not a number, once", "nan", EVERYONE, says="the loss is nan; it is made again"),
     Fault("a loss that jumps, once", "jump", EVERYONE, says="the loss went up to .*made again"),
     Fault("a bit of a weight is flipped on one of two replicas", "flip:weight", says="bit was flipped", alone=True, needs="copies"),

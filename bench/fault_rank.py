@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from weft.run.engine import Engine
-from weft.run.state import checkpoint
-from weft.run.state.checkpoint import disk
+from weft.run.state.checkpoint import beside, disk
 from weft.run.state.optimizer import Optimizer
 from weft.run.step.result import StepResult
 from weft.run.step.stage_runner import StageRunner
@@ -34,6 +33,7 @@ from weft.train import artifacts, flow, loop
 from weft.train.evaluation import Evaluation
 from weft.train.loader import Loader
 from weft.train.metrics import Metrics
+from weft.train.saving import Saving
 from weft.train.subject import Subject
 from weft.world.group import Group
 from weft.world.pending import DONE
@@ -45,20 +45,22 @@ ORDERS, STEPS = "orders.json", "steps.bin"
 BEGAN, TOLD = 0, 1
 ENTRY = struct.Struct("<dqq")  # when, which step, began or told
 SLOW_S = 0.03
-# (class or module, function, whether the moment is before the call) of moments that are calls
-CALLS: dict[str, tuple[Any, str, bool]] = {
-    "while ranks connect": (Engine, "_connect", True),
-    "while data is taken": (Loader, "__next__", True),
-    "in forward": (StageRunner, "forward", False),
-    "in backward": (StageRunner, "backward", False),
-    "in a collective": (Group, "_begin", False),
-    "between gradients and update": (Engine, "update", True),
-    "in the update": (Optimizer, "_update", False),
-    "in the evaluation": (Evaluation, "loss", True),
-    "before a checkpoint's commit": (saving, "_write_part", False),
-    "after a checkpoint's commit": (checkpoint, "save", False),
-    "at the end": (artifacts, "write", False),
-    "while ranks regroup": (World, "regrouped", True),
+# What a moment is: the calls (class or module, function, whether it is before the call), of which the first that comes counts.
+Call = tuple[Any, str, bool]
+CALLS: dict[str, tuple[Call, ...]] = {
+    "while ranks connect": ((Engine, "_connect", True),),
+    "while data is taken": ((Loader, "__next__", True),),
+    "in forward": ((StageRunner, "forward", False),),
+    "in backward": ((StageRunner, "backward", False),),
+    "in a collective": ((Group, "_begin", False),),
+    "between gradients and update": ((Engine, "update", True),),
+    "in the update": ((Optimizer, "_update", False),),
+    "in the evaluation": ((Evaluation, "loss", True),),
+    "as a checkpoint begins": ((Saving, "save", True),),
+    "before a checkpoint's commit": ((saving, "write_part", False), (beside, "write_part", False)),
+    "after a checkpoint's commit": ((saving, "commit", False), (beside, "commit", False), (beside.Beside, "_ended", False)),
+    "at the end": ((artifacts, "write", False),),
+    "while ranks regroup": ((World, "regrouped", True),),
 }
 OWN = ("at its start", "before its step", "after its step", "before a snapshot's header", "after a snapshot's header")
 MOMENTS = (*OWN, *CALLS)
@@ -176,8 +178,7 @@ def _call_once(where: Any, name: str, other: Callable[..., Any]) -> None:
     setattr(where, name, call)
 
 
-def _hook(orders: Orders, moment: str) -> None:
-    where, name, before = CALLS[moment]
+def _hook(orders: Orders, moment: str, where: Any, name: str, before: bool) -> None:
     real = getattr(where, name)
 
     @functools.wraps(real)
@@ -221,7 +222,8 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     orders = Orders(Path(folder).parent, world.rank)
     orders.at("at its start")
     for moment in orders.moments & set(CALLS):
-        _hook(orders, moment)
+        for call in CALLS[moment]:
+            _hook(orders, moment, *call)
     _hook_snapshots(orders)
     _hook_rows(orders)
 

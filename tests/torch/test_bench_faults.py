@@ -113,7 +113,7 @@ def test_the_cases_are_enough_and_each_can_be_done() -> None:
         kind, _, name = case.how.partition(":")
         assert name in BETWEEN_RUNS if kind == "between" else hasattr(Launcher, kind) or case.where in MOMENTS
         assert case.mend in MENDS
-    for where, name, _ in CALLS.values():
+    for where, name, _ in (call for calls in CALLS.values() for call in calls):
         assert callable(getattr(where, name)), "a moment is the call of something that is there"
 
 
