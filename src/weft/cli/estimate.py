@@ -181,7 +181,7 @@ def _show(out: Output, rows: tuple[tuple[str, str], ...], plan: Plan | None, est
     )
     out.table(Table("Estimate", ("", ""), (*rows, *paid), note=estimate.note))
     if plan is not None and plan.prediction is not None:
-        out.table(memory_table(plan.prediction.memory))
+        out.table(memory_table(plan.prediction.memory, plan.protection))
         out.table(parts_table(plan.prediction))
     out.table(Table("Assumed", ("",), tuple((a,) for a in assumptions)))
 
@@ -281,7 +281,7 @@ def _predicted(plan: Plan | None) -> dict[str, object]:
     p = plan.prediction
     return {
         "memory_bytes": {name: getattr(p.memory, name) for name in PARTS} | {"total": p.memory.total},
-        "protection_bytes": p.memory.protection,
+        "protection_bytes": plan.protection,
         "copies_bytes": p.memory.copies,
         "saving_bytes": p.memory.saving,
         "step_time_s": p.step_time_s,

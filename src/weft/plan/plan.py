@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.errors import Infeasible
 from weft.plan.choice import AUTO, Choices
+from weft.plan.finish import COPIED, WORTH_S, keeps_every
 from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, sizes_of_plan
 from weft.plan.precision import PRECISIONS
@@ -147,6 +148,17 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+    @property
+    def protection(self) -> float:
+        """Bytes of a rank's host that keep its state, and twice its gradients where a step is long enough to be gone on with
+        (`run.protect = "memory"`); 0 where nothing is predicted."""
+        if self.prediction is None:
+            return 0.0
+        memory, step_s, count = self.prediction.memory, self.prediction.step_time_s, self.layout.microbatches
+        every = keeps_every(memory.gradients / COPIED, step_s / count)
+        keeps = step_s >= WORTH_S and every < count and not (self.uncaptured or self.layout.staleness or self.layout.servers)
+        return memory.protection + (2 * memory.gradients if keeps else 0.0)
 
     @property
     def all_reduce(self) -> Choices:

@@ -41,7 +41,7 @@ def _plan(value: Plan) -> str:
     shown = [summary_table(value), candidates_table(value), reasons_table(value)]
     picture = ""
     if value.prediction is not None:
-        shown += [parts_table(value.prediction), memory_table(value.prediction.memory)]
+        shown += [parts_table(value.prediction), memory_table(value.prediction.memory, value.protection)]
         step = value.prediction.step_time_s or 1.0
         picture = bars([(name, s / step, format_seconds(s)) for name, s in value.prediction.parts if s >= 0.005 * step])
     return picture + html_tables(shown)

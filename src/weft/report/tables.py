@@ -86,13 +86,13 @@ def parts_table(prediction: Prediction) -> Table:
     return Table("Step time by cause", ("cause", "time", "share"), rows, right=(1, 2))
 
 
-def memory_table(memory: Memory) -> Table:
-    """Bytes on the fullest device by what they hold."""
+def memory_table(memory: Memory, protection: float) -> Table:
+    """Bytes on the fullest device by what they hold. `protection`: in its host's memory."""
     held = [(name, getattr(memory, name)) for name in PARTS]
     rows = [(name, format_bytes(size_bytes), _share(size_bytes, memory.total)) for name, size_bytes in held]
     rows.append(("total", format_bytes(memory.total), format_percent(1.0)))
     note = (
-        f"and in its host's memory {format_bytes(memory.protection)}, to lose no step where a rank is lost (run.protect); up to "
+        f"and in its host's memory {format_bytes(protection)}, to lose no step where a rank is lost (run.protect); up to "
         f"{format_bytes(memory.saving)} to save while training goes on (run.save); of several hosts "
         f"up to {format_bytes(memory.copies)} more, for what another host alone has"
     )
@@ -160,7 +160,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
     """Everything there is to say about a plan; a table without rows is left out."""
     tables = [summary_table(plan), reasons_table(plan)]
     if plan.prediction is not None:
-        tables += [parts_table(plan.prediction), memory_table(plan.prediction.memory)]
+        tables += [parts_table(plan.prediction), memory_table(plan.prediction.memory, plan.protection)]
     tables.append(candidates_table(plan))
     return tuple(table for table in tables if table.rows)
 

@@ -48,6 +48,7 @@ from weft.run.state.parameters import share
 from weft.run.state.precision import FIRST, LossScale, set_products
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
+from weft.run.step.finishing import Finishing
 from weft.run.step.resharded import line_of
 from weft.run.step.result import Judge, StepResult, mean_of
 from weft.run.uncaptured.replicated import build_replicated
@@ -67,6 +68,8 @@ class OnDevice:
 
 class Engine:
     """Trains one rank's part of a model under a plan. Every rank makes one and calls the same methods in the same order."""
+
+    _judge: Judge | None = None
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Engine:
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
         self.gradients = self._sums_of_gradients(sums)
+        self.finishing = Finishing(world, self.parts, plan.layout, self.gradients)
         self._residuals = Residuals(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
         how = plan.layout.compile == "on", self.scale
@@ -122,7 +126,6 @@ class Engine:
         self._optimizer.load_parameters()
         self.owner_of = self._optimizer.owner_of
         self._fingerprints = Fingerprints(self.parts.groups, world)
-        self._judge: Judge | None = None
         self._count_state()
         world.pace.regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -281,10 +284,10 @@ class Engine:
         result = Result()
         for number, (capture, inputs) in enumerate(parts):
             draw, before = capture.parts.draw, time.perf_counter() - began
-            draw.step, draw.samples = self.step_index, inputs.drawn
+            draw.step, draw.samples, ends = self.step_index, inputs.drawn, number == len(parts) - 1
             capture.replicas.start()
-            ends = number == len(parts) - 1
-            one = inputs.executor.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends)
+            run, done, after = self.finishing.begin(inputs.executor, self.step_index, train and len(parts) == 1 and not want_inputs)
+            one = run.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends, after=after, result=done)
             one.summand = (0.0 if result.summand is None else result.summand) + capture.summand(one)
             spans = (span._replace(start_s=span.start_s + before, end_s=span.end_s + before) for span in one.spans)
             one.spans = [*result.spans, *spans]
@@ -447,10 +450,8 @@ class Engine:
         return full_state(self.parts, self.pieces(), self._everyone)
 
     def gradient(self, name: str) -> Tensor | None:
-        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it.
-
-        With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all.
-        """
+        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it. With ZeRO only
+        this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all."""
         self._settle()
         gradients = (group.gradient(name) for group in self.parts.groups)
         return next((x for x in gradients if x is not None), None)

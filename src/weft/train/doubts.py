@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from weft.units import format_bytes
-from weft.world.kept import available_bytes
+from weft.world.kept import STATE, available_bytes
 from weft.world.world import World
 
 ROOM = 0.5  # of what is free, for the state of all ranks of a host
@@ -49,7 +49,7 @@ def doubt_of_norms(norms: Sequence[float], recent: Sequence[Sequence[float]]) ->
 def no_room(world: World, size_bytes: int) -> str:
     """Why the state of ranks is not kept in memory that outlives them: each needs so much; every rank calls it, and says the same."""
     assert world.survivor is not None
-    words = short_of(world, size_bytes if world.survivor.memory.inherited is None else 0)
+    words = short_of(world, 0 if world.survivor.memory.size(STATE) else size_bytes)
     return f"the state is not kept in memory: {words}; where a rank is lost the run goes on from the last checkpoint" if words else ""
 
 

@@ -37,6 +37,7 @@ from weft.train.data import Batch
 from weft.train.display import Display, display
 from weft.train.doubts import doubt, no_room
 from weft.train.evaluation import Evaluation
+from weft.train.interrupted import Interrupted
 from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, last_step, read_metrics
@@ -157,6 +158,7 @@ class Run:
         self.done = 0
         self.snapshots: Snapshots | None = None
         self.trust: Trust | None = None
+        self.interrupted = Interrupted(world, engine, lambda words: self.show.say(words))
         self._unprotected = ""  # why the state is not kept, where it was to be
         self.step_times: list[float] = []
         self.waited_s: list[float] = []  # for the batch of each step
@@ -215,6 +217,7 @@ class Run:
             step = self.snapshots.vote()
             if step is not None:
                 row = self.snapshots.restore(step)
+                self.interrupted.vote(step)
                 self.saving.token = row.pop("token")
                 saved = checkpoint.committed(self.checkpoints)
                 self.saving.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
@@ -297,6 +300,7 @@ class Run:
         record = step + _RECORDED >= self.section.steps
 
         def make() -> tuple[Row, StepResult]:
+            self.interrupted.begin(step)
             return self._step(step, batch, began, record)
 
         def doubt_of(outcome: tuple[Row, StepResult]) -> str:
@@ -380,9 +384,11 @@ class Run:
             raise checkpoint.Removed(self.job.folder)
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
         told = [int(self.world.stopping), int(self.saving.due()), min(period, 2 * self._agree_every), *self.saving.mark()]
+        told.append(self.interrupted.wants(self.snapshots is not None))
         work = self.stragglers.mark() if self.stragglers else []
-        stopping, due, self._agree_every, failed, goes_on, *work = self.world.maximum([*told, *work])
+        stopping, due, self._agree_every, failed, goes_on, every, *work = self.world.maximum([*told, *work])
         self.saving.heed(failed, goes_on)
+        self.interrupted.keep(every)
         if self.stragglers is not None and (words := self.stragglers.add(work)):
             self.show.say(words)
         self._agree_at = done + self._agree_every

@@ -26,10 +26,11 @@ HEADER_BYTES = 64
 STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
 NOW = 40  # offset in the header: the generation that ranks are to be of
 STATUS = struct.Struct("<dQIB3xdd")  # heartbeat, collectives started, pid, phase, patience, since
-STATUS_BYTES = 64
+STATUS_BYTES = 80
 PHASE = 20
 PATIENCE = 24
 JOINED, SIDES = 40, 48  # the generation that the rank is of; the steps in its two snapshots, plus one, 0 for nothing
+MARKS = 64  # of the gradients in its two sides (`run/state/kept_gradients`), 0 for nothing
 NUM_SLOTS = 32
 SLOT_BYTES = 64
 NAME_BYTES = 60  # of a slot; then how many collectives of the group were started, messages left out
@@ -239,6 +240,15 @@ class Recorder:
     def snapshots(self) -> list[tuple[int | None, int | None]]:
         """By rank, the steps in its two snapshots."""
         return _snapshots(self._map, self._capacity)
+
+    def mark(self, side: int, mark: int) -> None:
+        """This rank's gradients of `side` are those of a mark; 0: nothing. One store."""
+        _PUT_SEQUENCE(self._map, self._base + MARKS + 8 * side, mark)
+
+    def marks(self) -> list[tuple[int, int]]:
+        """By rank, the marks of its two sides."""
+        starts = range(HEADER_BYTES, len(self._map), _rank_bytes(self._capacity))
+        return [_SIDES.unpack_from(self._map, base + MARKS) for base in starts]
 
     @property
     def stopping(self) -> bool:

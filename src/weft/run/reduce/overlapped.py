@@ -181,6 +181,42 @@ class Gradients:
         for scattered in self._scattered.values():
             scattered.flush(names)
 
+    def lying_together(self, names: Collection[str]) -> list[tuple[str, ...]]:
+        """Those of `names` whose gradients lie together: with what they are scattered with, each other by itself."""
+        together: dict[object, list[str]] = {}
+        for name in sorted(names):
+            key = (id(one), one.number_of(name)) if (one := self._scatters.get(name)) else name
+            together.setdefault(key, []).append(name)
+        return [tuple(those) for those in together.values()]
+
+    def like(self, name: str) -> Tensor:
+        """Of the size of what is collected of a parameter's gradient, or of what it is scattered with."""
+        return one.piece(name) if (one := self._scatters.get(name)) is not None else self._views[name]
+
+    def collected(self, name: str) -> tuple[Tensor, bool] | None:
+        """What has come so far of that, and whether it has been moved to where it is exchanged; None: nothing.
+
+        Raises:
+            ValueError: it is not in one place.
+        """
+        if (one := self._scatters.get(name)) is not None:
+            return one.settled(name), True
+        grad, view, moved = self.parameters[name].grad, self._views[name], not self._first[name]
+        if moved and grad is not None and grad is not view:
+            raise ValueError(f"the gradient of {name} lies in two places")
+        return (view, True) if moved else None if grad is None else (grad, False)
+
+    @torch.no_grad()
+    def put_back(self, name: str, value: Tensor, moved: bool) -> None:
+        """After `start`: let that be what has come."""
+        if (one := self._scatters.get(name)) is not None:
+            one.piece(name).copy_(value)
+        elif moved:
+            self._view(name).copy_(value)
+            self._first[name] = False
+        else:
+            self.parameters[name].grad = torch.empty_like(self.parameters[name]).copy_(value)
+
     def _launch(self) -> None:
         while self._next < len(self.order) and self._waiting[self._next] <= 0:
             self._sum(self._next)

@@ -66,6 +66,21 @@ class Scattered:
         if not opened.missing and self._by_itself:
             self._scatter(number)
 
+    def number_of(self, name: str) -> int:
+        """The bucket that a parameter's gradient is scattered with."""
+        return self._bucket[name]
+
+    def piece(self, name: str) -> Tensor:
+        """This rank's piece of that bucket."""
+        return self._pieces[self._bucket[name]]
+
+    def settled(self, name: str) -> Tensor:
+        """The piece with all that has come. Raises ValueError where some of it is still to be scattered."""
+        if self._bucket[name] in self._open:
+            raise ValueError(f"the gradients beside that of {name} are still to come")
+        self._finish(0)
+        return self.piece(name)
+
     def start(self, has_norms: bool = False) -> None:
         """Begin a step: the pieces are zero. `has_norms`: whether those of what is scattered are kept."""
         self._group.grad.zero_()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.errors import ProgramError
 from weft.lower.kernels.randomness import Draw
+from weft.plan.finish import rest_of
 from weft.plan.program import Action, Compute, Op, Program, Recv, Send, Value, effects
 from weft.plan.timeline import COMPUTE_LANE, Span
 from weft.run.reduce.overlapped import Gradients
@@ -85,6 +86,7 @@ class Executor:
         self.runners, self.crossings = first.runners, first.crossings
         self.rank, self.draw = group.index if between is None else between.place, draw
         self.gradients, self.learned, self.gathered, self.host = held.gradients, held.learned, held.gathered, held.host
+        self._over = group, device, draw, held, between
         self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
@@ -106,6 +108,14 @@ class Executor:
     def runner(self, action: Compute) -> StageRunner:
         """The stage of an action, for microbatches of the size of its own."""
         return self.sizes[action.microbatch].runners[action.stage]
+
+    def rest(self, k: int) -> Executor:
+        """What runs the microbatches from `k` on, with as many threads each. Raises ProgramError where that is not proven."""
+        _, device, *_ = self._over
+        program = rest_of(self.program, k, device.type == "cuda")
+        threads = {self.program.actions[self.rank][step]: more for step, more in self.lent.items()}
+        lent = {step: threads[action] for step, action in enumerate(program.actions[self.rank]) if action in threads}
+        return Executor(program, self.sizes, *self._over, lent)
 
     def _complete(self, actions: Sequence[Action], learned: Mapping[int, frozenset[str]]) -> list[frozenset[str]]:
         """[step] -> the parameters whose gradient nothing adds to after it."""
@@ -145,8 +155,11 @@ class Executor:
         record: bool = False,
         want_inputs: bool = False,
         ends: bool = True,
+        after: Mapping[int, Run] | None = None,
+        result: Result | None = None,
     ) -> Result:
         """Run every action once. `inputs[m]`: this rank's batch tensors of microbatch m by value name. `ends`: nothing of the step follows.
+        `after`: what else is done, by step of this rank. `result`: of the microbatches before.
 
         Without `train` only forwards and activations' transfers run.
         """
@@ -155,7 +168,8 @@ class Executor:
         steps = self._train if train else self._forward
         assert steps is not None
         self.host.begin(x for tensors in inputs for x in tensors.values())
-        running = Running([None] * len(self._slots), inputs, train, want_inputs, ends)
+        steps = [replace(one, run=_followed(one.run, after[i])) if i in after else one for i, one in enumerate(steps)] if after else steps
+        running = Running([None] * len(self._slots), inputs, train, want_inputs, ends, result or Result())
         with torch.set_grad_enabled(train):
             if record or self.watch is not None:
                 self._run_recorded(steps, running)
@@ -197,6 +211,14 @@ def _with_threads(more: int, rank_threads: int, run: Run) -> Run:
             torch.set_num_threads(rank_threads)
 
     return lent
+
+
+def _followed(run: Run, then: Run) -> Run:
+    def both(running: Running) -> None:
+        run(running)
+        then(running)
+
+    return both
 
 
 def _is_forward(action: Action) -> bool:
