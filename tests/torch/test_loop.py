@@ -641,7 +641,7 @@ def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_long_text_blocks_from_all_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_ALL_BYTES", 10 * files.BLOCK_BYTES)
+    monkeypatch.setattr(files, "ALL_BYTES", 10 * files.BLOCK_BYTES)
     starts = files._blocks(100 * files.BLOCK_BYTES + 1)
     assert (starts[0], starts[-1]) == (0, 100 * files.BLOCK_BYTES)
     assert 9 <= len(starts) <= 12

@@ -238,7 +238,7 @@ def test_of_many_files_each_name_size_and_content_counts(tmp_path: Path, monkeyp
     assert files.digest_of_all(made, list("abd")) != known
     made[1].write_bytes(b"x" * 9 + b"y")
     assert files.digest_of_all(made, list("abc")) != known
-    monkeypatch.setattr(files, "_ALL_BYTES", 15)  # every second, and the last
+    monkeypatch.setattr(files, "ALL_BYTES", 15)  # every second, and the last
     known = files.digest_of_all(made, list("abc"))
     made[1].write_bytes(b"z" * 10)
     assert files.digest_of_all(made, list("abc")) == known

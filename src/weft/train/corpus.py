@@ -42,6 +42,7 @@ PYTHON_SUFFIXES = (".py", ".txt", ".rst")
 PYTHON_SKIPS = ("test", "tests", "site-packages", "dist-packages", "__pycache__")
 PYTHON_LIMIT_BYTES = 30_000_000
 PYTHON = "the sources and documentation of this Python"
+SUMS = "text.sums"
 PREPARED, DESCRIPTION = "data", "corpus.json"  # of token files in a run folder, and what describes them
 
 
@@ -76,6 +77,7 @@ class Corpus:
     written: dict[str, Any] | None = None
     images: dict[str, Any] | None = None
     rows: dict[str, Any] | None = None
+    sums: str = ""  # where the sums of the parts of a file lie that is used as it is
 
     @property
     def prepared(self) -> Prepared | None:
@@ -110,20 +112,29 @@ class Corpus:
 
     def tokens(self) -> FileTokens:
         """All tokens [size], read from the disk as they are used."""
-        return self.store().tokens if self.written else FileTokens(self.path, self.size)
+        if self.written:
+            return self.store().tokens
+        try:
+            tokens = FileTokens(self.path, self.size, sums=Path(self.sums) if self.sums else None)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; run the same command: it is made again") from error
+        if self.sums and tokens.file.digest != self.digest:
+            raise ConfigError(f"{self.sums} is not what this run wrote; run the same command: it is made again")
+        return tokens
 
     def store(self) -> TokenStore:
         """Tokens in documents. Raises ConfigError where a file is gone."""
         assert self.written is not None
         return open_tokens(Path(self.path), Written(**self.written))
 
-    def stamp(self) -> tuple[int, int]:
-        """Size and time of change of the file as it lies there now. Raises `RunError` where it is gone."""
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Size and time of change of the files as they lie there now. Raises `RunError` where one is gone."""
+        names = self.prepared.files if self.prepared else ("",)
         try:
-            status = os.stat(self.file)
+            statuses = [os.stat(Path(self.path, name)) for name in names]
         except OSError as error:
-            raise RunError(f"the text {self.file} cannot be read any more: {error.strerror}; put it back and run again") from error
-        return status.st_size, status.st_mtime_ns
+            raise RunError(f"the text {error.filename} cannot be read any more: {error.strerror}; put it back and run again") from error
+        return tuple((status.st_size, status.st_mtime_ns) for status in statuses)
 
 
 def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
@@ -176,7 +187,7 @@ def is_unchanged(corpus: Corpus) -> bool:
         folder = Path(corpus.path)
         return all((folder / name).is_file() for name in corpus.prepared.files) and corpus.prepared.digest(folder) == corpus.digest
     file = Path(corpus.path)
-    return file.is_file() and open_corpus((corpus.path,), file.parent).digest == corpus.digest
+    return file.is_file() and _digest(file, file.stat().st_size, corpus.path, Path(corpus.sums) if corpus.sums else None) == corpus.digest
 
 
 def open_corpus(text: Sequence[str], folder: Path | str, key: str = "data.text") -> Corpus:
@@ -190,13 +201,13 @@ def open_corpus(text: Sequence[str], folder: Path | str, key: str = "data.text")
     folder = Path(folder)
     if len(text) == 1 and Path(text[0]).is_file():
         path = Path(text[0]).resolve()
-        return _described(path, str(path), key)
+        return _described(path, str(path), key, folder / SUMS)
     path = folder / "corpus.bin"
     if text:
         _join(files_of(text, _is_text, key, "text"), path, math.inf, key)
     else:
         _join(list(_python_files()), path, PYTHON_LIMIT_BYTES, key)
-    return _described(path, ", ".join(text) or PYTHON, key)
+    return _described(path, ", ".join(text) or PYTHON, key, folder / SUMS)
 
 
 def save_description(corpus: Corpus, path: Path) -> None:
@@ -275,12 +286,20 @@ def _join(files: Sequence[Path], path: Path, limit: float, key: str) -> None:
         raise ConfigError(f"the text cannot be gathered in {path.parent}: {error.strerror}; use a run.folder with room for it") from error
 
 
-def _described(path: Path, origin: str, key: str) -> Corpus:
+def _described(path: Path, origin: str, key: str, sums: Path) -> Corpus:
     try:
         size = path.stat().st_size
-        digest = digest_of(path, size)
+        sums.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}; make it readable or name another") from error
+    digest = _digest(path, size, key, sums)
     if not size:
         raise ConfigError(f"{key}: {origin} is empty; name a file or a folder that holds text")
-    return Corpus(str(path), size, digest, origin)
+    return Corpus(str(path), size, digest, origin, sums=str(sums))
+
+
+def _digest(path: Path, size: int, key: str, sums: Path | None) -> str:
+    try:
+        return digest_of(path, size, sums)
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}; make it readable, or name another") from error

@@ -24,7 +24,7 @@ from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state.checkpoint import committed, from_first
 from weft.train import elastic, loop, trials
 from weft.train.config import Config
-from weft.train.corpus import DESCRIPTION, PREPARED, describes_corpus, is_unchanged, open_data, read_description, save_description
+from weft.train.corpus import DESCRIPTION, PREPARED, SUMS, describes_corpus, is_unchanged, open_data, read_description, save_description
 from weft.train.metrics import FILE
 from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
@@ -37,7 +37,7 @@ STOP_GRACE_S = 120.0
 RESTARTS = 3
 TIMEOUT_S = 900.0
 # What preparing leaves in a folder before it has a configuration: where it failed, the next attempt has the folder to itself.
-_PREPARED = (PLAN, DESCRIPTION, PREPARED, "corpus.bin", "machine.toml")
+_PREPARED = (PLAN, DESCRIPTION, PREPARED, "corpus.bin", SUMS, "machine.toml")
 # What the numbering of samples and the meaning of a checkpoint hang on: a run that goes on must have the same.
 _FIXED = ("model.name", "data", "train.batch", "train.optimizer", "train.seed")
 

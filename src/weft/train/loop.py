@@ -398,7 +398,8 @@ class Run:
         """Raise RunError where the text is written to while it is read; on rank 0, which ends the run for all."""
         if self.job.corpus is None or self._stamp is None or (now := self.job.corpus.stamp()) == self._stamp:
             return
-        grew = f"from {self._stamp[0]:,} to {now[0]:,} bytes" if now[0] != self._stamp[0] else "written anew"
+        (size, _), (size_now, _) = next((a, b) for a, b in zip(self._stamp, now, strict=True) if a != b)
+        grew = f"from {size:,} to {size_now:,} bytes" if size_now != size else "written anew"
         raise RunError(
             f"the text {self.job.corpus.path} has changed while it was trained on ({grew}), before step {done}; what the last steps saw "
             f"is not known; {self._last_good()}restore the text and run the same command, or train on a copy that nobody writes to"

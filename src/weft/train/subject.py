@@ -97,14 +97,14 @@ def _of_images(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
     order = Order(images.num_train, batch, data.validation_fraction, data.seed, held_out=images.num_validation)
     if order.num_samples < 1 or order.num_validation < 1:
         raise ConfigError(f"{images.num_train} image in {corpus.origin}; training and validation need at least one each")
-    files = ImageFiles(Path(corpus.path))
+    files = ImageFiles(Path(corpus.path), corpus.digest)
     source = Images(files, order, form, names, data.augment, preparer_of(data.preprocess))
     return Subject(resolved.make, resolved.loss, source, source.validation(0, range(batch)), batch)
 
 
 def _of_table(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
     data, batch = config.data, config.train.batch
-    features, labels = read_rows(Path(corpus.path))
+    features, labels = read_rows(Path(corpus.path), corpus.digest)
     order = Order(corpus.size, batch, data.validation_fraction, data.seed)
     if order.num_samples < 1 or order.num_validation < 1:
         raise ConfigError(f"{corpus.size} row in {corpus.origin}; training and validation need at least one each")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 
 BLOCK_BYTES = 16 << 20
-_ALL_BYTES = 16 << 30  # of longer data every so many-th block is read, this much in all, the first and the last among them
-_READERS = 4
+PART_BYTES, SUM_BYTES = 16 << 10, 8  # of a file that are checked together when any of them is read; of what they are checked by
+ALL_BYTES = 16 << 30  # of longer data every so many-th block is read, this much in all, the first and the last among them
+READERS = 4
 
 
 def walk(root: Path) -> Iterator[Path]:
@@ -55,21 +57,74 @@ def _blocks(size: int) -> list[int]:
     True
     """
     count = -(-size // BLOCK_BYTES)
-    step = max(1, -(-size // _ALL_BYTES))
+    step = max(1, -(-size // ALL_BYTES))
     return [i * BLOCK_BYTES for i in sorted({*range(0, count, step), *range(max(0, count - 1), count)})]
 
 
-def _block_digest(file: int, start: int) -> bytes:
-    return hashlib.sha256(os.pread(file, BLOCK_BYTES, start)).digest()
+def sum_of(data: bytes | memoryview) -> bytes:
+    """The first 8 bytes of the SHA-256 of data."""
+    return hashlib.sha256(data).digest()[:SUM_BYTES]
 
 
-def digest_of(path: Path, size: int) -> str:
-    """SHA-256 of a file's size and of the digests of its blocks. Raises OSError."""
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file, ThreadPoolExecutor(_READERS) as readers:  # hashing lets other threads run
-        for block in readers.map(partial(_block_digest, file.fileno()), _blocks(size)):
-            digest.update(block)
-    return digest.hexdigest()
+def _sums_of_block(file: int, start: int) -> bytes:
+    data = memoryview(os.pread(file, BLOCK_BYTES, start))
+    return b"".join(sum_of(data[at : at + PART_BYTES]) for at in range(0, len(data), PART_BYTES))
+
+
+def digest_of(path: Path, size: int, sums: Path | None = None) -> str:
+    """SHA-256 of a file's size and of the sums of its parts, which are left in the file `sums`, 8 bytes each; zeros of blocks that the
+    digest is not of. Raises OSError."""
+    together = bytearray(SUM_BYTES * -(-size // PART_BYTES))
+    blocks = _blocks(size)
+    with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:  # hashing lets other threads run
+        for start, block in zip(blocks, readers.map(partial(_sums_of_block, file.fileno()), blocks), strict=True):
+            at = SUM_BYTES * (start // PART_BYTES)
+            together[at : at + len(block)] = block
+    if sums is not None:
+        temporary = sums.with_name(f".{sums.name}.new")
+        temporary.write_bytes(together)
+        os.replace(temporary, sums)
+    return digest_of_sums(size, bytes(together))
+
+
+def digest_of_sums(size: int, sums: bytes) -> str:
+    """The digest of a file that has these sums."""
+    return hashlib.sha256(str(size).encode() + sums).hexdigest()
+
+
+class Checked:
+    """A file whose parts are compared with their sums whenever they are read. `sums`: where they lie, of a file of this digest; none:
+    nothing is compared.
+
+    Not mapped into memory: of a file that is cut off meanwhile a mapping has pages that kill the process when they are touched.
+    """
+
+    def __init__(self, path: Path | str, size: int, sums: Path | None = None) -> None:
+        self.path, self.size = path, size
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self._sums = b"" if sums is None else sums.read_bytes()
+        self.digest = digest_of_sums(size, self._sums)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes `start <= i < stop`. Raises RunError where the file has become too short, or a part is another than it was."""
+        first = start // PART_BYTES * PART_BYTES if self._sums else start
+        last = min(self.size, -(-stop // PART_BYTES) * PART_BYTES) if self._sums else stop
+        data = memoryview(os.pread(self._file, last - first, first))
+        if len(data) < last - first:
+            raise RunError(
+                f"the text {self.path} had {self.size:,} bytes and ends before byte {last:,} now: it was cut off while it "
+                "was trained on; restore it and run the same command, or train on a copy that nobody writes to"
+            )
+        for at in range(first, last, PART_BYTES) if self._sums else ():
+            number = at // PART_BYTES
+            expected = self._sums[SUM_BYTES * number : SUM_BYTES * (number + 1)]
+            if any(expected) and expected != sum_of(data[at - first : at - first + PART_BYTES]):
+                raise RunError(
+                    f"the text {self.path} has changed since this run began: bytes {at:,} to {min(self.size, at + PART_BYTES):,} (block "
+                    f"{number:,}) are not what they were; restore it and run the same command, or train on a copy that nobody writes to"
+                )
+        return data[start - first : stop - first]
 
 
 def digest_of_all(files: Sequence[Path], names: Sequence[str]) -> str:
@@ -86,7 +141,7 @@ def digest_of_all(files: Sequence[Path], names: Sequence[str]) -> str:
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable, or leave it out") from error
         digest.update(f"{name}\0{sizes[-1]}\0".encode())
-    step = max(1, -(-sum(sizes) // _ALL_BYTES))
+    step = max(1, -(-sum(sizes) // ALL_BYTES))
 
     def one(number: int) -> bytes:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import ConfigError, RunError
-from weft.train.reading.files import digest_of_all, walk
+from weft.train.reading.files import ALL_BYTES, READERS, SUM_BYTES, sum_of, walk
 from weft.train.reading.records import decoded, members
 
 Numbers = npt.NDArray[np.int64]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
-FILES, INDEX = "files.txt", "images.bin"
+FILES, INDEX, SUMS = "files.txt", "images.bin", "images.sums"
 
 
 @dataclass(frozen=True)
@@ -116,22 +117,49 @@ def _in_shards(shards: Sequence[Path], key: str) -> tuple[list[Path], list[tuple
 
 
 def digest_of_images(folder: Path) -> str:
-    """Of the index and of all files that it names. Raises ConfigError where one cannot be read."""
+    """Of the index, of the names of files, and of the images, whose sums are left beside them; of more than 16 GiB of evenly spaced ones.
+    Raises ConfigError where one cannot be read."""
     images = ImageFiles(folder)
-    digest = hashlib.sha256(images.index.tobytes())
-    digest.update(digest_of_all([Path(name) for name in images.files], images.files).encode())
-    return digest.hexdigest()
+    total, count = int(images.index[:, 2].sum()), len(images.index)
+    step = max(1, -(-total // ALL_BYTES))
+    chosen = sorted({*range(0, count, step), *range(max(0, count - 1), count)})
+    sums = bytearray(SUM_BYTES * count)
+    try:
+        with ThreadPoolExecutor(READERS) as readers:
+            for number, content_sum in zip(chosen, readers.map(images.sum, chosen), strict=True):
+                sums[SUM_BYTES * number : SUM_BYTES * (number + 1)] = content_sum
+        (folder / f".{SUMS}.new").write_bytes(sums)
+        os.replace(folder / f".{SUMS}.new", folder / SUMS)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
+    return images.digest_with(bytes(sums))
 
 
 class ImageFiles:
-    """The images of an index: bytes and labels by number."""
+    """The images of an index: bytes and labels by number. With a `digest`, that of the images and their index, what is read is checked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, digest: str = "") -> None:
         try:
             self.files = (folder / FILES).read_text(encoding="utf-8").splitlines()
             self.index: Numbers = np.frombuffer((folder / INDEX).read_bytes(), np.int64).reshape(-1, 4)
+            self._sums = (folder / SUMS).read_bytes() if digest else b""
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; remove {folder} to have the data found again") from error
+        except ValueError as error:
+            raise ConfigError(f"{folder} is damaged; remove it to have the data found again") from error
+        if digest and self.digest_with(self._sums) != digest:
+            raise ConfigError(f"the index of images in {folder} is not what this run wrote; remove it to have the data found again")
+
+    def digest_with(self, sums: bytes) -> str:
+        """Of images that have these sums."""
+        return hashlib.sha256(self.index.tobytes() + "\0".join(self.files).encode() + sums).hexdigest()
+
+    def sum(self, number: int) -> bytes:
+        """Of an image's content; zeros of one that is not as it was when it was found."""
+        try:
+            return sum_of(next(self.read([number]))[0])
+        except RunError:
+            return bytes(SUM_BYTES)
 
     def labels(self, numbers: Numbers) -> Numbers:
         """Labels of images."""
@@ -152,4 +180,10 @@ class ImageFiles:
                 raise RunError(f"the image {where} cannot be read any more: {error.strerror}; put it back and run again") from error
             if len(content) < size or grown:
                 raise RunError(f"the image {where} has changed while it was trained on; restore it and run the same command")
+            expected = self._sums[SUM_BYTES * number : SUM_BYTES * (number + 1)]
+            if any(expected) and expected != sum_of(content):
+                raise RunError(
+                    f"the image {where} (bytes {start:,} to {start + size:,}) has changed since this run began; restore it and run the "
+                    "same command"
+                )
             yield content, where

@@ -136,8 +136,10 @@ def digest_of_rows(folder: Path) -> str:
     return digest_of_all([folder / FEATURES, folder / LABELS], [FEATURES, LABELS])
 
 
-def read_rows(folder: Path) -> tuple[Floats, Floats]:
-    """(features [rows, columns], labels [rows]). Raises ConfigError where they cannot be read."""
+def read_rows(folder: Path, digest: str = "") -> tuple[Floats, Floats]:
+    """(features [rows, columns], labels [rows]). Raises ConfigError where they cannot be read, or have another `digest`."""
+    if digest and digest_of_rows(folder) != digest:
+        raise ConfigError(f"the rows in {folder} are not what this run wrote; run the same command: they are made again")
     try:
         return np.load(folder / FEATURES, allow_pickle=False), np.load(folder / LABELS, allow_pickle=False)
     except (OSError, ValueError) as error:

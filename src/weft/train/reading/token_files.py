@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import weakref
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError
 from weft.train.reading.documents import Document
-from weft.train.reading.files import digest_of
+from weft.train.reading.files import Checked, digest_of
 
 Tokens = npt.NDArray[Any]
 TOKENS, ENDS, LEARNED = "tokens.bin", "ends.bin", "learned.bin"
 
 
 class FileTokens:
-    """Tokens [size] of a file, of which slices are read when they are asked for.
+    """Tokens [size] of a file, of which slices are read, and checked, when they are asked for."""
 
-    Not mapped into memory: of a file that is cut off meanwhile a mapping has pages that kill the process when they are touched.
-    """
-
-    def __init__(self, path: str, size: int, dtype: str = "uint8") -> None:
-        self.size, self._path, self._dtype = size, path, np.dtype(dtype)
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
+    def __init__(self, path: str, size: int, dtype: str = "uint8", sums: Path | None = None) -> None:
+        self.size, self._dtype = size, np.dtype(dtype)
+        self.file = Checked(path, size * self._dtype.itemsize, sums)
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Raises RunError where the file has become too short."""
+        """Raises RunError where the file is another than it was."""
         start, stop, _ = part.indices(self.size)
         width = self._dtype.itemsize
-        data = os.pread(self._file, width * (stop - start), width * start)
-        if len(data) < width * (stop - start):
-            raise RunError(
-                f"the text {self._path} had {width * self.size:,} bytes and ends before byte {width * stop:,} now: it was cut off while it "
-                "was trained on; restore it and run the same command, or train on a copy that nobody writes to"
-            )
-        return np.frombuffer(data, self._dtype)
+        return np.frombuffer(self.file.read(width * start, width * max(start, stop)), self._dtype)
 
 
 @dataclass(frozen=True)
@@ -98,17 +87,26 @@ def write_documents(documents: Iterable[Document], folder: Path, size: int) -> W
     return Written(num_tokens, len(ends), dtype, masked, largest, digest_of_tokens(folder))
 
 
+def sums_in(folder: Path, name: str) -> Path:
+    """Where the sums of a file of a folder of tokens lie."""
+    return folder / f"{name}.sums"
+
+
 def digest_of_tokens(folder: Path) -> str:
-    """SHA-256 of all files together. Raises ConfigError where one cannot be read."""
-    digest = hashlib.sha256()
+    """SHA-256 of all files together, whose sums are left beside them. Raises ConfigError where one cannot be read."""
+    digests = {}
     for name in (TOKENS, ENDS, LEARNED):
         file = folder / name
         if file.exists() or name != LEARNED:
             try:
-                digest.update(f"{name} {digest_of(file, file.stat().st_size)}\n".encode())
+                digests[name] = digest_of(file, file.stat().st_size, sums_in(folder, name))
             except OSError as error:
                 raise ConfigError(f"{file} cannot be read: {error.strerror}; remove {folder} to have the data prepared again") from error
-    return digest.hexdigest()
+    return _together(digests)
+
+
+def _together(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in digests.items()).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,14 @@ class TokenStore:
 
 
 def open_tokens(folder: Path, written: Written) -> TokenStore:
-    """Raises ConfigError where a file is gone."""
+    """Raises ConfigError where a file is gone, or the sums that parts are checked by are not those of what was written."""
     try:
-        tokens = FileTokens(str(folder / TOKENS), written.num_tokens, written.dtype)
-        learned = FileTokens(str(folder / LEARNED), written.num_tokens) if written.has_mask else None
-        ends = np.frombuffer((folder / ENDS).read_bytes(), np.int64)
+        tokens = FileTokens(str(folder / TOKENS), written.num_tokens, written.dtype, sums_in(folder, TOKENS))
+        ends = FileTokens(str(folder / ENDS), written.num_documents, "int64", sums_in(folder, ENDS))
+        learned = FileTokens(str(folder / LEARNED), written.num_tokens, sums=sums_in(folder, LEARNED)) if written.has_mask else None
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; remove {folder} to have the data prepared again") from error
-    return TokenStore(tokens, ends, learned)
+    files = {TOKENS: tokens, ENDS: ends} | ({LEARNED: learned} if learned is not None else {})
+    if _together({name: file.file.digest for name, file in files.items()}) != written.digest:
+        raise ConfigError(f"the sums of the files in {folder} are not those of what was written; run the same command: they are made again")
+    return TokenStore(tokens, ends[:], learned)
