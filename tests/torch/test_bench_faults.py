@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import fault_runs, faults  # noqa: E402
 from bench.document import lines_of  # noqa: E402
-from bench.fault_cases import ENDINGS, FAULTS, Ending, Fault, placed, runs  # noqa: E402
+from bench.fault_cases import ENDINGS, EVERYONE, FAULTS, Ending, Fault, placed, runs  # noqa: E402
 from bench.fault_host import Host, end, members  # noqa: E402
 from bench.fault_peers import Command  # noqa: E402
 from bench.fault_rank import CALLS, MOMENTS  # noqa: E402
@@ -138,9 +138,6 @@ def test_a_page_names_what_came_out_badly() -> None:
     assert "0 of 1 | silent |" in next(line for line in lines_of(faults.table([good, bad])) if "flip" in line)
 
 
-FLIP = Fault("an untold flip", "flip:weight", says="bit was flipped")
-
-
 def test_real_runs_are_judged_by_what_was_seen_of_them(tmp_path: Path) -> None:
     """One that goes on, one that ends, and twins whose faults are not as the cases have them."""
     layout = "data=2 zero=1"
@@ -150,6 +147,10 @@ def test_real_runs_are_judged_by_what_was_seen_of_them(tmp_path: Path) -> None:
         (found,) = fault_runs.measure(host, layout, 2, cases, steps, tmp_path / "kill", quiet)
         assert (found.outcome, found.same, found.lost) == ("went on", True, 0)
         assert 0 < found.noticed_s < found.next_step_s
+        cases, _ = placed([Fault("other losses, and nobody says why", "jump", EVERYONE, says="never said")])
+        other = replace(quiet, losses=quiet.losses[:-1])
+        (found,) = fault_runs.measure(host, layout, 2, cases, steps, tmp_path / "jump", other)
+        assert found.outcome == "silent"
         cases, _ = placed([Fault("an exception, said to be a kill", "raise", 1)])
         (found,) = fault_runs.measure(host, layout, 2, cases, steps, tmp_path / "raise", quiet)
         assert found.outcome in ("unclear", "lost")
