@@ -42,7 +42,8 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """`how`: of `fault_rank`, or a function of `fault_solo`. `code`: what the command must end with; `says`: all these patterns. `mend`:
-    a function of `fault_solo` that follows the remedy before the same command is run again; `resumes`: whether it then can."""
+    a function of `fault_solo` that follows the remedy before the same command is run again; `resumes`: whether it then can. `also`: another
+    code that will do: where ranks are in different collectives one may wait, which is a hang, and be replaced."""
 
     name: str
     how: str
@@ -54,6 +55,7 @@ class Ending:
     step: int = 30
     mend: str = ""
     resumes: bool = True
+    also: int | None = None
 
 
 def _kills() -> list[Fault]:
@@ -106,8 +108,8 @@ ENDINGS: tuple[Ending, ...] = (
     Ending("a rank that is killed at the same step again and again", "SIGKILL", 4,
            (r"6 losses of a rank after step \d+, and no step further", "rank 1 was killed by SIGKILL"), every=True),
     Ending("a loss that is not a number, again and again", "nan", 4, ("the loss is nan at step", "learning_rate"), EVERYONE, every=True),
-    Ending("a collective of another shape on one rank", "other shape", 4, ("rank [01]",)),
-    Ending("a collective that one rank leaves out", "leave out", 4, ("rank [01]",)),
+    Ending("a collective of another shape on one rank", "other shape", 4, ("rank [01].* in|in .* rank [01]",), also=0),
+    Ending("a collective that one rank leaves out", "leave out", 4, ("rank [01].* in|in .* rank [01]",), also=0),
     Ending("SIGTERM of the launcher", "terminate", 75, ("told to stop: saving after step",)),
     Ending("SIGHUP of the launcher", "hang_up", 75, ("told to stop: saving after step",)),
     Ending("Ctrl-C", "interrupt", 75, ("told to stop: saving after step",)),

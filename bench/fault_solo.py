@@ -157,7 +157,8 @@ def alone(host: Host, layout: str, num_ranks: int, case: Ending, parent: Path, q
         noticed = at
     following, lost, whole = _resumed(host, words, case, running, quiet, at) if not hung else (math.nan, 0, False)
     code = running.code
-    seen = Seen(told and not math.isnan(at), hung, orphans, code, case.code, whole)
+    wanted = code if code is not None and code == case.also else case.code
+    seen = Seen(told and not math.isnan(at), hung, orphans, code, wanted, whole)
     outcome = judged(seen)
     words_said = f"{line}; ended with {code}: {text[-500:]}" if outcome in BAD else line
     return Felt(case.name, layout, noticed - at, following - at, lost, whole if case.resumes else True, outcome, said=words_said)
