@@ -24,8 +24,7 @@ def rooms(world: World, folder: str) -> tuple[tuple[int, float], tuple[int, floa
     engine = loop.make_engine(world, job, loop.subject_of(job.config, job.corpus))
     prediction = job.plan.prediction
     assert prediction is not None
-    memory = prediction.memory
-    return (room_bytes(*engine.state()), memory.protection), (copy_bytes(engine.pieces()), memory.saving)
+    return (room_bytes(engine.state()), job.plan.protection), (copy_bytes(engine.pieces()), prediction.memory.saving)
 
 
 def prepared(folder: Path, layout: str) -> Config:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from weft.run.state.snapshots import Snapshots, newest_common
-from weft.world import recorder
-from weft.world.kept import Held, Kept
+from weft.run.state.fingerprints import fingerprint, wrapped
+from weft.run.state.snapshots import Snapshots, State, newest_common, room_bytes
+from weft.world import kept, recorder
+from weft.world.kept import Kept, files
 from weft.world.recorder import Recorder
 from weft.world.world import Survivor, World
 
 
-def world_of(record: Path, kept: Kept) -> World:
-    world = World(recorder=Recorder(record, 0))
-    world.survivor = Survivor(kept, None, lambda generation: world)
+def world_of(record: Path, memory: Kept) -> World:
+    world = World(recorder=Recorder(record, memory.rank))
+    world.rank = memory.rank
+    world.survivor = Survivor(memory, None, lambda generation: world)
     return world
 
 
@@ -28,17 +29,16 @@ def tensors() -> list[torch.Tensor]:
 
 def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
     recorder.create(tmp_path / "record", 1)
-    held, state, fixed = Held(), tensors(), [torch.randn(3)]
-    snapshots = Snapshots(world_of(tmp_path / "record", Kept(held.ranks_end, 0)), state, fixed)
+    held, state, fixed = files(1), tensors(), [torch.randn(3)]
+    snapshots = Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(state, fixed))
     was = []
     for step in range(1, 4):
         for x in state:
             x.copy_(torch.randn(x.shape) * 100)
         was.append([x.clone() for x in state])
         snapshots.take(step, {"loss": 0.1 + step})
-    held.take()
     new, new_fixed = tensors(), [torch.zeros(3)]
-    other = Snapshots(world_of(tmp_path / "record", held.of(0)), new, new_fixed)
+    other = Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(new, new_fixed))
     assert other.vote() == 3
     for step in (3, 2):
         assert other.restore(step) == {"loss": 0.1 + step}
@@ -46,13 +46,97 @@ def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(new_fixed[0], fixed[0])
 
 
+@pytest.mark.parametrize("size", [1, 100, 12_345])
+def test_what_ranks_hold_alike_is_kept_once_among_them(tmp_path: Path, size: int) -> None:
+    """Ranks 0, 1 and 2 hold a tensor alike, and two others with only one of them; whoever replaces one of them has all. Sides differ:
+    rank 1 has made a step more, and makes it again."""
+    recorder.create(tmp_path / "record", 3)
+    held = files(3)
+    alike: list[dict[int, tuple[int, ...]]] = [{1: (0, 1, 2), 2: (0, 1)}, {1: (0, 1, 2), 2: (0, 1), 3: (1, 2)}, {1: (0, 1, 2), 3: (1, 2)}]
+
+    def states() -> list[State]:
+        return [State([torch.zeros(3), *(torch.zeros(size * k, dtype=torch.float64) for k in (1, 2, 3))], (), one) for one in alike]
+
+    def snapshots(of: list[State]) -> list[Snapshots]:
+        return [Snapshots(world_of(tmp_path / "record", Kept(rank, held)), state) for rank, state in enumerate(of)]
+
+    def fill(of: list[State], step: int) -> None:
+        for rank, (state, mine) in enumerate(zip(of, alike, strict=True)):
+            for n, x in enumerate(state.changed):
+                x.copy_(torch.arange(x.numel()) * 10.0 + step + (0 if n in mine else 0.1 * rank))
+
+    first = states()
+    keeping = snapshots(first)
+    for step in (1, 2, 3):
+        fill(first, step)
+        for one in keeping if step < 3 else keeping[1:2]:
+            one.take(step, {})
+    new, expected = states(), states()
+    for again in (2, 3):
+        fill(expected, again)
+        going_on = snapshots(new)
+        for one, state, wanted in zip(going_on, new, expected, strict=True):
+            one.restore(again)
+            assert all(map(torch.equal, state.changed, wanted.changed))
+            assert one.changed(again) is None
+        if again == 2:
+            fill(new, 3)
+            for one in going_on:
+                one.take(3, {})
+                assert set(one.steps) == {2, 3}
+    first_shared = [room_bytes(state) for state in new]
+    alone = [room_bytes(state._replace(shared_by={})) for state in new]
+    assert size < 1000 or all(a < 0.8 * b for a, b in zip(first_shared, alone, strict=True))
+
+
+def test_who_finds_another_value_says_where_it_is(tmp_path: Path) -> None:
+    recorder.create(tmp_path / "record", 2)
+    held = files(2)
+    states = [State([torch.ones(2), torch.arange(1000.0)], (), {1: (0, 1)}) for _ in range(2)]
+    keeping = [Snapshots(world_of(tmp_path / "record", Kept(rank, held)), state) for rank, state in enumerate(states)]
+    for one, state in zip(keeping, states, strict=True):
+        one.adds = True
+        one.take(1, {})
+        sums = {id(x): int(fingerprint(x)) for x in state.changed}
+        assert all(wrapped(added) == sums[tensor] for tensor, added in one.sums.items())
+        state.changed[1][700] = -1.0
+    assert [one.changed(1) for one in keeping] == [None, (1, 700)]  # whoever keeps that part
+
+
 def test_memory_of_another_size_holds_nothing(tmp_path: Path) -> None:
     recorder.create(tmp_path / "record", 1)
-    held = Held()
-    Snapshots(world_of(tmp_path / "record", Kept(held.ranks_end, 0)), tensors()).take(4, {})
-    held.take()
-    other, was = Held(), held.of(0).inherited
-    assert Snapshots(world_of(tmp_path / "record", Kept(other.ranks_end, 0, was)), [torch.zeros(10_000)]).vote() is None
+    held = files(1)
+    Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(tensors())).take(4, {})
+    assert Snapshots(world_of(tmp_path / "record", Kept(0, held)), State([torch.zeros(10_000)])).vote() is None
+
+
+def test_memory_that_others_cannot_read_holds_all(tmp_path: Path) -> None:
+    recorder.create(tmp_path / "record", 1)
+    x = torch.arange(5000.0)
+    alone = Snapshots(world_of(tmp_path / "record", Kept(0)), State([x], (), {0: (0, 1)}))
+    alone.take(1, {})
+    x.zero_()
+    alone.restore(1)
+    assert torch.equal(x, torch.arange(5000.0))
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 4096, 16383, 16384, 100_003])
+def test_memory_that_is_gone_through_once_is_copied_and_added_exactly(monkeypatch: pytest.MonkeyPatch, size: int, library: bool) -> None:
+    if not library:
+        monkeypatch.setattr(kept, "_library", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    room = torch.zeros(size + 9, dtype=torch.uint8)
+    for start in (0, 1, 5):
+        x = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        added = kept.copy(room[start : start + size], x)
+        assert torch.equal(room[start : start + size], x)
+        assert not room[start + size :].any()
+        room.zero_()
+        words, rest = x[: size // 8 * 8].tolist(), x[size // 8 * 8 :].tolist()
+        total = sum(int.from_bytes(bytes(words[i : i + 8]), "little") for i in range(0, len(words), 8)) + sum(rest)
+        assert int(fingerprint(x)) % (1 << 64) == total % (1 << 64)
+        assert (added is None) is not library or added is None or added % (1 << 64) == total % (1 << 64)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -81,9 +165,8 @@ def test_the_vote_never_falls_behind_the_last_step_that_all_have_done(eager: boo
 
 
 def test_a_note_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     recorder.create(tmp_path / "record", 1)
-    snapshots = Snapshots(world_of(tmp_path / "record", Kept(ours, 0)), [torch.ones(2)])
+    snapshots = Snapshots(world_of(tmp_path / "record", Kept(0, files(1))), State([torch.ones(2)]))
     with pytest.raises(ValueError, match="1,0"):
         snapshots.take(1, {"text": "x" * 5000})
     assert snapshots.vote() is None

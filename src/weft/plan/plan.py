@@ -44,15 +44,6 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
 
     @property
-    def protection(self) -> float:
-        """Bytes of a rank's host, beside all this, that keep its state twice (`run.protect = "memory"`): weights and optimizer state.
-
-        >>> Memory(parameters=4.0, gradients=4.0, optimizer=8.0).protection
-        24.0
-        """
-        return 2 * (self.parameters + self.optimizer)
-
-    @property
     def copies(self) -> float:
         """The most that copies of another host's state take besides, where hosts are several and no replica is on another: what is sent,
         and twice what comes.
@@ -151,14 +142,21 @@ class Plan:
 
     @property
     def protection(self) -> float:
-        """Bytes of a rank's host that keep its state, and twice its gradients where a step is long enough to be gone on with
-        (`run.protect = "memory"`); 0 where nothing is predicted."""
+        """Bytes of a rank's host, beside the memory of its device, that keep its state twice (`run.protect = "memory"`): weights, and of
+        optimizer state that replicas hold alike its part; and twice its gradients where a step is long enough to be gone on with. 0 where
+        nothing is predicted.
+
+        >>> memory = Memory(parameters=4.0, gradients=4.0, optimizer=8.0)
+        >>> [Plan(Layout(data=2, zero=zero), "m", "c", 4, prediction=Prediction(0.1, 0, 0, memory)).protection for zero in (0, 1)]
+        [16.0, 24.0]
+        """
         if self.prediction is None:
             return 0.0
-        memory, step_s, count = self.prediction.memory, self.prediction.step_time_s, self.layout.microbatches
-        every = keeps_every(memory.gradients / COPIED, step_s / count)
-        keeps = step_s >= WORTH_S and every < count and not (self.uncaptured or self.layout.staleness or self.layout.servers)
-        return memory.protection + (2 * memory.gradients if keeps else 0.0)
+        memory, step_s, layout = self.prediction.memory, self.prediction.step_time_s, self.layout
+        every, count = keeps_every(memory.gradients / COPIED, step_s / layout.microbatches), layout.microbatches
+        keeps = step_s >= WORTH_S and every < count and not (self.uncaptured or layout.staleness or layout.servers)
+        sharing = 1 if layout.zero or layout.servers else min(data for data, _ in layout.inner_sizes)
+        return 2 * (memory.parameters + memory.optimizer / sharing + (memory.gradients if keeps else 0.0))
 
     @property
     def all_reduce(self) -> Choices:

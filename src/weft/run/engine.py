@@ -39,13 +39,14 @@ from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.rows import Replica, Rows
-from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of, state_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.fingerprints import Doubted, Fingerprints
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
 from weft.run.state.precision import FIRST, LossScale, set_products
+from weft.run.state.snapshots import State
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.finishing import Finishing
@@ -308,7 +309,6 @@ class Engine:
         with self.memory.guarded(self.world.rank):
             norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
         self.step_index += 1
-        self._fingerprints.keep(self.step_index)
         return norm
 
     def drain(self) -> None:
@@ -432,18 +432,18 @@ class Engine:
             pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
         return [*pieces, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
-    def state(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(what steps change of this rank's state, what they leave as it is): the memory itself, in one order for a plan."""
-        flat = {name for group in self.parts.groups for name in (member.name for member in group.members)}
-        fixed = [p.detach() for name, p in sorted(self.parts.parameters.items()) if name not in flat]
-        changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.state_tensors()]
-        return [*changed, *self._residuals.tensors, *self.scale.tensors, *self._counters.values()], fixed
+    def state(self) -> State:
+        """This rank's state: the memory itself."""
+        more = (*self._residuals.tensors, *self.scale.tensors, *self._counters.values())
+        return state_of(self.parts, self._optimizer, more, is_served=self.plan.layout.servers > 0)
 
-    def watch(self, judge: Judge) -> None:
-        """Weights and optimizer state are to change in updates alone, which steps check; `judge` is asked before them. Not of late ones."""
+    def watch(self, judge: Judge) -> Fingerprints:
+        """Weights and optimizer state are to change in updates alone, which steps check; `judge` is asked before them. Not of late ones.
+        Returns what is to be told of each update (`keep`)."""
         if self._stale is None:
             self._judge, self.gradients.has_norms = judge, True
-            self._fingerprints.watch([*self._optimizer.state_of_update(), *self.state()[1]], self.step_index)
+            self._fingerprints.watch([*self._optimizer.state_of_update(), *self.state().fixed], self.step_index)
+        return self._fingerprints
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""

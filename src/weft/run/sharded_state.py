@@ -17,6 +17,7 @@ from weft.plan.plan import Plan
 from weft.run.state.checkpoint import Piece, full_piece
 from weft.run.state.optimizer import Optimizer
 from weft.run.state.parameters import FlatGroup
+from weft.run.state.snapshots import State
 from weft.run.state.spans import pieces_at
 from weft.run.step.dispatch import Result
 from weft.run.training_parts import Parts
@@ -79,6 +80,15 @@ def gradient_pieces(parts: Parts) -> list[Piece]:
         for spec in group.members:
             pieces += pieces_at(spec.name, "parameter", spec.global_shape, spec.spans, group.views[spec.name], owner=spec.counted)
     return pieces
+
+
+def state_of(parts: Parts, optimizer: Optimizer, more: Sequence[Tensor], is_served: bool) -> State:
+    """All of a rank's state that steps change, `more` too, and what they leave as it is. `is_served`: some ranks alone update."""
+    flat = {member.name for group in parts.groups for member in group.members}
+    fixed = [p.detach() for name, p in sorted(parts.parameters.items()) if name not in flat]
+    changed = [*(group.data for group in parts.groups), *parts.buffers.values(), *optimizer.state_tensors(), *more]
+    by_tensor = {} if is_served else optimizer.shared_by()
+    return State(changed, fixed, {n: by_tensor[id(x)] for n, x in enumerate(changed) if id(x) in by_tensor})
 
 
 def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:

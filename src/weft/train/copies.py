@@ -27,6 +27,7 @@ from torch import Tensor
 
 from weft.run.state.checkpoint.piece import DTYPE_NAMES, DTYPES, OPTIONAL, Piece
 from weft.run.state.snapshots import ALIGNED, Snapshots
+from weft.run.state.snapshots import State as RankState
 from weft.train.doubts import ROOM
 from weft.units import format_bytes
 from weft.world.kept import available_bytes
@@ -271,8 +272,8 @@ class Copies:
 class Copied(Snapshots):
     """Snapshots of which every so many are copied to another host; of these the last stays until the next one is there."""
 
-    def __init__(self, copies: Copies, pieces: Callable[[], Sequence[Piece]], last: int, world: World, *state: Sequence[Tensor]) -> None:
-        super().__init__(world, *state)
+    def __init__(self, copies: Copies, pieces: Callable[[], Sequence[Piece]], last: int, world: World, state: RankState) -> None:
+        super().__init__(world, state)
         self._copies, self._pieces, self._last = copies, pieces, last
         self._ended_s: float | None = None
         self._step_times: deque[float] = deque(maxlen=20)

@@ -160,7 +160,7 @@ class _Attempt:
         if self.world.rank >= num_ranks:
             return None
         work = self.world.first(num_ranks)
-        work.survivor = Survivor(Kept(None, work.rank), None, None)
+        work.survivor = Survivor(Kept(work.rank), None, None)
         return work
 
 

@@ -236,8 +236,10 @@ class Run:
         if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
             return None
         state = self.engine.state()
-        self._unprotected = no_room(self.world, room_bytes(*state))
-        return self.keep(self.world, *state) if not self._unprotected else None
+        if not self.world.survivor.memory.outlives:
+            state = state._replace(shared_by={})
+        self._unprotected = no_room(self.world, room_bytes(state))
+        return self.keep(self.world, state) if not self._unprotected else None
 
     def _resume(self) -> int:
         """Load the newest good checkpoint. Returns how many steps are done."""
@@ -290,6 +292,8 @@ class Run:
                 self.done = step + 1
                 if self.snapshots is not None:
                     self.snapshots.take(self.done, {**row, "loss": result.loss, "token": self.saving.token})
+                if self.trust is not None:
+                    self.trust.kept()
                 if self._after(row, result, write):
                     return self.done < self.section.steps
         self._tell(write)

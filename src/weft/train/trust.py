@@ -36,7 +36,7 @@ class Trust:
         self._first: Evidence | None = None
         self._words, self._again = "", False
         self._step = 0
-        engine.watch(self._judge)
+        snapshots.adds, self._fingerprints = True, engine.watch(self._judge)
 
     def step(self, step: int, make: Callable[[], T], doubt_of: Callable[[T], str], say: Say) -> T:
         """What `make` returns; `doubt_of` it, after the update. Raises Diverged where the state differs again, or cannot be taken back."""
@@ -61,6 +61,10 @@ class Trust:
         elif self._words:
             say(f"step {step + 1}: {self._words}")
         return outcome
+
+    def kept(self) -> None:
+        """The state after the last step has been kept, and is as it should be."""
+        self._fingerprints.keep(self._engine.step_index, self._snapshots.sums)
 
     def _judge(self, result: Result, norms: Sequence[float]) -> str:
         """Why a step is doubted before its update, the first time that it is made; the second time, what was wrong the first."""
@@ -103,7 +107,7 @@ class Trust:
 
     def _blame(self, error: Diverged) -> str:
         """Whose state is no longer what it was after the last step, and which tensor; every rank calls it."""
-        changed = self._snapshots.changed(self._step)
+        changed = self._snapshots.changed(self._step, others=error.since_update)
         name, slot = self._name(changed) if changed is not None else ("", "")
         slots = ["", *self._engine.spec.slots]
         place = 1 + self._names.index(name) if name in self._names else 0
@@ -116,7 +120,8 @@ class Trust:
                 place, slot_number = divmod(number - 1, len(slots))
                 what = f"{slots[slot_number]} of " * bool(slot_number) + self._names[place - 1] if place else "the state"
                 words.append(f"{what} on rank {rank}")
-        if not words:  # the update went wrong, not what memory holds of it
+        elsewhere = error.since_update and any(number and rank not in error.ranks for rank, number in enumerate(told))
+        if not words or elsewhere:  # the update went wrong, not what memory holds of it; or what is kept is wrong itself
             raise error
         return f"a bit was flipped in {' and '.join(words)}"
 
@@ -125,7 +130,7 @@ class Trust:
         engine, (number, element) = self._engine, changed
         if name := parameter_at(engine.parts.groups, number, element):
             return name, ""
-        changing, fixed = engine.state()
+        changing, fixed, _ = engine.state()
         if number >= len(changing):
             where = fixed[number - len(changing)].data_ptr()
             return next((name for name, p in engine.parts.parameters.items() if p.data_ptr() == where), ""), ""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.world.children import LARGEST_MESSAGE
-from weft.world.kept import Held
+from weft.world.kept import Kept, files
 from weft.world.prepared_rank import Made, Task, answered_by_launcher, die_with_parent, enter, found, run_rank, sent
 
 Terminal = tuple[int, int, int] | None
@@ -41,7 +41,7 @@ def run_nest(task: Task, events: int, lifeline: int, parent: int, terminal: Term
 class _Nest:
     def __init__(self, task: Task, events: socket.socket, lifeline: int, terminal: Terminal) -> None:
         self._task, self._events, self._lifeline, self._terminal = task, events, lifeline, terminal
-        self._held, self._living = Held(), dict[int, int]()  # rank -> pid
+        self._files, self._living = files(task.num_ranks), dict[int, int]()  # rank -> pid
         self._selector = selectors.DefaultSelector()
         self._tell(nest=os.getpid())
         self._call = self._made()
@@ -61,7 +61,6 @@ class _Nest:
         gc.collect()
         gc.freeze()
         self._selector.register(self._events, selectors.EVENT_READ, self._told)
-        self._selector.register(self._held.socket, selectors.EVENT_READ, self._held.take)
         for rank in range(self._task.num_ranks):
             self._fork(rank, self._task.generation)
         self._tell(pids=[self._living[rank] for rank in range(self._task.num_ranks)])
@@ -73,7 +72,6 @@ class _Nest:
         request = self._events.recv(LARGEST_MESSAGE)
         if request.startswith(b"{"):
             order = json.loads(request)
-            self._held.take()  # what a rank sent before it died
             self._fork(order["fork"], order["generation"])
             self._tell(forked=order["fork"], pid=self._living[order["fork"]])
             return
@@ -91,9 +89,8 @@ class _Nest:
         if pid == 0:
             # A copy of a socket's end in a rank would hide the death of this process from the launcher.
             for key in list(self._selector.get_map().values()):
-                if key.fileobj is not self._held.socket:
-                    os.close(key.fd)
-            run_rank(self._task, rank, self._lifeline, parent, self._terminal, self._call, self._held.of(rank), generation)
+                os.close(key.fd)
+            run_rank(self._task, rank, self._lifeline, parent, self._terminal, self._call, Kept(rank, self._files), generation)
         self._living[rank] = pid
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor, rank, pid))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from weft.errors import RunError
 from weft.run.state.parameters import FlatGroup
+from weft.world.kept import sum_of_words
 from weft.world.world import Work, World
 
 SETS = 4  # of ranks that share weights, a rank
@@ -32,7 +33,7 @@ class Diverged(RunError):
         what = "weights or optimizer state than the last update left" if since_update else "weights than ranks that should have the same"
         why = "something beside the update writes to them" if since_update else "the model draws or writes what only one rank knows"
         super().__init__(f"rank {names} {have} other {what}: a bit was flipped in memory, or {why}; go on from the last checkpoint")
-        self.ranks = tuple(ranks)
+        self.ranks, self.since_update = tuple(ranks), since_update
 
 
 class Doubted(RunError):
@@ -45,12 +46,19 @@ def fingerprint(x: Tensor) -> Tensor:
     >>> bool(fingerprint(torch.ones(3)) == fingerprint(torch.tensor([1.0, 1.0, 1.0000001])))
     False
     """
+    if (told := sum_of_words(x)) is not None:
+        return wrapped(told)
     data = x.detach().reshape(-1)
     num_bytes = data.nbytes // 8 * 8
     if num_bytes == data.nbytes:
         return data.view(torch.int64).sum()
     data = data.view(torch.uint8)
     return data[:num_bytes].view(torch.int64).sum() + data[num_bytes:].sum(dtype=torch.int64)
+
+
+def wrapped(x: int) -> Tensor:
+    """Modulo 2^64, as int64 []."""
+    return torch.tensor((x + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
 class Fingerprints:
@@ -83,15 +91,16 @@ class Fingerprints:
         self.keep(step)
 
     @torch.no_grad()
-    def keep(self, step: int) -> None:
-        """What is watched is as it should be after `step` steps."""
+    def keep(self, step: int, taken: Mapping[int, int] = {}) -> None:
+        """What is watched is as it should be after `step` steps. `taken`: fingerprints that are there already, by a tensor's id."""
         if self._state and self._tells:
             before = {step - 1: self._expected[step - 1]} if step - 1 in self._expected else {}
-            self._expected = {**before, step: self._now()}
+            self._expected = {**before, step: self._now(taken)}
 
-    def _now(self) -> Tensor:
+    def _now(self, taken: Mapping[int, int] = {}) -> Tensor:
         device = self._everyone.device
-        return torch.stack([fingerprint(x).to(device) for x in self._state])
+        each = (wrapped(taken[id(x)]) if id(x) in taken else fingerprint(x) for x in self._state)
+        return torch.stack([one.to(device) for one in each])
 
     @torch.no_grad()
     def start(self, step: int, norms: Sequence[Tensor] = ()) -> None:

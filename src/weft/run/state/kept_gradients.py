@@ -47,8 +47,10 @@ class KeptGradients:
     def __init__(self, world: World, rooms: Sequence[int]) -> None:
         assert world.survivor is not None
         self._world = world
-        mapping, was_there = world.survivor.memory.memory(region_bytes(rooms), GRADIENTS)
-        memory, at = torch.frombuffer(mapping, dtype=torch.uint8), 0
+        outliving = world.survivor.memory
+        if outliving.size(GRADIENTS) != (size_bytes := region_bytes(rooms)):
+            self.forget()
+        memory, at = torch.frombuffer(outliving.memory(size_bytes, GRADIENTS), dtype=torch.uint8), 0
         self._sides: list[tuple[Tensor, list[Tensor]]] = []
         for _ in range(2):
             there, at = memory[at : at + len(rooms)], at + _padded(len(rooms))
@@ -57,8 +59,6 @@ class KeptGradients:
                 side.append(memory[at : at + size])
                 at += _padded(size)
             self._sides.append((there, side))
-        if not was_there:
-            self.forget()
 
     def forget(self) -> None:
         """Nothing is kept."""

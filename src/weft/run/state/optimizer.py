@@ -22,6 +22,7 @@ from weft.run.state.precision import LossScale
 from weft.world.world import Group
 
 _EPS = 1e-8
+SHARED_BYTES = 64 << 10  # of state that is worth telling that other ranks hold it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,17 @@ class Optimizer:
                     placed = zip(group.starts, group.members, strict=True)
                     return next((m.name for at, m in placed if at <= start + element < at + m.size), ""), slots[id(x)]
         return "", ""
+
+    def shared_by(self) -> dict[int, tuple[int, ...]]:
+        """Which ranks hold the same of its state tensors, by id: those that update the same parameters from the same sums."""
+        return {
+            id(x): group.sum_ranks
+            for number, group in enumerate(self._groups)
+            if group.shards == 1 and len(group.sum_ranks) > 1
+            for p, _ in self._mine[number]
+            for x in (*self.inner.state[p].values(), *([p] if self.offload else []))
+            if isinstance(x, Tensor) and x.nbytes >= SHARED_BYTES
+        }
 
     def read(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""

@@ -44,6 +44,8 @@ _SIGNATURES = {
     "weft_culprit": (c_int, [c_void_p]),
     "weft_free": (None, [c_void_p]),
     "weft_copy": (None, [c_void_p, c_char_p, c_uint64]),
+    "weft_put": (c_int64, [c_void_p, c_void_p, c_uint64]),
+    "weft_sum_of_words": (c_int64, [c_void_p, c_uint64]),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@
 #include "arithmetic.h"
 #include "job.h"
 #include "message.h"
+#include "past_caches.h"
 #include "stream.h"
 
 /* Bytes of the segment of n ranks, with `chunk` bytes a slot and `ring` bytes of messages for every ordered pair. */
