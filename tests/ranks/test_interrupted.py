@@ -11,15 +11,18 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_train import configure, losses, planner
 
+from weft.plan.finish import NEVER
 from weft.run.engine import Engine
 from weft.run.step.stage_runner import Kept, StageRunner
 from weft.train import flow, loop
 from weft.train.config import Config
+from weft.train.interrupted import Interrupted
 from weft.train.subject import Subject
 from weft.world.launch import Launcher
 from weft.world.world import World
@@ -104,3 +107,13 @@ def test_what_is_left_of_a_step_is_run(
     assert again == set(range(min(again), MICROBATCHES))
     assert f"step {STEP + 1} goes on after {min(again)} of its microbatches" in capfd.readouterr().err
     assert 1 <= min(again) <= LAST + 1
+
+
+def test_a_new_generation_has_measured_nothing_when_it_tells_of_the_step_before_it() -> None:
+    """A rank that was lost where ranks agree after a step: its row is told before the new engine has made one."""
+    timed: list[float] = []
+    engine: Any = SimpleNamespace(seconds={}, finishing=SimpleNamespace(timed=timed.append, wants=lambda: 3 if timed else NEVER))
+    asked = Interrupted(SimpleNamespace(), engine, print)  # type: ignore[arg-type]
+    assert asked.wants(True) == NEVER
+    engine.seconds["program"] = 0.5
+    assert (asked.wants(True), timed) == (3, [0.5])

@@ -22,7 +22,8 @@ class Interrupted:
         """Microbatches between two copies of the gradients, by what this rank has measured. `protected`: whether its state is kept."""
         if not protected or self._no_room:
             return NEVER
-        self._engine.finishing.timed(self._engine.seconds["program"])
+        if "program" in self._engine.seconds:  # a new generation may tell of the step before its first one
+            self._engine.finishing.timed(self._engine.seconds["program"])
         return self._engine.finishing.wants()
 
     def keep(self, every: int) -> None:
