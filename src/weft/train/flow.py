@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, Infeasible, LayoutError, RunError
+from weft.errors import CheckpointError, ConfigError, Infeasible, LayoutError, RunError
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan, write_plan
-from weft.run.state.checkpoint import committed, from_first
+from weft.run.state.checkpoint import committed, from_first, read_manifest
 from weft.train import elastic, loop, trials
 from weft.train.config import Config
 from weft.train.corpus import DESCRIPTION, PREPARED, SUMS, describes_corpus, is_unchanged, open_data, read_description, save_description
@@ -32,7 +32,6 @@ from weft.world.watch import Recovery
 from weft.world.world import World
 
 CONFIG, PLAN, LOCK = "config.toml", "plan.toml", ".lock"
-DIGESTS = ".digests.json"  # of the plan and the text's description, as they were written
 STOP_GRACE_S = 120.0
 RESTARTS = 3
 TIMEOUT_S = 900.0
@@ -117,14 +116,23 @@ def _digest(path: Path) -> str:
 
 def _check_digest(folder: Path, name: str) -> None:
     """Raise ConfigError where a file of the run folder is not what the run wrote: one flipped bit may make it another that can be read."""
-    try:
-        digest = json.loads((folder / DIGESTS).read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError):  # of an older run, or being written when its launcher died
-        return
+    digest = _digests(folder).get(name)
     if digest is not None and (folder / name).exists() and _digest(folder / name) != digest:
         raise ConfigError(
             f"{folder / name} is not what this run wrote; restore it, or remove it to have it made again (a plan of one's own is plan.file)"
         )
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of the files that a run wrote before its ranks began; where that file is damaged or gone, as the newest checkpoint has them."""
+    try:
+        return dict(json.loads((folder / loop.DIGESTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # of an older run, or being written when its launcher died
+        pass
+    for saved in reversed(committed(folder / loop.CHECKPOINTS)):
+        with suppress(CheckpointError, OSError):
+            return dict(read_manifest(folder / loop.CHECKPOINTS / saved.name).extra.get("files", {}))
+    return {}
 
 
 def _job(where: Path, peak_flops: float) -> loop.Job:
@@ -265,10 +273,10 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "
                 f"set train.batch={planned.plan.batch_size}, or plan again"
             )
-        (folder / DIGESTS).unlink(missing_ok=True)
+        (folder / loop.DIGESTS).unlink(missing_ok=True)
         write_plan(planned.plan, folder / PLAN)
         written = {name: _digest(folder / name) for name in (PLAN, DESCRIPTION) if (folder / name).exists()}
-        (folder / DIGESTS).write_text(json.dumps(written), encoding="utf-8")
+        (folder / loop.DIGESTS).write_text(json.dumps(written), encoding="utf-8")
         # From the plan in the folder, so that a run that goes on has as many, and the same learning rates.
         steps = config.train.steps_under(planned.plan)
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
@@ -281,7 +289,7 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
 
 
 def _check_folder(config: Config, folder: Path) -> None:
-    for name in (CONFIG, PLAN, DESCRIPTION, DIGESTS, FILE):
+    for name in (CONFIG, PLAN, DESCRIPTION, loop.DIGESTS, FILE):
         if (folder / name).exists() and not (folder / name).is_file():
             raise ConfigError(f"{folder / name} is no file; remove it, or choose another run.folder")
     earlier = _earlier(folder)

@@ -7,10 +7,11 @@ rate follow from the step, everything else is in the checkpoint.
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -53,6 +54,7 @@ from weft.world.memory import PARTS
 from weft.world.world import World
 
 CHECKPOINTS = "checkpoints"
+DIGESTS = ".digests.json"  # of the plan and the text's description, as they were written
 _AGREE_S = 0.5
 _TYPICAL = 50
 _RECORDED = 10  # last steps whose components are measured
@@ -458,8 +460,11 @@ def _digest(job: Job) -> str:
 
 def extra_of(job: Job, step: int) -> dict[str, Any]:
     """What a checkpoint says beside its tensors."""
-    config = job.config.model_dump(mode="json")
-    return {"text": _digest(job), "samples": step * job.config.train.batch, "config": config, "layout": str(job.plan.layout)}
+    config, files = job.config.model_dump(mode="json"), {}
+    with suppress(OSError, ValueError):
+        files = json.loads((job.folder / DIGESTS).read_text(encoding="utf-8"))
+    samples, layout = step * job.config.train.batch, str(job.plan.layout)
+    return {"text": _digest(job), "samples": samples, "config": config, "layout": layout, "files": files}
 
 
 def _place(folder: Path) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
 
 from weft.run.state.checkpoint.beside import Beside, Written, copy_bytes
-from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed, size_of
+from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed, read_manifest, size_of
 from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_full, verify
 from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.run.state.checkpoint.region import Box, Region
@@ -32,6 +32,7 @@ __all__ = [
     "match",
     "opened",
     "read_full",
+    "read_manifest",
     "save",
     "size_of",
     "verify",
