@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bench.networks import INTERFACE, Hosts, NoNetworks
 from test_train import configure
 
 from weft import api
+from weft.errors import RunError
 from weft.plan.plan import Plan
 from weft.train import flow
 from weft.train.config import Config
@@ -40,10 +41,25 @@ def planner(config: Config, known: Plan | None) -> Planned:
     return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
 
 
-class Ranks:
-    """The processes of one run."""
+def of_torchrun(rank: int, num_ranks: int) -> dict[str, Any]:
+    return {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0}
 
-    def __init__(self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", hosts: Hosts | None = None, **run: Any) -> None:
+
+def of_srun(rank: int, num_ranks: int) -> dict[str, Any]:
+    told = {"SLURM_PROCID": rank, "SLURM_NTASKS": num_ranks, "SLURM_LOCALID": 0, "SLURM_JOB_ID": 77}
+    return {**told, "SLURM_STEP_NODELIST": "localhost"}
+
+
+Variables = Callable[[int, int], dict[str, Any]]
+
+
+class Ranks:
+    """The processes of one run, with the `variables` of whoever started them."""
+
+    def __init__(
+        self, folder: Path, layout: str, num_ranks: int, transport: str = "gloo", hosts: Hosts | None = None,
+        variables: Variables = of_torchrun, **run: Any,
+    ) -> None:  # fmt: skip
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -51,7 +67,7 @@ class Ranks:
         others = ("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         address = hosts.address(0) if hosts is not None else "127.0.0.1"
-        told = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        told = {"MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**kept, **{name: str(value) for name, value in told.items()}, "PYTHONPATH": paths}
         env |= {"WEFT_TRANSPORT": transport, "WEFT_TOKEN": "of this test alone"}
@@ -60,7 +76,7 @@ class Ranks:
         self.processes = [
             subprocess.Popen(
                 hosts.command(rank, command) if hosts is not None else command,
-                env={**env, "RANK": str(rank)},
+                env=env | {name: str(value) for name, value in variables(rank, num_ranks).items()},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -150,7 +166,7 @@ def test_what_hosts_alone_had_is_with_others(tmp_path: Path, started: list[Ranks
     undisturbed = Ranks(tmp_path / "undisturbed", layout, 2)
     started.append(undisturbed)
     assert undisturbed.ends() == [0, 0], undisturbed.said()
-    ranks = Ranks(tmp_path / "run", layout, 3, spares=1, copy_every=1)
+    ranks = Ranks(tmp_path / "run", layout, 3, variables=of_srun, spares=1, copy_every=1)
     started.append(ranks)
     ranks.harm((0,), signal.SIGKILL, 8)
     ranks.harm((1,), signal.SIGKILL, 16)
@@ -182,6 +198,56 @@ def test_of_two_parts_of_a_network_one_goes_on(tmp_path: Path, started: list[Ran
     assert codes[0] == 0, ranks.said()
     assert codes[1] not in (0, -9), ranks.said()
     assert "is cut off from" in ranks.said()
+    assert ranks.losses() == pytest.approx(calm, rel=2e-5)
+
+
+def test_who_was_stopped_and_comes_back_writes_nothing(tmp_path: Path, started: list[Ranks], calm: list[float]) -> None:
+    """It is the rank that wrote checkpoints and rows."""
+    ranks = Ranks(tmp_path / "run", "pipeline=2 microbatches=2", 2, copy_every=1)
+    started.append(ranks)
+    ranks.harm((0,), signal.SIGSTOP, 8)
+    until = time.monotonic() + 60
+    while "1 go on after step" not in ranks.said():
+        assert time.monotonic() < until, ranks.said()
+        time.sleep(0.01)
+    ranks.processes[0].send_signal(signal.SIGCONT)
+    codes = ranks.ends()
+    assert codes[1] == 0, ranks.said()
+    assert codes[0] not in (0, -9), ranks.said()
+    assert "left the lost step after the others had gone on without it" in ranks.said()
+    assert ranks.losses() == pytest.approx(calm, rel=2e-5)
+
+
+def test_who_is_told_to_stop_while_others_are_missed_stops(tmp_path: Path, started: list[Ranks]) -> None:
+    ranks = Ranks(tmp_path / "run", "data=2", 2)
+    started.append(ranks)
+    ranks.harm((1,), signal.SIGKILL, 8)
+    until = time.monotonic() + 60
+    while not list(ranks.folder.glob(".regroup/*/*")):
+        assert time.monotonic() < until, ranks.said()
+        time.sleep(0.01)
+    ranks.processes[0].send_signal(signal.SIGTERM)
+    assert ranks.ends((1,)) == [0], ranks.said()
+    assert "told to stop: saving after step" in ranks.said()
+    assert ranks.rows() < STEPS
+
+
+def test_a_second_launch_into_the_folder_is_refused(tmp_path: Path, started: list[Ranks]) -> None:
+    (tmp_path / "run").mkdir()
+    with flow.locked(tmp_path / "run"):
+        second = Ranks(tmp_path / "run", "data=2", 2)
+        started.append(second)
+        assert second.processes[0].wait(120) not in (0, -9)
+    assert "is in use by another weft train" in second.said()
+
+
+def test_a_run_has_its_folder_to_itself(tmp_path: Path, started: list[Ranks], calm: list[float]) -> None:
+    ranks = Ranks(tmp_path / "run", "data=2", 2)
+    started.append(ranks)
+    ranks.harm((), signal.SIGKILL, 2)
+    with pytest.raises(RunError, match="in use by another"), flow.locked(tmp_path / "run"):
+        pass
+    assert ranks.ends() == [0, 0], ranks.said()
     assert ranks.losses() == pytest.approx(calm, rel=2e-5)
 
 

@@ -284,7 +284,7 @@ class Copied(Snapshots):
             self._step_times.append(time.perf_counter() - self._ended_s)
         with self._world.pace.long():
             copied = self._copies.settle()
-        self.pinned = self.pinned if copied is None else copied
+        self.pinned = None if self._copies.is_off else self.pinned if copied is None else copied
         super().take(step, note)
         if step < self._last:
             self._copies.begin(step, note, self._pieces, median(self._step_times) if self._step_times else 0.0)

@@ -139,6 +139,7 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
                 one.close()
             num_before = attempt.world.num_ranks
             attempt = _met(attempt, folder, why)
+            attempt.world.before = (*worlds[0].before, *(one.recorder for one in worlds))
             left = replace(left, why=f"{num_before - attempt.world.num_ranks} of {num_before} ranks are lost ({why})")
 
 
@@ -161,6 +162,7 @@ class _Attempt:
             return None
         work = self.world.first(num_ranks)
         work.survivor = Survivor(Kept(work.rank), None, None)
+        work.before = self.world.before
         return work
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,12 @@ def job_of(world: World, folder: str, peak_flops: float) -> loop.Job:
 
 
 def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
-    """As `train`, in ranks that exist: rank 0 prepares, then all read what it wrote."""
+    """As `train`, in ranks that exist: rank 0 prepares, and has the folder to itself for as long as it trains; all read what it wrote."""
+    with locked(folder) if world.rank == 0 else nullcontext():
+        return _train_prepared(world, config, folder, planner)
+
+
+def _train_prepared(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
     peak_flops, spares = 0.0, config.run.spares
     protects = world.joined is not None and world.num_ranks > 1 and config.run.protect != "none" and config.run.resume
     if spares and (not protects or config.plan.trials_asked > 1):
@@ -162,17 +167,16 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
             'run.protect = "memory", run.resume = true and plan.trials = 0; set these, or run.spares = 0'
         )
     if world.rank == 0:
-        with locked(folder):
-            planned = prepare(config, folder, planner)
-            peak_flops = planned.peak_flops
-            _plan_for_fewer(config, folder, planner, planned.plan, world)
-            num_ranks = planned.plan.layout.num_ranks
-            if num_ranks != world.num_ranks - spares:
-                here = f"{world.num_ranks} are here" + (f", {spares} of them spares" if spares else "")
-                to_set = f"set plan.ranks={world.num_ranks - spares}"
-                if not spares and num_ranks < world.num_ranks:
-                    to_set += f", or, for ranks that wait until others are lost, run.spares={world.num_ranks - num_ranks}"
-                raise Infeasible(f"the plan {planned.plan.layout} is for {num_ranks} ranks, {here}; start as many, or {to_set}")
+        planned = prepare(config, folder, planner)
+        peak_flops = planned.peak_flops
+        _plan_for_fewer(config, folder, planner, planned.plan, world)
+        num_ranks = planned.plan.layout.num_ranks
+        if num_ranks != world.num_ranks - spares:
+            here = f"{world.num_ranks} are here" + (f", {spares} of them spares" if spares else "")
+            to_set = f"set plan.ranks={world.num_ranks - spares}"
+            if not spares and num_ranks < world.num_ranks:
+                to_set += f", or, for ranks that wait until others are lost, run.spares={world.num_ranks - num_ranks}"
+            raise Infeasible(f"the plan {planned.plan.layout} is for {num_ranks} ranks, {here}; start as many, or {to_set}")
         if config.plan.trials_asked > 1:
             trials.end(world)
     elif config.plan.trials_asked > 1:

@@ -266,7 +266,8 @@ class Run:
             yield lambda row: None
             return
         config, folder, say = self.job.config, self.job.folder, self.show.say
-        with Metrics(folder / FILE, start, say) as metrics, tracking(config, folder, start, say) as track:
+        anew = self.world.joined is not None and self.world.generation > 0  # a rank that was lost may wake up
+        with Metrics(folder / FILE, start, say, anew) as metrics, tracking(config, folder, start, say) as track:
 
             def write(row: Row) -> None:
                 metrics.write(row)

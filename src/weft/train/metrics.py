@@ -19,7 +19,8 @@ Row = dict[str, float | int | None]
 
 
 class Metrics:
-    """Appends rows to `path`, which first loses its rows after `step` (they are computed again) and any half line.
+    """Appends rows to `path`, which first loses its rows after `step` (they are computed again) and any half line. `anew`: into a file of
+    its own, so that another that still has it open writes nowhere.
 
     A row that cannot be written is kept and tried again with the next; `warn` is told once.
 
@@ -27,13 +28,13 @@ class Metrics:
         RunError: the file cannot be written at the start.
     """
 
-    def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, step: int, warn: Callable[[str], None], anew: bool = False) -> None:
         self.path, self._warn = path, warn
         self._pending = b""
         self._warned = False
         temporary = path.with_name(f".{path.name}.new")
         try:
-            if not path.exists() or last_step(path) != step:
+            if anew or not path.exists() or last_step(path) != step:
                 temporary.write_bytes(_rows_until(path, step))
                 os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -60,7 +60,7 @@ def reach(address: str, port: int, token: bytes, wait_s: float) -> int:
             _connected(address, port, token).close()
             break
         except _Refused as error:
-            raise RunError(f"{address}:{port} does not have this rank's {TOKEN}; give all ranks the same") from error
+            raise RunError(f"{address}:{port} does not have this rank's {TOKEN}, or has just ended; give all ranks the same") from error
         except OSError as error:
             if time.monotonic() > until:
                 raise RunError(f"nobody answers at {address}:{port}: {error}") from error
@@ -128,15 +128,22 @@ def _admit(stranger: socket.socket, token: bytes, port: int) -> None:
 
 
 def _connected(address: str, port: int, token: bytes) -> _Far:
-    """Raises _Refused where the other end does not prove itself, OSError where there is none."""
+    """Raises _Refused where the other end does not prove itself, OSError where there is none, or it does not answer in time."""
     connection = socket.create_connection((address, port), ANSWER_S)
     try:
         theirs, mine = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
-        nonces = theirs + mine
+    except OSError:
+        connection.close()
+        raise
+    nonces = theirs + mine
+    try:
         connection.sendall(mine + _mac(token, b"connects", nonces))
         if not hmac.compare_digest(_exactly(connection, _MAC), _mac(token, b"accepts", nonces)):
             raise _Refused("another token")
-    except (ConnectionError, TimeoutError) as error:
+    except TimeoutError:
+        connection.close()
+        raise
+    except ConnectionError as error:
         connection.close()
         raise _Refused(str(error)) from error
     connection.settimeout(None)

@@ -120,6 +120,7 @@ class World:
         self.survivor: Survivor | None = None
         self.joined: Meeting | None = None  # where something else started the ranks
         self.lost_why = ""  # why this world is over
+        self.before: tuple[Recorder, ...] = ()  # of the worlds that this rank was in: a signal may have reached one of them
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s
@@ -167,7 +168,7 @@ class World:
             self._catch_sigterm = False
             for number in (signal.SIGTERM, *(n for n in ASKING if signal.getsignal(n) == signal.SIG_DFL)):
                 signal.signal(number, lambda number, frame: self.recorder.stop())
-        return self.recorder.stopping
+        return self.recorder.stopping or any(recorder.stopping for recorder in self.before)
 
     def regrouped(self, error: BaseException) -> World:
         """The world of the next generation, after `error` has ended the step under way on this rank; this world is closed.
