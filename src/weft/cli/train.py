@@ -13,7 +13,7 @@ import typer
 from weft.cli import options
 from weft.cli.output import Output, output
 from weft.plan.plan import Memory
-from weft.report.run_folder import MACHINE, PAGE, SUMMARY, saving_of, waited_for
+from weft.report.run_folder import MACHINE, PAGE, SUMMARY, copied, saving_of, waited_for
 from weft.report.tables import Table, measured_memory_table, reasons_table, summary_table
 from weft.units import format_count, format_percent, format_seconds, parse_bytes
 
@@ -201,6 +201,8 @@ def summary_of(summary: dict[str, Any]) -> Table:
         )
     if summary.get("data_wait_s") is not None and summary.get("step_time_s"):
         rows.append(("waiting for data", f"{format_seconds(summary['data_wait_s'])} in all, on the rank that waited longest"))
+    if copies := copied(summary):
+        rows.append(("copied to another host", copies))
     if waited := waited_for(summary):
         rows.append(("waiting for a rank", waited))
     if saving := saving_of(summary):

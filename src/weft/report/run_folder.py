@@ -56,10 +56,11 @@ def read_folder(folder: Path) -> Subject:
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
     summary = _summary(folder / SUMMARY)
-    waited, saving = waited_for(summary), saving_of(summary)
+    waited, saving, copies = waited_for(summary), saving_of(summary), copied(summary)
+    lead = f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else "") + (f"; {saving}" if saving else "")
     return Subject(
         title=f"{plan.model if plan else folder.name}",
-        lead=f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else "") + (f"; {saving}" if saving else ""),
+        lead=lead + (f"; copied to another host: {copies}" if copies else ""),
         plan=plan,
         metrics=metrics,
         levels=read_levels(folder / SUMMARY),
@@ -143,6 +144,19 @@ def saving_of(summary: Mapping[str, Any]) -> str:
         every, lost = format_seconds(costs["every_s"]), format_seconds(costs["failure_loses_s"])
         words += f"; one every {every}, so that a failure loses {lost} on average"
     return words
+
+
+def copied(summary: Mapping[str, Any]) -> str:
+    """How often state went to another host, how much of a rank, and how long one waited for it; empty where none did.
+
+    >>> copied({"copies": {"every": 4, "bytes": 3 << 20, "waited_s": 0.25}})
+    'every 4 steps, 3.00 MiB of a rank, which waited 250 ms for it in all'
+    """
+    told = summary.get("copies")
+    if not isinstance(told, dict) or not all(_is_number(told.get(key)) for key in ("every", "bytes", "waited_s")):
+        return ""
+    often = f"every {told['every']} steps" if told["every"] > 1 else "every step"
+    return f"{often}, {format_bytes(told['bytes'])} of a rank, which waited {format_seconds(told['waited_s'])} for it in all"
 
 
 def _summary(path: Path) -> dict[str, Any]:
