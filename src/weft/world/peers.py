@@ -52,15 +52,18 @@ class Peers:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._answered_s = 0.0  # when the store last did
         self._broken = ""
+        self._threads = [threading.Thread(target=work, daemon=True, name="weft-peers") for work in (self._talk, self._look)]
 
     def __enter__(self) -> Peers:
-        for work in (self._talk, self._look):
-            threading.Thread(target=work, daemon=True, name="weft-peers").start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
         self._out.set()
+        for thread in () if self._leaving else self._threads:  # one in the midst of a word to the store would abort the process as it ends
+            thread.join(self._limit_s)
 
     def leave(self, why: str) -> None:
         """This rank has left its step; its other threads do so too, and the other ranks learn of it."""
