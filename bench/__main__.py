@@ -19,6 +19,7 @@ NAMES = {
     "hosts": "hosts that are lost, and the network between them harmed, in running trainings (needs root)",
     "faults": "ranks that are killed, stopped or hang: how long each fault is felt",
     "protect": "what it costs a step that the run loses none",
+    "interrupted": "a step of many microbatches in which a rank is killed: gone on with, and made again",
     "shares": "unequal shares of the batch where one rank is slower",
     "picked": "the planner's pick for experts and long sequences beside data parallelism",
     "branches": "ranks that own parallel branches beside data parallelism",
