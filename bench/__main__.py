@@ -25,6 +25,7 @@ NAMES = {
     "branches": "ranks that own parallel branches beside data parallelism",
     "loader": "batches beside torch's DataLoader, and how long a loop waits for them",
     "preprocess": "data prepared on the processor beside a GPU: pandas and cuDF, scikit-learn and cuML, Pillow and DALI",
+    "saves": "what a checkpoint costs training, waited for and beside it",
     "draws": "what drawing random numbers costs in a step with dropout",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",

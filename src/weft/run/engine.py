@@ -39,6 +39,7 @@ from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.rows import Replica, Rows
+from weft.run.saves import Saves
 from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of, state_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
@@ -67,7 +68,7 @@ class OnDevice:
     scale: float = FIRST
 
 
-class Engine:
+class Engine(Saves):
     """Trains one rank's part of a model under a plan. Every rank makes one and calls the same methods in the same order."""
 
     _judge: Judge | None = None
@@ -470,10 +471,6 @@ class Engine:
     def full_input_gradients(self, result: Result) -> dict[str, Tensor] | None:
         """Gradients of the floating-point inputs of the whole batch by path, on rank 0; None elsewhere."""
         return input_gradients(self.parts, self.plan, result, self.mesh.coordinates(self.world.rank), self._everyone)
-
-    def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
-        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/state/checkpoint/save`."""
-        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep)
 
     def publish(self, to: Sequence[Address]) -> int:
         """Give the weights to replicas that serve, without a file; every rank calls it. Returns bytes sent. See `run/published`."""
