@@ -626,6 +626,7 @@ def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: Job,
 
 def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(files, "PART_BYTES", 16)
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(range(200)) * 2)
     before = open_corpus((str(path),), tmp_path).digest
