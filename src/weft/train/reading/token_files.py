@@ -97,7 +97,7 @@ def digest_of_tokens(folder: Path) -> str:
     digests = {}
     for name in (TOKENS, ENDS, LEARNED):
         file = folder / name
-        if file.exists() or name != LEARNED:
+        if file.is_file() or name != LEARNED:
             try:
                 digests[name] = digest_of(file, file.stat().st_size, sums_in(folder, name))
             except OSError as error:
