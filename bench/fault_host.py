@@ -93,7 +93,15 @@ def end(session: int) -> None:
 
 def serve(descriptor: int) -> NoReturn:
     """Forks runs until the socket closes."""
-    for module in (*launching.ENGINE, "weft.cli.train", "weft.cli.report", "weft.api", "weft.train.flow", "bench.fault_rank"):
+    for module in (
+        *launching.ENGINE,
+        "weft.cli.train",
+        "weft.cli.report",
+        "weft.api",
+        "weft.train.flow",
+        "weft.world.prepared",
+        "bench.fault_rank",
+    ):
         __import__(module)
     import torch
 
