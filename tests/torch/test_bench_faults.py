@@ -11,6 +11,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,8 @@ from bench import fault_runs, faults  # noqa: E402
 from bench.document import lines_of  # noqa: E402
 from bench.fault_cases import ENDINGS, EVERYONE, FAULTS, Ending, Fault, placed, runs  # noqa: E402
 from bench.fault_host import Host, end, members  # noqa: E402
-from bench.fault_peers import Command  # noqa: E402
-from bench.fault_rank import CALLS, MOMENTS  # noqa: E402
+from bench.fault_peers import Case, Command, _followed  # noqa: E402
+from bench.fault_rank import CALLS, ENTRY, MOMENTS  # noqa: E402
 from bench.fault_runs import BAD, Felt, Running, Seen, calm, first_said, judged, next_step_after  # noqa: E402
 from bench.fault_solo import BETWEEN_RUNS, MENDS, Launcher, alone  # noqa: E402
 
@@ -136,6 +138,22 @@ def test_a_page_names_what_came_out_badly() -> None:
     (line,) = (line for line in lines_of(faults.by_layout([good, bad])) if line.startswith("| data=2"))
     assert line == "| data=2 | 1 | 0.010 | 0.010 | 0.150 | 0.150 | 1 of 1 | 0 | kill -9 of rank 1 |"
     assert "0 of 1 | silent |" in next(line for line in lines_of(faults.table([good, bad])) if "flip" in line)
+
+
+def test_what_torchrun_did_is_blamed_on_the_fault_that_came_last_before_it(tmp_path: Path) -> None:
+    steps = [(t, step, kind) for t, step, kind in ((8.0, 0, 0), (9.0, 0, 1), (13.0, 1, 0), (14.0, 1, 1), (105.0, 2, 0), (106.0, 2, 1))]
+    (tmp_path / "steps.bin").write_bytes(b"".join(ENTRY.pack(*entry) for entry in [*steps, (114.0, 3, 0), (115.0, 3, 1)]))
+
+    def command(began_s: float, code: int) -> Any:
+        said = [(began_s + 10.5, "exitcode: -9")]
+        return SimpleNamespace(began_s=began_s, said=said, log=tmp_path / "steps.bin", process=SimpleNamespace(returncode=code))
+
+    commands = [(command(0.0, -9), True, 0), (command(100.0, 0), False, 0)]
+    case, times = Case("kill", "SIGKILL", 1, says="exitcode: -9"), [10.0, 20.0, 110.0, math.nan]
+    found = [_followed(case, t, [other for other in times if other > t], commands, True) for t in times]
+    assert [one.outcome for one in found] == ["went on", "hang", "went on", "not reached"]
+    assert [round(one.next_step_s, 3) for one in found[:3]] == [4.0, 86.0, 5.0]
+    assert found[0].noticed_s == 0.5
 
 
 def test_real_runs_are_judged_by_what_was_seen_of_them(tmp_path: Path) -> None:
