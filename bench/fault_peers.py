@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fault_runs import BAD, TEXT_BYTES, Felt, Seen, judged, next_step_after, send, when
+from bench.fault_runs import BAD, Felt, Seen, judged, next_step_after, send, text_bytes, when
 from bench.peers.elastic_ddp import ENTRY, SAVE_EVERY, TIMEOUT_S
 from bench.processes import ROOT, free_port, missing
 
@@ -172,7 +172,7 @@ def torchrun(parent: Path, steps: int) -> Command:
 
 def _prepared(parent: Path) -> Path:
     parent.mkdir(parents=True)
-    (parent / "text.txt").write_bytes(b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md")))[:TEXT_BYTES])
+    (parent / "text.txt").write_bytes(text_bytes())
     return parent
 
 

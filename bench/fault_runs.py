@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,12 +242,18 @@ def number_of(pid: int, parent: Path) -> int:
     return 0
 
 
+@cache
+def text_bytes() -> bytes:
+    """What is trained on, read once: who edits the pages meanwhile changes no run."""
+    return b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md")))[:TEXT_BYTES]
+
+
 def words_of(parent: Path, layout: str, steps: int) -> list[str]:
     """The command: `weft train` of a small GPT on a text, in `parent`."""
     config, text = parent / "config.toml", parent / "text.txt"
     if not text.exists():
         parent.mkdir(parents=True, exist_ok=True)
-        text.write_bytes(b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md")))[:TEXT_BYTES])
+        text.write_bytes(text_bytes())
         config.write_text(CONFIG)
     changes = {
         "data.text": text, "run.folder": parent / "run", "train.steps": steps, "train.checkpoint_every": SAVE_EVERY,
@@ -259,6 +266,17 @@ def losses(parent: Path) -> list[tuple[Any, Any, Any]]:
     """(step, loss, loss of the evaluation) of all rows."""
     path = parent / "run" / "metrics.jsonl"
     return [(row["step"], row["loss"], row.get("eval_loss")) for row in read_metrics(path)] if path.exists() else []
+
+
+def differs(found: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Where the rows of a run first differ from those of the calm one; nothing where they do not.
+
+    >>> differs([(1, 2.5), (2, 2.0)], [(1, 2.5), (2, 2.25)]), differs([(1, 2.5)], [(1, 2.5)]), differs([], [(1, 2.5)])
+    ('(2, 2.0) instead of (2, 2.25)', '', '0 rows instead of 1')
+    """
+    pairs = zip(found, wanted, strict=False)
+    rows = f"{len(found)} rows instead of {len(wanted)}" if len(found) != len(wanted) else ""
+    return next((f"{a} instead of {b}" for a, b in pairs if a != b), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +340,9 @@ def measure(host: Host, layout: str, num_ranks: int, cases: Sequence[Placed], st
         ended = (hung, orphans, running.code, same) if last else (False, 0, 0, same or running.code != 0 or hung)
         seen = Seen(not math.isnan(noticed), ended[0], ended[1], ended[2], 0, ended[3])
         outcome = judged(seen) if not math.isnan(at) else "not reached"
-        said = f"{line}; ended with {running.code}: {running.text[-500:]}" if outcome in BAD else line
+        said = (
+            f"{line}; {differs(losses(parent), quiet.losses)}; ended with {running.code}: {running.text[-500:]}" if outcome in BAD else line
+        )
         found.append(Felt(one.fault.name, layout, noticed - at, following - at, lost, same, outcome, one.fault.kill, said))
     return found
 

@@ -21,7 +21,7 @@ from typing import Any
 from bench.fault_cases import EVERYONE, Ending
 from bench.fault_host import Host
 from bench.fault_rank import ORDERS, TOLD
-from bench.fault_runs import BAD, SOLO_STEPS, Calm, Felt, Running, Seen, judged, losses, next_step_after, send, when, words_of
+from bench.fault_runs import BAD, SOLO_STEPS, Calm, Felt, Running, Seen, differs, judged, losses, next_step_after, send, when, words_of
 
 STEPS, HARM = SOLO_STEPS, 30
 STOPPED_S = 3.0
@@ -160,7 +160,7 @@ def alone(host: Host, layout: str, num_ranks: int, case: Ending, parent: Path, q
     wanted = code if code is not None and code == case.also else case.code
     seen = Seen(told and not math.isnan(at), hung, orphans, code, wanted, whole)
     outcome = judged(seen)
-    words_said = f"{line}; ended with {code}: {text[-500:]}" if outcome in BAD else line
+    words_said = f"{line}; {differs(losses(parent), quiet.losses)}; ended with {code}: {text[-500:]}" if outcome in BAD else line
     return Felt(case.name, layout, noticed - at, following - at, lost, whole if case.resumes else True, outcome, said=words_said)
 
 
