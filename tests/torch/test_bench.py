@@ -15,11 +15,11 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import gpu, train
+from bench import gpu, protect, train
 from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
 from bench.contenders import ALONE, CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
-from bench.document import command, header, markdown, show
+from bench.document import command, header, lines_of, markdown, show
 from bench.measure import Effort, measure, turn
 
 from weft.cluster.catalogue import dump
@@ -281,3 +281,11 @@ def test_gpu_benchmark_trains_the_same_model_on_both_sides_and_predicts_what_it_
     line = next(line for line in lines if line.startswith("| gpt-tiny, 4 samples | ") and "GiB" in line)
     by_card, by_name = (cell.partition(" (")[0] for cell in line.split(" | ")[3:5])
     assert by_card == by_name != ""  # the same card, by the rates of its name
+
+
+def test_what_protection_costs_is_told_by_round() -> None:
+    one = protect.Found(
+        "data=2", [{"none": 2.0, "memory": 2.02}, {"none": 1.0, "memory": 1.05}, {"none": 4.0, "memory": 4.08}], 0.01, 0.005, 1 << 20
+    )
+    assert one.costs == pytest.approx([0.01, 0.05, 0.02])
+    assert lines_of(protect.table([one]))[-2] == "| data=2 | 2.0000 | 2.0200 | 2.0 % | 1.0 % | 5.0 % | 0.0100 | 0.0050 | 1.00 MiB |"

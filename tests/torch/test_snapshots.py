@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.build import Traced
+from weft.run.engine import Engine
 from weft.run.state.fingerprints import fingerprint, wrapped
 from weft.run.state.snapshots import Snapshots, State, newest_common, room_bytes
 from weft.world import kept, recorder
@@ -170,3 +175,35 @@ def test_a_note_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1,0"):
         snapshots.take(1, {"text": "x" * 5000})
     assert snapshots.vote() is None
+
+
+class Counting(torch.nn.Module):
+    """Whose buffers are of several kinds, one of them written; a parameter does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("shift", torch.randn(6))
+        self.still = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.mask, self.out(self.norm(x + self.shift)), 0) * self.still
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
+def test_who_takes_over_a_state_needs_no_initial_values(precision: str) -> None:
+    torch.manual_seed(0)
+    plan, batch = Plan(Layout.parse(f"precision={precision}"), "m", "c", 4), torch.randn(4, 6)
+    source = Traced.of(Counting)
+
+    def engine(source: Traced) -> Engine:
+        return Engine(plan, source, batch, lambda y, _: y.square().mean(), World(), "adamw", seed=1)
+
+    first, other = engine(source), engine(replace(source, has_values=False))
+    first.step(batch)
+    for x, y in zip((*first.state().changed, *first.state().fixed), (*other.state().changed, *other.state().fixed), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        y.copy_(x)
+    assert first.step(batch).loss == other.step(batch).loss
+    assert all(map(torch.equal, first.state().changed, other.state().changed))

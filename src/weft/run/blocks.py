@@ -22,7 +22,7 @@ from weft.plan.placement import Shard, is_owned, is_shard, shard
 from weft.plan.program import Program
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import FlatGroup, LocalParameter
-from weft.run.state.spans import Spans, block_of, cut_again, full_spans
+from weft.run.state.spans import Spans, block_of, cut_again, full_spans, shape_of
 from weft.run.training_parts import holders_of
 
 Units = tuple[tuple[int, int], ...]
@@ -162,6 +162,11 @@ class Initial:
         view = block_of(tensor, self.buffers[name][1])
         floating = view.is_floating_point() and self.dtype is torch.float64
         return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
+
+    def rooms(self) -> dict[str, Tensor]:
+        """Buffers without values."""
+        dtypes = ((name, v.tensor.dtype, spans) for name, (v, spans) in self.buffers.items())
+        return {name: torch.empty(shape_of(spans), dtype=getattr(torch, dtype), device=self.device) for name, dtype, spans in dtypes}
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         spec = self.specs[name]

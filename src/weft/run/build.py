@@ -60,12 +60,14 @@ from weft.world.world import World
 class Source:
     """A model that has not taken memory yet (`deferred` made it), or a real one (`deferred` is None).
 
-    `prices`: by which what a plan does not say is cut, the usual ones where None; `FREE_LINKS` cuts wherever the rules allow.
+    `prices`: by which what a plan does not say is cut, the usual ones where None; `FREE_LINKS` cuts wherever the rules allow. Without
+    `has_values` parameters and buffers have memory only, which whoever builds fills.
     """
 
     model: nn.Module
     deferred: Deferred | None
     prices: Prices | None = None
+    has_values: bool = True
 
     @classmethod
     def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
@@ -137,6 +139,10 @@ class Source:
         if self.deferred is not None:
             return materialize(self.deferred, self.model, take, dtype)
         return materialize_real(self.model, take, dtype)
+
+    def initial(self, initial: Initial) -> dict[str, Tensor]:
+        """The buffers, and parameters where they lie, with their values; without them where there are none."""
+        return self.take(initial.take, None) if self.has_values else initial.rooms()
 
 
 @dataclass(frozen=True)
@@ -270,7 +276,7 @@ def build(
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))
     choose_sums(plan, world, flat)
     of_buffers = {v.name: (v, blocks.of(v)) for v in graph.buffers if blocks.holds(v)}
-    buffers = source.take(Initial(specs, parameters, flat, of_buffers, world.device, dtype).take, None)
+    buffers = source.initial(Initial(specs, parameters, flat, of_buffers, world.device, dtype))
     used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}

@@ -86,7 +86,7 @@ def state_of(parts: Parts, optimizer: Optimizer, more: Sequence[Tensor], is_serv
     """All of a rank's state that steps change, `more` too, and what they leave as it is. `is_served`: some ranks alone update."""
     flat = {member.name for group in parts.groups for member in group.members}
     fixed = [p.detach() for name, p in sorted(parts.parameters.items()) if name not in flat]
-    changed = [*(group.data for group in parts.groups), *parts.buffers.values(), *optimizer.state_tensors(), *more]
+    changed = [*(group.data for group in parts.groups), *(x for _, x in sorted(parts.buffers.items())), *optimizer.state_tensors(), *more]
     by_tensor = {} if is_served else optimizer.shared_by()
     return State(changed, fixed, {n: by_tensor[id(x)] for n, x in enumerate(changed) if id(x) in by_tensor})
 

@@ -28,7 +28,7 @@ from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
-from weft.run.state.snapshots import Snapshots, room_bytes
+from weft.run.state.snapshots import Snapshots, room_bytes, vote
 from weft.run.step.result import StepResult
 from weft.train import artifacts
 from weft.train.components import NANOSECONDS, Components
@@ -82,8 +82,16 @@ def make_engine(world: World, job: Job, subject: Subject) -> Engine:
     limit = parse_bytes(job.config.plan.device_memory or 0)
     torch.manual_seed(section.seed)
     model = subject.captured or subject.make
+    if subject.captured is not None and is_kept(world, job) and vote(world) is not None:
+        model = replace(subject.captured, has_values=False)  # those of the snapshot take their place
     spec, device = optimizer_of(section), OnDevice(memory=limit)
     return Engine(job.plan, model, subject.example, subject.loss, world, spec, seed=section.seed, device=device)
+
+
+def is_kept(world: World, job: Job) -> bool:
+    """Whether ranks go on with state that was kept, where there is any."""
+    has_memory = world.survivor is not None and world.survivor.memory.outlives
+    return bool(world.generation) and has_memory and job.config.run.protect != "none" and not job.plan.layout.staleness
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
@@ -227,6 +235,7 @@ class Run:
                 told = self.world.rank == 0 and last_step(path) >= step
                 return step, None if checkpoint.from_first(self.world, int(told or not row)) else row
             self.snapshots.forget()
+        assert not is_kept(self.world, self.job) or self.engine.source.has_values, "the state that was voted for is there"
         self.saving.token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
         start = self._resume()
         if self.snapshots is not None:

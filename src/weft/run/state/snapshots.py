@@ -60,6 +60,17 @@ def newest_common(sides: Sequence[Sequence[int | None]]) -> int | None:
     return next(iter(all_common(sides)), None)
 
 
+def vote(world: World) -> int | None:
+    """The step that all ranks restore; every rank calls it. None where there is none."""
+    mine = [0 if step is None else step + 1 for step in _steps(world)]
+    said = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
+    return newest_common([(a - 1 if a else None, b - 1 if b else None) for a, b in zip(said[::2], said[1::2], strict=True)])
+
+
+def _steps(world: World) -> tuple[int | None, int | None]:
+    return world.recorder.snapshots()[world.recorder.index]
+
+
 def room_bytes(state: State) -> int:
     """Bytes of memory for a state, twice, and of what does not change."""
     alone = (x.nbytes for number, x in enumerate(state.changed) if number not in state.shared_by)
@@ -107,8 +118,7 @@ class Snapshots:
     @property
     def steps(self) -> tuple[int | None, int | None]:
         """What the two sides hold the state after; None: nothing."""
-        recorder = self._world.recorder
-        return recorder.snapshots()[recorder.index]
+        return _steps(self._world)
 
     def forget(self) -> None:
         """There is no snapshot."""
@@ -116,11 +126,8 @@ class Snapshots:
             self._world.recorder.snapshot(side, None)
 
     def vote(self) -> int | None:
-        """The step that all ranks restore; every rank calls it."""
-        world = self._world
-        mine = [0 if step is None else step + 1 for step in self.steps]
-        said = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
-        return newest_common([(a - 1 if a else None, b - 1 if b else None) for a, b in zip(said[::2], said[1::2], strict=True)])
+        """As the function."""
+        return vote(self._world)
 
     def has(self, step: int) -> bool:
         """Whether the state after `step` steps is there."""
