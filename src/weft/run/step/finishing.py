@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,11 +84,19 @@ class Finishing:
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _plans: WeakKeyDictionary[Executor, _Copied] = field(default_factory=WeakKeyDictionary)
 
-    def __post_init__(self) -> None:
-        self.refused = refused(self.layout, self.parts)
-        names = sorted({name for names in self._learned().values() for name in names})
-        self._groups = self.gradients.lying_together(names)
-        self._sizes = [self.gradients.like(names[0]).nbytes for names in self._groups] + [8 * self.layout.microbatches]
+    @cached_property
+    def refused(self) -> str:
+        """Why this rank's steps are only made whole."""
+        return refused(self.layout, self.parts)
+
+    @cached_property
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Names of gradients that lie together."""
+        return self.gradients.lying_together({name for names in self._learned().values() for name in names})
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [self.gradients.like(names[0]).nbytes for names in self._groups] + [8 * self.layout.microbatches]
 
     @property
     def size_bytes(self) -> int:
