@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from weft.zoo import gpt
 from weft.zoo.resolve import resolve
 
 MODEL, BATCH, SEQUENCE, SAVE_EVERY = "gpt:vocabulary=256,hidden=32,layers=2,heads=2", 8, 16, 20
-TIMEOUT_S = 5.0  # of the process group: what weft has by default
+START_S, TIMEOUT_S = 60.0, 5.0  # of starting, and of what a step waits for, as weft has it by default
 ENTRY = struct.Struct("<dqq")
 
 
@@ -100,18 +101,18 @@ def batch_of(step: int, data: Tensor) -> Tensor:
     return torch.stack([data[i : i + SEQUENCE + 1] for i in starts.tolist()]).long()
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, group: Any) -> None:
     """A new folder, committed by a rename."""
     weights, state = get_state_dict(model, optimizer)
     temporary = folder / f"part-{step}"
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group=group)
     if orders.at("at a save") == "full":
         raise OSError(28, os.strerror(28))
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(temporary))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(temporary), process_group=group)
     orders.at("before a checkpoint's commit")
-    dist.barrier()
+    dist.barrier(group=group)
     if dist.get_rank() == 0:
         temporary.rename(folder / f"step-{step:06d}")
     orders.at("after a checkpoint's commit")
@@ -145,10 +146,16 @@ def main(folder: Path, steps: int) -> None:
     orders = Orders(folder, rank)
     orders.at("at its start")
     orders.at("while ranks connect")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # without it workers read the addresses of those before them
+    store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(*at, is_master=rank == 0 and not served))
+    limit = timedelta(seconds=START_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=limit)
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))  # once all are there: one may start later than another
     torch.manual_seed(0)
     built = resolve(MODEL).make()
-    model = DistributedDataParallel(built)
+    model = DistributedDataParallel(built, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     orders.model = built
     checkpoints = folder / "checkpoints"
@@ -175,7 +182,7 @@ def main(folder: Path, steps: int) -> None:
         orders.at("in the update")
         optimizer.zero_grad()
         total = loss.detach().clone()
-        work = dist.all_reduce(total, async_op=True)
+        work = dist.all_reduce(total, group=group, async_op=True)
         orders.at("in a collective")
         assert work is not None
         work.wait()
@@ -186,10 +193,10 @@ def main(folder: Path, steps: int) -> None:
             orders.log(step, 1)
         if (step + 1) % SAVE_EVERY == 0:
             orders.step = step + 1
-            save(checkpoints, step + 1, model, optimizer, orders)
+            save(checkpoints, step + 1, model, optimizer, orders, group)
     orders.step = steps
     orders.at("at the end")
-    dist.barrier()
+    dist.barrier(group=group)
 
 
 if __name__ == "__main__":
