@@ -102,7 +102,7 @@ class Ranks:
         return [one.wait(120) for rank, one in enumerate(self.processes) if rank not in lost]
 
     def said(self) -> str:
-        return "\n".join(Path(f"{self.folder}-{rank}.txt").read_text()[-3000:] for rank in range(len(self.processes)))
+        return "\n".join(Path(f"{self.folder}-{rank}.txt").read_text() for rank in range(len(self.processes)))
 
     def losses(self) -> list[float]:
         rows = read_metrics(self.folder / "metrics.jsonl")
