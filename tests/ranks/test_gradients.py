@@ -68,7 +68,7 @@ def test_zero_halves_what_gradients_send(ranks: Callable[..., list[Any]], num_ra
     """An all-reduce of Φ is a reduce-scatter and an all-gather of Φ each (Rajbhandari et al. 2020, section 7): zero=1 costs no more."""
     parameters = 6 * 5 + 5 + 5 * 3 + 3
     padded = -(-parameters // num_ranks) * num_ranks
-    loss, fingerprints = 8, 64 * num_ranks  # of weights that ranks have alike
+    loss, fingerprints = 8, 80 * num_ranks  # of weights that ranks have alike, and what each says of its state and gradients
     whole = ranks(_sent, num_ranks, f"data={num_ranks} precision=float64")
     for sent in whole:
         assert sent["all_reduce"] == 8 * parameters + loss + fingerprints

@@ -91,10 +91,13 @@ def test_ranks_join_by_their_variables(variables: Callable[[int, int, int], dict
 
 
 def test_ranks_that_have_one_token_meet_and_others_do_not(port: int) -> None:
-    tokens = ["the same on all ranks"] * 2 + ["another on this rank"]
-    first, second, stranger = (start({**torchrun(min(n, 1), 2, port), "WEFT_TOKEN": token}) for n, token in enumerate(tokens))
-    _, err = stranger.communicate(timeout=120)
+    def one(rank: int, token: str) -> subprocess.Popen[str]:
+        return start({**torchrun(rank, 2, port), "WEFT_TOKEN": token})
+
+    first, stranger = one(0, "the same on all ranks"), one(1, "another on this rank")
+    _, err = stranger.communicate(timeout=120)  # first waits: the store is there all the while
     assert f"127.0.0.1:{port} does not have this rank's WEFT_TOKEN" in err
+    second = one(1, "the same on all ranks")
     for rank, process in enumerate((first, second)):
         out, err = process.communicate(timeout=120)
         assert out == f"{rank} 2 {rank} 2 3.0\n", err
