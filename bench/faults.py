@@ -64,8 +64,8 @@ def applies(fault: Fault, layout: Layout) -> bool:
     return {"": True, "copies": copies, "no copies": not copies, "teams": layout.pipeline == 1}[fault.needs]
 
 
-def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path, console: Console) -> list[Felt]:
-    """All cases of a layout whose names have one of `words`; what comes out badly is told at once."""
+def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path, console: Console, ends: bool = True) -> list[Felt]:
+    """All cases of a layout whose names have one of `words`, `ends`: those that end a run, too; what comes out badly is told at once."""
     known = Layout.parse(layout)
     quiet: dict[int, Calm] = {}
 
@@ -86,7 +86,7 @@ def of_layout(host: Host, layout: str, words: Sequence[str], parent: Path, conso
         mine = measure(host, layout, known.num_ranks, cases, steps, parent / f"run-{number}", calm_of(steps))
         _progress(console, mine)
         found += mine
-    endings = list(filter(wanted, ENDINGS))
+    endings = list(filter(wanted, ENDINGS)) if ends else []
     undisturbed = calm_of(STEPS) if endings else None
 
     def ended(number: int) -> Felt:
@@ -168,6 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="scripts/bench faults", description="faults in running trainings", allow_abbrev=False)
     p.add_argument("--json", metavar="FILE", type=Path, help="write header and every fault to FILE")
     p.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
+    p.add_argument("--ending", nargs="+", metavar="LAYOUT", help="layouts in which the cases that end a run are made; default: all")
     p.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="the cases that have these words in their names; no page")
     p.add_argument("--no-peers", action="store_true", help="weft alone; no page")
     p.add_argument("--quick", action="store_true", help="a few cases in one layout; no page")
@@ -176,9 +177,10 @@ def main(arguments: Sequence[str]) -> int:
     console, found = terminal() if sys.stdout.isatty() else Console(width=WIDTH), list[Felt]()
     with Host() as host:
         for layout in given.layouts[:1] if given.quick else given.layouts:
+            ends = given.ending is None or layout in given.ending
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    mine = of_layout(host, layout, QUICK if given.quick else given.only, Path(folder), console)
+                    mine = of_layout(host, layout, QUICK if given.quick else given.only, Path(folder), console, ends)
                 except RuntimeError as error:  # even in peace it does not train; the other layouts are measured all the same
                     mine = [Felt("none", layout, math.nan, math.nan, 0, False, "lost", said=str(error))]
                     _progress(console, mine)
