@@ -64,7 +64,11 @@ def _kills() -> list[Fault]:
         "between gradients and update", "in the update", "before a snapshot's header", "after a snapshot's header", "after its step",
         "in the evaluation", *SAVES, END,
     )  # fmt: skip
-    found = [Fault(f"kill -9 of rank {rank} {where}", "SIGKILL", rank, where, kill=True) for where in moments for rank in (0, 1)]
+    found = [
+        Fault(f"kill -9 of rank {rank} {where}", "SIGKILL", rank, where, kill=True, lasts=LEARNT * (where == SAVES[2]))
+        for where in moments
+        for rank in (0, 1)
+    ]
     found += [Fault(f"kill -9 of rank {rank} in the first step", "SIGKILL", rank, "before its first step", kill=True) for rank in (0, 1)]
     for rank in (0, 1):
         again = ("SIGKILL", "at its start", rank)
