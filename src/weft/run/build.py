@@ -191,15 +191,21 @@ class Traced(Source):
             self.parts[key] = super().part(plan, batch, loss, size, samples, modes)
         return self.parts[key]
 
-    def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
-        """Capture and shard what the ranks of a plan will ask for."""
-        if not plan.uncaptured:
-            first, *others = plan.microbatch_sizes
-            part = self.part(plan, batch, loss, first, plan.batch_size)
+    def prepare(self, plan: Plan, batch: Any, loss: Loss | None, modes: Modes | None = None) -> None:
+        """Capture what the ranks of a plan will ask for, in training, whose sharding others have, or in other modes.
+
+        Raises:
+            ModelError: the model cannot be followed so.
+        """
+        if plan.uncaptured:
+            return
+        first, *others = plan.microbatch_sizes
+        part = self.part(plan, batch, loss, first, plan.batch_size, modes)
+        if modes is None:
             self.sharding(plan, part.normal.graph)
-            for size in others:
-                self.part(plan, batch, loss, size, plan.batch_size)
-            folds(plan, self, part.captured, batch, loss)
+        for size in others:
+            self.part(plan, batch, loss, size, plan.batch_size, modes)
+        folds(plan, self, part.captured, batch, loss, modes)
 
 
 def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.errors import ConfigError, RunError
+from weft.capture.modes import evaluation_modes
+from weft.errors import ConfigError, ModelError, RunError
 from weft.model.batch.additive import microbatch_words
 from weft.plan.beside import LENGTHS
 from weft.plan.plan import Plan
@@ -136,6 +137,8 @@ def prepared(job: Job) -> Ready:
     torch.manual_seed(job.config.train.seed)
     captured = Traced.of(subject.make)
     captured.prepare(job.plan, subject.example, subject.loss)
+    with suppress(ModelError):  # the ranks then find as much, and say so
+        captured.prepare(job.plan, subject.example, subject.loss, evaluation_modes(captured.model))
     return Ready(job, replace(subject, captured=captured))
 
 

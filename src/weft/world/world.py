@@ -35,6 +35,7 @@ from weft.world.terminal import ASKING
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
 LOOK_S = 0.05
+CHECK_S = 0.001
 REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
 TRANSPORTS = ("", "gloo", SHARED, "portable", mpi.MPI)
 
@@ -334,6 +335,15 @@ class World:
 
     def _answered(self, store: Any, key: str, wait_s: float, what: str) -> bool:
         """Whether a store has `key`, after at most `wait_s`. Raises LostPeer where who waits for `what` loses a rank or the store."""
+        if self.joined is None:  # a file of this host, into which looking costs little
+            until = time.monotonic() + wait_s
+            while not store.check([key]):
+                if self._is_over:
+                    raise LostPeer(f"rank {self.rank} waits for {what}, and another rank is lost")
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(CHECK_S)
+            return True
         try:
             store.wait([key], timedelta(seconds=max(0.001, wait_s)))
         except dist.DistNetworkError as error:
