@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from weft.run.state.checkpoint.piece import DTYPE_NAMES, DTYPES, OPTIONAL, Piece
-from weft.run.state.snapshots import ALIGNED, Snapshots
+from weft.run.state.snapshots import Snapshots
 from weft.run.state.snapshots import State as RankState
 from weft.train.doubts import ROOM
 from weft.units import format_bytes
-from weft.world.kept import available_bytes
+from weft.world.kept import available_bytes, padded
 from weft.world.pending import LostPeer
 from weft.world.world import World
 
@@ -101,13 +101,13 @@ class Copy:
     def unpack(self, length: int) -> None:
         """It is whole: `length` bytes of the memory say what it is."""
         told = json.loads(bytes(self.memory[:length].numpy()))
-        at, pieces = _padded(length), []
+        at, pieces = padded(length), []
         for one in told["pieces"]:
             shape, dtype = one.pop("shape"), DTYPES[one.pop("dtype")]
             size = torch.Size(shape).numel() * dtype.itemsize
             facts: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in one.items()}
             pieces.append(Piece(tensor=self.memory[at : at + size].view(dtype).view(shape), **facts))
-            at += _padded(size)
+            at += padded(size)
         self.step, self.note, self.pieces = told["step"], told["note"], pieces
 
 
@@ -233,16 +233,16 @@ class Copies:
     def _pack(self, step: int, note: Mapping[str, Any], pieces: Sequence[Piece]) -> None:
         """What the pieces are, and their elements, in memory that the next step does not write."""
         data = json.dumps({"step": step, "note": dict(note), "pieces": [_described(piece) for piece in pieces]}).encode()
-        size = _padded(len(data)) + sum(_padded(piece.tensor.nbytes) for piece in pieces)
+        size = padded(len(data)) + sum(padded(piece.tensor.nbytes) for piece in pieces)
         if self._body.numel() != size:
             self._body = torch.empty(size, dtype=torch.uint8)
         self._head[:] = torch.tensor([size, len(data)])
         self._body[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        at = _padded(len(data))
+        at = padded(len(data))
         for piece in pieces:
             x = piece.tensor.detach()
             self._body[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-            at += _padded(x.nbytes)
+            at += padded(x.nbytes)
 
     def _try(self, packed_s: float, step_s: float) -> None:
         try:
@@ -298,7 +298,3 @@ def _newest(side: Mapping[int, Copy]) -> int:
 def _described(piece: Piece) -> dict[str, Any]:
     told = {name: getattr(piece, name) for name in ("name", "kind", "global_shape", "offsets", "slot", "block", "flat")}
     return {**told, "shape": tuple(piece.tensor.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype]}
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.world.shared_memory import library
 
+ALIGNED = 64  # bytes of a cache line: where tensors lie in memory that several share
 NAMES = STATE, GRADIENTS = "state", "gradients"  # of memory
 Files = Mapping[str, Sequence[int]]  # by name, a descriptor for each rank
 
@@ -73,6 +74,15 @@ def files(num_ranks: int) -> Files:
 
 def _file(name: str) -> int:
     return os.memfd_create(f"weft-{name}", os.MFD_CLOEXEC)
+
+
+def padded(size: int) -> int:
+    """Bytes of room for `size` bytes, so that what follows is aligned.
+
+    >>> padded(0), padded(1), padded(64)
+    (0, 64, 64)
+    """
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def available_bytes() -> float:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.plan.finish import writable
-from weft.world.kept import GRADIENTS
+from weft.world.kept import GRADIENTS, padded
 from weft.world.world import World
 
-ALIGNED = 64
 MOST_MICROBATCHES = 1 << 16  # of a step
 
 
@@ -38,7 +37,7 @@ def parts_of(mark: int) -> tuple[int, int, int]:
 
 def region_bytes(rooms: Sequence[int]) -> int:
     """Bytes of memory for rooms of these sizes, twice, and of what says which of them hold something."""
-    return 2 * (_padded(len(rooms)) + sum(map(_padded, rooms)))
+    return 2 * (padded(len(rooms)) + sum(map(padded, rooms)))
 
 
 class KeptGradients:
@@ -53,11 +52,11 @@ class KeptGradients:
         memory, at = torch.frombuffer(outliving.memory(size_bytes, GRADIENTS), dtype=torch.uint8), 0
         self._sides: list[tuple[Tensor, list[Tensor]]] = []
         for _ in range(2):
-            there, at = memory[at : at + len(rooms)], at + _padded(len(rooms))
+            there, at = memory[at : at + len(rooms)], at + padded(len(rooms))
             side = []
             for size in rooms:
                 side.append(memory[at : at + size])
-                at += _padded(size)
+                at += padded(size)
             self._sides.append((there, side))
 
     def forget(self) -> None:
@@ -99,7 +98,3 @@ def vote(world: World, step: int) -> int:
     marks = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
     common = set(marks[:2]).intersection(*(marks[2 * rank : 2 * rank + 2] for rank in range(world.num_ranks)))
     return max((mark for mark in common if mark > mark_of(step)), default=0)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from weft.run.state.fingerprints import fingerprint
-from weft.world.kept import copy
+from weft.world.kept import ALIGNED, copy, padded
 from weft.world.world import World
 
-ALIGNED = 64
 NOTE_BYTES = 1024  # of what a step told, as JSON, beside its state
 _LENGTH = struct.Struct("<I")
 _WHERE = struct.Struct("<QQQ")  # whose parts, and where they begin on either side
@@ -76,7 +75,7 @@ def room_bytes(state: State) -> int:
     alone = (x.nbytes for number, x in enumerate(state.changed) if number not in state.shared_by)
     parts = (_part(state.changed[number], 0, len(ranks)).nbytes for number, ranks in state.shared_by.items())  # no other is larger
     table = (len(set(state.shared_by.values())) + 1) * ALIGNED
-    return table + sum(_padded(x.nbytes) for x in state.fixed) + 2 * (NOTE_BYTES + sum(map(_padded, (*alone, *parts))))
+    return table + sum(padded(x.nbytes) for x in state.fixed) + 2 * (NOTE_BYTES + sum(map(padded, (*alone, *parts))))
 
 
 class Snapshots:
@@ -208,12 +207,12 @@ class _Memory:
         self._bytes, self._tensor, self.at = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8), 0
 
     def take(self, size: int) -> memoryview:
-        start, self.at = self.at, self.at + _padded(size)
+        start, self.at = self.at, self.at + padded(size)
         return self._bytes[start : start + size]
 
     def room(self, x: Tensor) -> Tensor:
         """For a tensor like this one."""
-        start, self.at = self.at, self.at + _padded(x.nbytes)
+        start, self.at = self.at, self.at + padded(x.nbytes)
         return self._tensor[start : start + x.nbytes].view(x.dtype).view(x.shape)
 
     def parts(self, tensors: Sequence[tuple[int, Tensor]], index: int, count: int) -> Iterator[_Room]:
@@ -221,7 +220,7 @@ class _Memory:
         for number, x in tensors:
             start, part = self.at, _part(x, index, count)
             yield _Room(number, int(part.storage_offset() - x.storage_offset()), self.room(part), part)
-            self.at = start + _padded(_part(x, 0, count).nbytes)
+            self.at = start + padded(_part(x, 0, count).nbytes)
 
     def write(self, at: int, data: bytes) -> None:
         self._bytes[at : at + len(data)] = data
@@ -250,7 +249,3 @@ def _around(x: Tensor, one: _Room) -> list[Tensor]:
 
 def _name(ranks: tuple[int, ...]) -> int:
     return 1 + int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "little")
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED

@@ -27,16 +27,16 @@ from weft.run.state.checkpoint.piece import Piece
 from weft.run.state.checkpoint.save import Work, begin, commit, mark_of, warn_python, write_part
 from weft.run.state.checkpoint.together import Together, from_first
 from weft.units import format_bytes
+from weft.world.kept import padded
 from weft.world.pending import synchronize
 
-ALIGNED = 64
 POLL_S = 0.02  # in which rank 0 looks for the marks of the others
 GRACE_S = 10.0  # that a run which ends by an error gives a save under way
 
 
 def copy_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes of host memory for a copy of what a rank owns of `pieces`."""
-    return sum(_padded(piece.tensor) for piece in pieces if piece.owner)
+    return sum(padded(piece.tensor.nbytes) for piece in pieces if piece.owner)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Copy:
             x = piece.tensor
             copy = self._memory[at : at + x.nbytes].view(x.dtype).view(x.shape)
             copies.append(copy.copy_(x, non_blocking=pinned))
-            at += _padded(x)
+            at += padded(x.nbytes)
         for device in devices:
             synchronize(device)
         return copies
@@ -260,7 +260,3 @@ class _UnderWay:
             if isinstance(replaced, CheckpointError):
                 return replaced
         return self.work.explained(error)
-
-
-def _padded(x: Tensor) -> int:
-    return -(-x.nbytes // ALIGNED) * ALIGNED
