@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.errors import ConfigError, RankError
-from weft.run.state.snapshots import Snapshots, State
+from weft.run.state.snapshots import Snapshots, State, vote
 from weft.world.watch import Recovery
 from weft.world.world import World
 
@@ -33,7 +33,7 @@ def climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[
 def _climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[float, int]:
     x = torch.ones((), dtype=torch.float64)
     snapshots = Snapshots(world, State([x]))
-    start = snapshots.vote() if world.generation else None
+    start = vote(world) if world.generation else None
     if start is not None:
         assert snapshots.restore(start) == {"step": start}
     pair = world.group((world.rank // 2 * 2, world.rank // 2 * 2 + 1))  # a rank whose neighbour lives hears of it through that one

@@ -13,7 +13,7 @@ from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine
 from weft.run.state.fingerprints import fingerprint, wrapped
-from weft.run.state.snapshots import Snapshots, State, newest_common, room_bytes
+from weft.run.state.snapshots import Snapshots, State, newest_common, room_bytes, vote
 from weft.world import kept, recorder
 from weft.world.kept import Kept, files
 from weft.world.recorder import Recorder
@@ -43,8 +43,9 @@ def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
         was.append([x.clone() for x in state])
         snapshots.take(step, {"loss": 0.1 + step})
     new, new_fixed = tensors(), [torch.zeros(3)]
-    other = Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(new, new_fixed))
-    assert other.vote() == 3
+    world = world_of(tmp_path / "record", Kept(0, held))
+    other = Snapshots(world, State(new, new_fixed))
+    assert vote(world) == 3
     for step in (3, 2):
         assert other.restore(step) == {"loss": 0.1 + step}
         assert all(map(torch.equal, new, was[step - 1]))
@@ -112,7 +113,9 @@ def test_memory_of_another_size_holds_nothing(tmp_path: Path) -> None:
     recorder.create(tmp_path / "record", 1)
     held = files(1)
     Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(tensors())).take(4, {})
-    assert Snapshots(world_of(tmp_path / "record", Kept(0, held)), State([torch.zeros(10_000)])).vote() is None
+    world = world_of(tmp_path / "record", Kept(0, held))
+    Snapshots(world, State([torch.zeros(10_000)]))
+    assert vote(world) is None
 
 
 def test_memory_that_others_cannot_read_holds_all(tmp_path: Path) -> None:
@@ -171,10 +174,11 @@ def test_the_vote_never_falls_behind_the_last_step_that_all_have_done(eager: boo
 
 def test_a_note_that_is_too_long_is_refused(tmp_path: Path) -> None:
     recorder.create(tmp_path / "record", 1)
-    snapshots = Snapshots(world_of(tmp_path / "record", Kept(0, files(1))), State([torch.ones(2)]))
+    world = world_of(tmp_path / "record", Kept(0, files(1)))
+    snapshots = Snapshots(world, State([torch.ones(2)]))
     with pytest.raises(ValueError, match="1,0"):
         snapshots.take(1, {"text": "x" * 5000})
-    assert snapshots.vote() is None
+    assert vote(world) is None
 
 
 class Counting(torch.nn.Module):

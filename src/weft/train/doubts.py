@@ -57,8 +57,8 @@ def short_of(world: World, need_bytes: int) -> str:
     """Which memory of a host is too small for what its ranks need of it, each so much; empty where there is room. Every rank calls it."""
     everyone = tuple(range(world.num_ranks))
     here = next(box for box in world.boxes(everyone) if world.rank in box) if world.joined else everyone
-    all_need = world.maximum([need_bytes if rank == world.rank else 0 for rank in everyone])
-    need, free = sum(all_need[rank] for rank in here), available_bytes()
+    all_need = world.gathered_numbers([need_bytes])
+    need, free = sum(all_need[rank][0] for rank in here), available_bytes()
     short = need > 0 and need >= ROOM * free
     need_kib, short_kib = world.maximum([need >> 10 if short else 0, int(short) and int((1 << 50) - free) >> 10])
     if not need_kib:

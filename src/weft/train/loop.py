@@ -29,7 +29,7 @@ from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
-from weft.run.state.snapshots import Snapshots, room_bytes, vote
+from weft.run.state.snapshots import Snapshots, kept_as, room_bytes, vote
 from weft.run.step.result import StepResult
 from weft.train import artifacts
 from weft.train.components import NANOSECONDS, Components
@@ -227,7 +227,7 @@ class Run:
         row of the last one, where it may not have been told. Ranks that go on after a loss are the writer of checkpoints that they were."""
         self.snapshots = self._protected()
         if self.snapshots is not None and self.world.generation:
-            step = self.snapshots.vote()
+            step = vote(self.world)
             if step is not None:
                 row = self.snapshots.restore(step)
                 self.interrupted.vote(step)
@@ -249,9 +249,7 @@ class Run:
         """Where this rank's state outlives it; None where it is not to, or has no room."""
         if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
             return None
-        state = self.engine.state()
-        if not self.world.survivor.memory.outlives:
-            state = state._replace(shared_by={})
+        state = kept_as(self.engine.state(), self.world.survivor.memory)
         self._unprotected = no_room(self.world, room_bytes(state))
         return self.keep(self.world, state) if not self._unprotected else None
 

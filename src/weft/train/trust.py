@@ -101,9 +101,7 @@ class Trust:
 
     def _all(self, mine: Finding) -> list[Finding]:
         """Every rank's."""
-        world, said = self._world, (mine.loss, mine.gradients, mine.parameter)
-        told = world.maximum([n for rank in range(world.num_ranks) for n in (said if rank == world.rank else (0, 0, 0))])
-        return [Finding(*told[at : at + 3]) for at in range(0, len(told), 3)]
+        return [Finding(*told) for told in self._world.gathered_numbers([mine.loss, mine.gradients, mine.parameter])]
 
     def _blame(self, error: Diverged) -> str:
         """Whose state is no longer what it was after the last step, and which tensor; every rank calls it."""
@@ -112,15 +110,14 @@ class Trust:
         slots = ["", *self._engine.spec.slots]
         place = 1 + self._names.index(name) if name in self._names else 0
         mine = 0 if changed is None else 1 + place * len(slots) + (slots.index(slot) if slot in slots else 0)
-        world = self._world
-        told = world.maximum([mine if rank == world.rank else 0 for rank in range(world.num_ranks)])
+        told = self._world.gathered_numbers([mine])
         words = []
-        for rank, number in enumerate(told):
+        for rank, (number,) in enumerate(told):
             if number:
                 place, slot_number = divmod(number - 1, len(slots))
                 what = f"{slots[slot_number]} of " * bool(slot_number) + self._names[place - 1] if place else "the state"
                 words.append(f"{what} on rank {rank}")
-        elsewhere = error.since_update and any(number and rank not in error.ranks for rank, number in enumerate(told))
+        elsewhere = error.since_update and any(number and rank not in error.ranks for rank, (number,) in enumerate(told))
         if not words or elsewhere:  # the update went wrong, not what memory holds of it; or what is kept is wrong itself
             raise error
         return f"a bit was flipped in {' and '.join(words)}"

@@ -253,6 +253,13 @@ class World:
         self.everyone.all_reduce(numbers, op="max")
         return [int(value) for value in numbers.tolist()]
 
+    def gathered_numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of all ranks, none below 0, in their order; every rank calls it with as many."""
+        mine, nothing = list(values), [0] * len(values)
+        everyone = range(self.num_ranks)
+        told = self.maximum([n for rank in everyone for n in (mine if rank == self.rank else nothing)])
+        return [told[rank * len(mine) : (rank + 1) * len(mine)] for rank in everyone]
+
     def gathered(self, text: str) -> list[str]:
         """The texts of all ranks, in their order; every rank calls it."""
         if self._store is None:

@@ -95,6 +95,5 @@ def vote(world: World, step: int) -> int:
     """The newest mark of this step that all ranks have, 0 for none; every rank calls it."""
     recorder = world.recorder
     mine = recorder.marks()[recorder.index] if world.survivor is not None and world.survivor.memory.size(GRADIENTS) else (0, 0)
-    marks = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
-    common = set(marks[:2]).intersection(*(marks[2 * rank : 2 * rank + 2] for rank in range(world.num_ranks)))
+    common = set(mine).intersection(*world.gathered_numbers(mine))
     return max((mark for mark in common if mark > mark_of(step)), default=0)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.run.state.fingerprints import fingerprint
-from weft.world.kept import ALIGNED, copy, padded
+from weft.world.kept import ALIGNED, Kept, copy, padded
 from weft.world.world import World
 
 NOTE_BYTES = 1024  # of what a step told, as JSON, beside its state
@@ -61,13 +61,17 @@ def newest_common(sides: Sequence[Sequence[int | None]]) -> int | None:
 
 def vote(world: World) -> int | None:
     """The step that all ranks restore; every rank calls it. None where there is none."""
-    mine = [0 if step is None else step + 1 for step in _steps(world)]
-    said = world.maximum([n for rank in range(world.num_ranks) for n in (mine if rank == world.rank else (0, 0))])
-    return newest_common([(a - 1 if a else None, b - 1 if b else None) for a, b in zip(said[::2], said[1::2], strict=True)])
+    said = world.gathered_numbers([0 if step is None else step + 1 for step in _steps(world)])
+    return newest_common([[n - 1 if n else None for n in sides] for sides in said])
 
 
 def _steps(world: World) -> tuple[int | None, int | None]:
     return world.recorder.snapshots()[world.recorder.index]
+
+
+def kept_as(state: State, memory: Kept) -> State:
+    """A state as `memory` keeps it: where others cannot read that, each rank keeps all that it holds."""
+    return state if memory.outlives else state._replace(shared_by={})
 
 
 def room_bytes(state: State) -> int:
@@ -89,7 +93,7 @@ class Snapshots:
         self._world, self._held = world, world.survivor.memory
         self.pinned: int | None = None  # the state after so many steps stays
         self.adds, self.sums = False, dict[int, int]()  # whether fingerprints are taken; of the last state, modulo 2^64, by a tensor's id
-        self._state = state = state if self._held.outlives else state._replace(shared_by={})
+        self._state = state = kept_as(state, self._held)
         if self._held.size() != (size := room_bytes(state)):
             self.forget()
         self._memory = _Memory(self._held.memory(size))
@@ -123,10 +127,6 @@ class Snapshots:
         """There is no snapshot."""
         for side in range(2):
             self._world.recorder.snapshot(side, None)
-
-    def vote(self) -> int | None:
-        """As the function."""
-        return vote(self._world)
 
     def has(self, step: int) -> bool:
         """Whether the state after `step` steps is there."""
