@@ -124,14 +124,17 @@ def tables(rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[st
         ratio = f"{v.ratio:.2f}" if v.met is not None else "-"
         targets.add_row(escape(v.target), f"{v.at_least:.2f}", ratio, f"[{style}]{v.word}[/]", escape(v.case), escape(v.why))
     out.append(targets)
-    if skipped:
-        table = Table(title="Not measured", title_justify="left")
-        table.add_column("contender")
-        table.add_column("why")
-        for name, reason in skipped.items():
-            table.add_row(escape(name), escape(reason))
-        out.append(table)
-    return out
+    return [*out, *left_out(skipped)]
+
+
+def left_out(skipped: Mapping[str, str]) -> list[Table]:
+    """Which contenders were not measured, and why, where there are any."""
+    table = Table(title="Not measured", title_justify="left")
+    table.add_column("contender")
+    table.add_column("why")
+    for name, reason in skipped.items():
+        table.add_row(escape(name), escape(reason))
+    return [table] if skipped else []
 
 
 def show(console: Console, rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[str, str]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.document import left_out
 from bench.fault_runs import BAD, Felt, Seen, judged, next_step_after, send, text_bytes, when
 from bench.peers.elastic_ddp import ENTRY, SAVE_EVERY, TIMEOUT_S
 from bench.processes import ROOT, free_port, missing
@@ -400,11 +401,4 @@ def tables(found: Sequence[Felt], whys: dict[str, str]) -> list[Table]:
         bad = ", ".join(f"{kind} {count}" for kind in BAD if (count := sum(one.outcome == kind for one in mine)))
         table.add_row("all", "", "", "", f"{sum(one.same for one in mine)} of {len(mine)}", bad or "none bad")
         made.append(table)
-    if whys:
-        table = Table(title="Not measured", title_justify="left")
-        table.add_column("contender")
-        table.add_column("why")
-        for name, why in whys.items():
-            table.add_row(name, why)
-        made.append(table)
-    return made
+    return [*made, *left_out(whys)]

@@ -35,18 +35,6 @@ LAYOUTS = ("data=2", "pipeline=2 microbatches=2", "data=2 zero=3")
 STEPS, AT = 40, 12
 SHORT_S = 2.0  # less than `run.hang_after_s`
 MOST_S = 180.0
-CONFIG = """
-[model]
-name = "gpt:vocabulary=256,hidden=32,layers=2,heads=2"
-[data]
-sequence = 16
-[train]
-batch = 8
-learning_rate = 0.001
-checkpoint_every = 0
-[run]
-sample = 0
-"""
 INTRO = f"""A small GPT trains on text over two emulated hosts, network namespaces with a line between them, a rank on each; after step
 {AT} of {STEPS} something happens. There are no checkpoints to go back to: what one host alone has is copied to the other as often as
 `run.copy_every = "auto"` has it. `noticed`: from the fault to the first signature of those left; `next step`: to the next step that is
@@ -203,6 +191,7 @@ def undisturbed(layout: str, parent: Path) -> list[float]:
 
 def rank_main(folder: Path, layout: str) -> None:
     """What a rank runs."""
+    from bench.fault_runs import CONFIG
     from weft.api import plan as make_plan
     from weft.plan.plan import Plan
     from weft.train import flow
@@ -218,7 +207,7 @@ def rank_main(folder: Path, layout: str) -> None:
 
     text = folder.parent / "text.txt"
     changes = [f"data.text={text}", f"run.folder={folder}", f"train.steps={STEPS}", f"plan.layout={layout} threads=1"]
-    flow.train(Config.parse(CONFIG, changes=changes), planner, current_world("cpu"))
+    flow.train(Config.parse(CONFIG, changes=[*changes, "train.checkpoint_every=0"]), planner, current_world("cpu"))
 
 
 def table(found: Sequence[Felt]) -> Table:
