@@ -56,9 +56,25 @@ def _blocks(size: int) -> list[int]:
     >>> _blocks(2 * BLOCK_BYTES + 1) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
     True
     """
-    count = -(-size // BLOCK_BYTES)
+    return [i * BLOCK_BYTES for i in evenly_spaced(-(-size // BLOCK_BYTES), size)]
+
+
+def evenly_spaced(count: int, size: int) -> list[int]:
+    """Which of `count` pieces of data of `size` bytes a digest is of: every so many-th, `ALL_BYTES` in all, the first and the last among
+    them.
+
+    >>> evenly_spaced(3, 5), evenly_spaced(6, 4 * ALL_BYTES), evenly_spaced(0, 0)
+    ([0, 1, 2], [0, 4, 5], [])
+    """
     step = max(1, -(-size // ALL_BYTES))
-    return [i * BLOCK_BYTES for i in sorted({*range(0, count, step), *range(max(0, count - 1), count)})]
+    return sorted({*range(0, count, step), *range(max(0, count - 1), count)})
+
+
+def replace_file(path: Path, data: bytes | bytearray) -> None:
+    """Put `data` in the place of a file, at once. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 def sum_of(data: bytes | memoryview) -> bytes:
@@ -81,9 +97,7 @@ def digest_of(path: Path, size: int, sums: Path | None = None) -> str:
             at = SUM_BYTES * (start // PART_BYTES)
             together[at : at + len(block)] = block
     if sums is not None:
-        temporary = sums.with_name(f".{sums.name}.new")
-        temporary.write_bytes(together)
-        os.replace(temporary, sums)
+        replace_file(sums, together)
     return digest_of_sums(size, bytes(together))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import ConfigError, RunError
-from weft.train.reading.files import ALL_BYTES, READERS, SUM_BYTES, sum_of, walk
+from weft.train.reading.files import READERS, SUM_BYTES, evenly_spaced, replace_file, sum_of, walk
 from weft.train.reading.records import decoded, members
 
 Numbers = npt.NDArray[np.int64]
@@ -120,16 +120,14 @@ def digest_of_images(folder: Path) -> str:
     """Of the index, of the names of files, and of the images, whose sums are left beside them; of more than 16 GiB of evenly spaced ones.
     Raises ConfigError where one cannot be read."""
     images = ImageFiles(folder)
-    total, count = int(images.index[:, 2].sum()), len(images.index)
-    step = max(1, -(-total // ALL_BYTES))
-    chosen = sorted({*range(0, count, step), *range(max(0, count - 1), count)})
+    count = len(images.index)
+    chosen = evenly_spaced(count, int(images.index[:, 2].sum()))
     sums = bytearray(SUM_BYTES * count)
     try:
         with ThreadPoolExecutor(READERS) as readers:
             for number, content_sum in zip(chosen, readers.map(images.sum, chosen), strict=True):
                 sums[SUM_BYTES * number : SUM_BYTES * (number + 1)] = content_sum
-        (folder / f".{SUMS}.new").write_bytes(sums)
-        os.replace(folder / f".{SUMS}.new", folder / SUMS)
+        replace_file(folder / SUMS, sums)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
     return images.digest_with(bytes(sums))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from weft.world.native_build import built
@@ -43,7 +43,6 @@ _SIGNATURES = {
     "weft_test": (c_int, [c_void_p]),
     "weft_culprit": (c_int, [c_void_p]),
     "weft_free": (None, [c_void_p]),
-    "weft_copy": (None, [c_void_p, c_char_p, c_uint64]),
     "weft_put": (c_int64, [c_void_p, c_void_p, c_uint64]),
     "weft_sum_of_words": (c_int64, [c_void_p, c_uint64]),
 }  # fmt: skip

@@ -389,6 +389,3 @@ Op *weft_message(Channel *c, int receive, int peer, char *data, uint64_t bytes, 
     unlock(c->engine);
     return op;
 }
-
-/* Reads and writes `bytes` once, as a measure of the machine. */
-void weft_copy(char *to, const char *from, uint64_t bytes) { memcpy(to, from, bytes); }
