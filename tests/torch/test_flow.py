@@ -81,6 +81,14 @@ def test_train_launches_the_plan_s_ranks_on_the_folder(config: Config, monkeypat
     assert calls == [(flow.rank_main, 2, (config.run.folder, 1e9), 1, "auto", engine_modules("auto"))]
 
 
+def test_spares_are_refused_where_ranks_are_started_here(config: Config) -> None:
+    """A rank that is lost is replaced then, and one that waited would do nothing."""
+    spares = config.model_copy(update={"run": config.run.model_copy(update={"spares": 1})})
+    with pytest.raises(ConfigError, match=r"run\.spares = 1, and spare ranks wait .* or run\.spares = 0"):
+        flow.train(spares, planner())
+    assert not folder_of(config).exists()
+
+
 def test_a_run_that_goes_on_keeps_its_plan(config: Config) -> None:
     first = set_up(config, planner("data=2"))
     assert set_up(config, planner("data=4")).plan == first.plan

@@ -65,6 +65,7 @@ def train(config: Config, planner: Planner, world: World | None = None) -> dict[
     folder = Path(config.run.folder or "runs/run")
     if world is not None:
         return _train_in(world, config, folder, planner)
+    _check_spares(config, protects=False)  # a rank that is started here is replaced
     with locked(folder):
         planned = prepare(config, folder, planner)
         results = _started(config, folder, planned)
@@ -158,14 +159,19 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
         return _train_prepared(world, config, folder, planner)
 
 
+def _check_spares(config: Config, protects: bool) -> None:
+    """Raise ConfigError where ranks are to wait for others to be lost, and none can take the place of another."""
+    if config.run.spares and (not protects or config.plan.trials_asked > 1):
+        raise ConfigError(
+            f"run.spares = {config.run.spares}, and spare ranks wait for others to be lost, which takes ranks that torchrun, srun or ssh "
+            'started, run.protect = "memory", run.resume = true and plan.trials = 0; set these, or run.spares = 0'
+        )
+
+
 def _train_prepared(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
     peak_flops, spares = 0.0, config.run.spares
     protects = world.joined is not None and world.num_ranks > 1 and config.run.protect != "none" and config.run.resume
-    if spares and (not protects or config.plan.trials_asked > 1):
-        raise ConfigError(
-            f"run.spares = {spares}, and spare ranks wait for others to be lost, which takes ranks that torchrun, srun or ssh started, "
-            'run.protect = "memory", run.resume = true and plan.trials = 0; set these, or run.spares = 0'
-        )
+    _check_spares(config, protects)
     if world.rank == 0:
         planned = prepare(config, folder, planner)
         peak_flops = planned.peak_flops
