@@ -14,7 +14,7 @@ from axonn import axonn
 from axonn.intra_layer import Linear, fully_connected, sync_gradients
 from torch import Tensor, nn
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
 
 

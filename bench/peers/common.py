@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.case import Case
+from bench.common.case import Case
 from weft.zoo import gpt
 from weft.zoo.resolve import resolve
 

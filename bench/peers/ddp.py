@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, autocast_if, loss_of, model_of, my_rows
 
 

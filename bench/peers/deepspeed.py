@@ -5,7 +5,7 @@ from __future__ import annotations
 import deepspeed
 from torch import Tensor
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
 
 

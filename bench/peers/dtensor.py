@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of
 
 

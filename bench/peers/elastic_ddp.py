@@ -1,7 +1,7 @@
-"""What torchrun starts for `bench/fault_peers`: a small GPT under DDP, saved every 20 steps by torch.distributed.checkpoint.
+"""What torchrun starts for `bench/faults/fault_peers`: a small GPT under DDP, saved every 20 steps by torch.distributed.checkpoint.
 
 As a careful user writes it: a new folder for each step, committed by a rename; resuming from the newest that loads; samples that follow
-from the step. In: the folder of a run. Out: as `bench/fault_rank`, whose orders it follows at moments of its own.
+from the step. In: the folder of a run. Out: as `bench/faults/fault_rank`, whose orders it follows at moments of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENTRY = struct.Struct("<dqq")
 
 
 class Orders:
-    """As of `bench/fault_rank`, without what needs weft."""
+    """As of `bench/faults/fault_rank`, without what needs weft."""
 
     def __init__(self, folder: Path, rank: int, log: str = "") -> None:
         path = folder / "orders.json"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
 
 

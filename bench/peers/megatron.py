@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
 from weft.zoo import gpt, shared_layers
 

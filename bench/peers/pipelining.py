@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, model_of
 from weft.zoo import gpt
 

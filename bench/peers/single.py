@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, autocast_if, loss_of, model_of
 
 

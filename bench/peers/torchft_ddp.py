@@ -1,4 +1,4 @@
-"""One replica of a small GPT under torchft, for `bench/fault_peers`: of one process, whose peers go on without it.
+"""One replica of a small GPT under torchft, for `bench/faults/fault_peers`: of one process, whose peers go on without it.
 
 In: the folder of a run, this replica's number, the lighthouse's address, steps. Out: as `bench/peers/elastic_ddp`, a record of steps
 for each replica. Gradients are averaged over the replicas that live; one that comes again gets its state from them.
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
+from bench.common.processes import free_port
 from bench.peers.elastic_ddp import BATCH, MODEL, TIMEOUT_S, Orders, batch_of
-from bench.processes import free_port
 from weft.zoo import gpt
 from weft.zoo.resolve import resolve
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.case import Case
+from bench.common.case import Case
 from bench.peers.common import Step, adamw, my_rows
-from bench.split_models import batch_of
+from bench.training.split_models import batch_of
 from weft.zoo.resolve import resolve
 
 

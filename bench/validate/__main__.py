@@ -19,8 +19,8 @@ from weft.errors import WeftError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
-    "rules": "bench.rules.__main__", "mutations": "bench.mutations.__main__", "published": "bench.validate.published",
-    "scripts": "bench.scripts.__main__", "silicon": "bench.validate.silicon",
+    "rules": "bench.verify.rules.__main__", "mutations": "bench.verify.mutations.__main__", "published": "bench.validate.published",
+    "scripts": "bench.verify.scripts.__main__", "silicon": "bench.validate.silicon",
 }  # fmt: skip
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fit import fit
+from bench.validate.fit import fit
 from bench.validate.rows import Row, table
 from weft.cluster.cluster import Cluster
 from weft.cost.calibration.efficiency import Line, Protocols, protocols

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.alpa import load, summary
+from bench.planning.alpa import load, summary
 from bench.validate.rows import Row
 
 HEAD = """# How true the predictions are
@@ -56,7 +56,7 @@ of V100, MI250X, MI300X and TPUs reach an assumed share of the peak. Sixteen-bit
 precision has them: gathered weights and activations in 16 bits. weft's own bfloat16 is autocast over float32 weights, which keeps sums
 along the residual stream in float32: by the same count a 3 B GPT with 5 samples of 4,096 positions a rank holds 87 GiB so and 69 GiB as
 FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is checked against published formulas
-(`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally many layers on GPUs, as in the
+(`tests/pure/cost/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally many layers on GPUs, as in the
 tables; plans that weft chooses itself balance their stages.
 
 What stages hand on is priced at the link where the border lies: inside a node or between two. GPT 39 B on 64 V100 with two stages a node

@@ -62,9 +62,7 @@ class Run:
 def runs() -> list[Run]:
     """The rows of the file."""
     lines = [line for line in Path(__file__).with_name("published.csv").read_text().splitlines() if line and not line.startswith("#")]
-    return [
-        Run(r["table"], r["model"], int(r["batch"]), int(r["nodes"]), r["layout"], float(r["seconds"])) for r in csv.DictReader(lines)
-    ]
+    return [Run(r["table"], r["model"], int(r["batch"]), int(r["nodes"]), r["layout"], float(r["seconds"])) for r in csv.DictReader(lines)]
 
 
 def predicted(found: Sequence[Run]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fit import fit
+from bench.validate.fit import fit
 from bench.validate.models import even, gpt, padded
 from bench.validate.rows import Row, lines
 from weft.cluster.cluster import Cluster

@@ -1,4 +1,0 @@
-"""Architectures that are none of weft's own, small enough for two processors: what `scripts/bench memory` predicts and measures.
-
-Every file stands by itself, so that `bench/memory_models/vision.py:swin` is a MODEL of every command; `FACTORIES` names what it makes.
-"""

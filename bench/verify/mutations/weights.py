@@ -1,0 +1,170 @@
+"""Breaks weights of sums: every product, quotient, mean and interpolation of `lower` and `run` that comes to a floating-point number.
+
+In: a module. Out: the same functions, whose code has a call around each of these. Numbers that are no floats (sizes, indices) stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.verify.mutations.collectives import INSTRUMENT, ROOT, function_of
+from bench.verify.mutations.target import SCALED, Active, Mutation
+
+FOLDERS = ("lower", "run")
+METHODS = ("mul", "mul_", "div", "div_", "mean", "lerp_", "true_divide")
+HOOK = "_mutated_weight"
+# The serial reference runs through these as well, or is written in terms of them.
+SHARED = ("run/proof/serial", "run/uncaptured/eager_draws", "lower/double", *INSTRUMENT)
+
+
+class _Wrap(ast.NodeTransformer):
+    """Puts `HOOK(site, value, in_place)` around each weight."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._path = module, list[str]()
+        self.sites: list[str] = []
+
+    def _inside(self, node: Any) -> Any:
+        self._path.append(node.name)
+        self.generic_visit(node)
+        self._path.pop()
+        return node
+
+    visit_FunctionDef = visit_ClassDef = _inside
+
+    def _around(self, node: ast.expr, shown: ast.AST, in_place: bool = False) -> ast.Call:
+        path = ".".join(self._path)
+        site = f"{self._module}.{path}: {' '.join(ast.unparse(shown).split())}"
+        if site in self.sites:
+            site += f" ({sum(one.startswith(site) for one in self.sites) + 1})"
+        self.sites.append(site)
+        return ast.Call(ast.Name(HOOK, ast.Load()), [ast.Constant(site), node, ast.Constant(in_place)], [])
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        shown = ast.parse(ast.unparse(node), mode="eval").body
+        self.generic_visit(node)
+        return self._around(node, shown) if self._path and isinstance(node.op, ast.Mult | ast.Div) else node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        shown = ast.parse(ast.unparse(node)).body[0]
+        self.generic_visit(node)
+        if self._path and isinstance(node.op, ast.Mult | ast.Div):
+            node.value = self._around(node.value, shown)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        shown = ast.parse(ast.unparse(node), mode="eval").body
+        self.generic_visit(node)
+        if self._path and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            return self._around(node, shown, node.func.attr.endswith("_"))
+        return node
+
+
+def install(active: Active) -> None:
+    """Put the calls around the weights of every module of `lower` and `run` that is loaded, of those that matter; for good."""
+    for module, code_of in prepared().values():
+        module.__dict__[HOOK] = functools.partial(_weigh, active)
+        for function, code in code_of:
+            function.__code__ = code
+
+
+@functools.cache
+def prepared() -> dict[str, tuple[ModuleType, list[tuple[FunctionType, CodeType]]]]:
+    """By file: the module, and its functions with the code that has the calls. Made once, before ranks are forked."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        path = file.removeprefix(ROOT).removesuffix(".py")
+        if not (name.startswith("weft.") and path.split("/")[0] in FOLDERS and file.endswith(".py")) or path in SHARED:
+            continue
+        wrap = _Wrap(path)
+        tree = ast.fix_missing_locations(wrap.visit(ast.parse(Path(file).read_text(encoding="utf-8"))))
+        made: dict[tuple[str, int], CodeType] = {}
+        if wrap.sites:
+            _collect(compile(tree, file, "exec"), made)
+        pairs = []
+        for function in _functions(module):
+            code = made.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+            if code is not None and code.co_freevars == function.__code__.co_freevars:
+                pairs.append((function, code))
+        found[path] = module, pairs
+    return found
+
+
+def _collect(code: CodeType, found: dict[tuple[str, int], CodeType]) -> None:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found[inner.co_qualname, inner.co_firstlineno] = inner
+            _collect(inner, found)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """All functions that are written in a module, those of its classes too."""
+    seen: set[int] = set()
+
+    def of(value: Any) -> Iterator[FunctionType]:
+        for name in ("__func__", "fget", "fset", "func", "__wrapped__"):
+            inner = getattr(value, name, None) if not isinstance(value, type | ModuleType | Tensor) else None
+            if isinstance(inner, FunctionType) and inner is not value:
+                yield from of(inner)
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+        elif isinstance(value, type) and value.__module__ == module.__name__ and id(value) not in seen:
+            seen.add(id(value))
+            for one in list(vars(value).values()):
+                yield from of(one)
+
+    for value in list(vars(module).values()):
+        yield from of(value)
+
+
+def _weigh(active: Active, site: str, value: Any, in_place: bool) -> Any:
+    if isinstance(value, Tensor):
+        counts = value.is_floating_point() or value.is_complex()
+    else:
+        counts = isinstance(value, float)
+    if not counts or not active.hit(Mutation(site, "weight", SCALED)):
+        return value
+    if in_place:
+        with torch.no_grad():
+            value.mul_(1 + active.off)
+        return value
+    return value * (1 + active.off)
+
+
+def static_sites() -> list[str]:
+    """Every function of `lower` and `run` that calls a collective, from the syntax trees: `run/engine.Engine._mean_of: all_reduce`."""
+    from bench.verify.mutations.collectives import OPERATIONS
+
+    found: dict[str, None] = {}
+    for folder in FOLDERS:
+        for file in sorted(Path(ROOT, folder).rglob("*.py")):
+            module = str(file).removeprefix(ROOT).removesuffix(".py")
+            if module in INSTRUMENT:
+                continue
+            for qualname, node in _calls(ast.parse(file.read_text(encoding="utf-8")), ()):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+                if name in OPERATIONS and name != "irecv":  # a message is broken where it is sent
+                    found[f"{module}.{function_of(qualname)}: {name}"] = None
+    return list(found)
+
+
+def _calls(node: ast.AST, path: tuple[str, ...], inside: bool = False) -> Iterator[tuple[str, ast.Call]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            # What is inside a function belongs to it, as in `function_of`.
+            yield from _calls(child, path if inside else (*path, child.name), inside or isinstance(child, ast.FunctionDef))
+            continue
+        if isinstance(child, ast.Call):
+            yield ".".join(path), child
+        yield from _calls(child, path, inside)

@@ -1,0 +1,277 @@
+"""What sums of gradients cost: compressed ones by the bytes of their messages, and buckets against trying every size on a queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.gpt_graph import gpt
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.calibration.efficiency import stack_of
+from weft.cost.devices.devices import Widths
+from weft.cost.network.collectives import algorithms
+from weft.cost.network.network import Group, collective_s
+from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, compressed_s, summing_s
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError
+from weft.plan.compression import Compression
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.plan_file import format_plan, parse_plan
+from weft.solve.search import search
+from weft.solve.space import parse_constraints
+from weft.units import format_bytes, format_seconds
+
+CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
+GRAPH = gpt(3, hidden=64, batch=8)
+
+
+def hosts(latency_s: float, bandwidth_bytes_per_s: float, num: int = 2) -> Cluster:
+    """One rank a host."""
+    link = Link(latency_s, bandwidth_bytes_per_s, protocol="gloo")
+    return Cluster("hosts", CPU, (Level("node", 1, Link(1e-6, 1e10)), Level("network", num, link)))
+
+
+def test_the_word_is_read_and_written_back() -> None:
+    for word, printed in (("int8", "int8"), ("topk", "topk:0.01"), ("topk:0.5", "topk:0.5"), ("bfloat16", "bfloat16")):
+        layout = Layout.parse(f"data=2 compress={word}")
+        assert str(layout) == f"data=2 tensor=1 pipeline=1 compress={printed}"
+        assert Layout.parse(str(layout)) == layout
+    assert str(Layout.parse("data=2 compress=none")) == "data=2 tensor=1 pipeline=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data=2 compress=int7", "did you mean int8"),
+        ("data=2 compress=int8:2", "is unknown"),
+        ("data=2 compress=topk:0", "fraction"),
+        ("data=2 compress=topk:1.5", "fraction"),
+        ("data=2 compress=topk:nan", "fraction"),
+        ("compress=int8", "data=1 has none"),
+        ("data=2 zero=2 compress=int8", "zero=1"),
+        ("data=2 zero=3 compress=bfloat16", "zero=3"),
+        ("data=2 all_reduce=ring compress=int8", "all_reduce=auto"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        Layout.parse(text)
+
+
+@given(st.integers(1, 5000), st.floats(0.001, 1.0))
+def test_bytes_of_messages(size: int, fraction: float) -> None:
+    """int8: a byte each and four a block of 512; top-k: at least one number with its place, and never fewer than were asked for."""
+    assert Compression("int8").message_bytes(size) == size + 4 * ceil(size / 512)
+    assert Compression("bfloat16").message_bytes(size) == 2 * size
+    chosen = Compression("topk", fraction).sent(size)
+    assert fraction * size <= chosen < fraction * size + 1 or chosen == 1
+    assert Compression("topk", fraction).message_bytes(size) == 8 * chosen
+
+
+def _summing(cluster: Cluster, layout: str) -> float:
+    (cost,) = Pricer(GRAPH, cluster, 8).stages(Layout.parse(layout))
+    return cost.gradients_s
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_compressed_sums_cost_their_messages_and_their_packing(num: int) -> None:
+    """Without a backward to hide behind: a message to every member, and the sums back to all; both packed and unpacked."""
+    cluster = replace(hosts(1e-5, 1e9, num), levels=(Level("node", num, Link(1e-5, 1e9)),))
+    count = GRAPH.num_trainable
+    assert 4 * count < BUCKET_BYTES
+    piece, group = -(-count // num), Group(num, 1, num)
+    of_int8, of_half = piece + 4 * ceil(piece / 512), 2 * piece
+    bandwidth = Pricer(GRAPH, cluster, 8).devices.speed(Layout(data=num)).memory_bandwidth_bytes_per_s
+    for kind, message in (("int8", of_int8), ("bfloat16", of_half)):
+        moved = collective_s(cluster, "all_to_all", num * num * message, group)
+        back = collective_s(cluster, "all_gather", num * message, group)
+        first = ENCODE_BYTES[kind] * count + ADD_BYTES[kind] * num * piece
+        second = ENCODE_BYTES[kind] * piece + ADD_BYTES[kind] * count
+        assert _summing(cluster, f"data={num} compress={kind}") == pytest.approx(moved + back + (first + second) / bandwidth)
+        weights = collective_s(cluster, "all_gather", 4 * count, group)
+        assert _summing(cluster, f"data={num} zero=1 compress={kind}") == pytest.approx(moved + weights + first / bandwidth)
+    chosen = ceil(0.02 * count)
+    gathered = collective_s(cluster, "all_gather", num * 8 * chosen, group)
+    touched = ENCODE_BYTES["topk"] * count + ADD_BYTES["topk"] * num * chosen
+    assert _summing(cluster, f"data={num} compress=topk:0.02") == pytest.approx(gathered + touched / bandwidth)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_host_compresses_once(zero: int) -> None:
+    """Two hosts of four: their sums inside, a quarter of the bucket packed and sent by each rank, and a quarter kept back."""
+    node = Level("node", 4, Link(1e-6, 1e10))
+    cluster = Cluster("hosts", CPU, (node, Level("network", 2, Link(1e-5, 1e8))))
+    count, layout = GRAPH.num_trainable, Layout(data=8, compress="int8", zero=zero)
+    quarter = ceil(count / 4)
+    message = -(-quarter // 2) + 4 * ceil(-(-quarter // 2) / 512)
+    host, rail, inside = replace(cluster, levels=(node,)), Group(2, 4, 8), Group(4)
+    found, touched = compressed_s(Pricer(GRAPH, cluster, 8), Compression("int8"), count, Group(8), zero, Widths(4.0, 4.0, 4.0))
+    want = collective_s(host, "reduce_scatter", 4 * count, inside) + collective_s(cluster, "all_to_all", 4 * message, rail)
+    if not zero:
+        want += collective_s(host, "all_gather", 4 * count, inside) + collective_s(cluster, "all_gather", 2 * message, rail)
+    assert found == pytest.approx(want)
+    assert touched == pytest.approx(
+        ENCODE_BYTES["int8"] * quarter + ADD_BYTES["int8"] * 2 * -(-quarter // 2)
+        + (0 if zero else ENCODE_BYTES["int8"] * -(-quarter // 2) + ADD_BYTES["int8"] * quarter)
+    )  # fmt: skip
+    pricer = Pricer(GRAPH, cluster, 8)
+    kept = pricer.predict(layout, pricer.stages(layout), ()).memory.gradients / (4 * count) - 1
+    assert kept == pytest.approx(1 / 4 + (0 if zero else 1 / 8))
+
+
+def test_compressing_pays_where_the_network_is_slow_and_only_there() -> None:
+    slow, fast = hosts(1e-6, 1e7), hosts(1e-6, 1e11)
+    assert _summing(slow, "data=2 compress=int8") < 0.35 * _summing(slow, "data=2")
+    assert _summing(fast, "data=2 compress=int8") > _summing(fast, "data=2")
+
+
+def test_what_is_not_sent_is_in_the_predicted_memory() -> None:
+    """As much again as the gradients, and int8 a piece of the sums besides; bfloat16 keeps nothing."""
+    pricer = Pricer(GRAPH, hosts(1e-5, 1e9, 4), 8)
+
+    def gradients(words: str) -> float:
+        layout = Layout.parse(f"data=4 {words}")
+        return pricer.predict(layout, pricer.stages(layout), ()).memory.gradients
+
+    assert gradients("compress=bfloat16") == gradients("compress=none") == 4 * GRAPH.num_trainable
+    assert gradients("compress=topk") == gradients("zero=1 compress=int8") == 8 * GRAPH.num_trainable
+    assert gradients("compress=int8") == 9 * GRAPH.num_trainable
+
+
+def test_a_constraint_compresses_and_nothing_else_does() -> None:
+    cluster = hosts(1e-6, 1e6, 4)
+    free = search(GRAPH, cluster, 8, "gpt", "data=4")
+    assert free.layout.compress == "none"
+    plan = search(GRAPH, cluster, 8, "gpt", "compress=int8")
+    assert plan.layout.compress == "int8"
+    assert plan.layout.data > 1
+    assert plan.layout.zero < 2
+    assert {c.layout.compress for c in plan.candidates} == {"int8"}
+    assert str(parse_constraints("compress=topk")[0]) == "compress=topk:0.01"
+    with pytest.raises(LayoutError, match="int8"):
+        parse_constraints("compress=int7")
+    with pytest.raises(Infeasible):
+        search(GRAPH, cluster, 8, "gpt", "compress=int8 data=1")
+
+
+def _shown(each_s: list[tuple[float, float]], window_s: float) -> float:
+    """A backward of `window_s` and what is left after it: buckets are ready one after another and are summed in turn."""
+    at = 0.0
+    for ready, seconds in each_s:
+        at = max(at, window_s * ready) + seconds
+    return at
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(1e-6, 3e-2), st.floats(1e7, 1e10), st.integers(2, 8))
+def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: float, num: int) -> None:
+    """Every number of equal buckets is tried on a queue whose network takes what the cost model says of each. Only powers of two are
+    tried by the plan, and what is left over is a bucket too: a quarter more at most, and rarely. Of those that it tries the plan knows
+    what the queue leaves."""
+    cluster, layout = hosts(latency_s, bandwidth, num), Layout(data=num)
+    pricer = Pricer(BIG, cluster, 4 * num)
+    size = 4.0 * BIG.num_trainable
+    (cost,) = pricer.stages(layout)
+    window = 0.9 * (cost.compute.backward + cost.tensor.backward)  # what gloo's sums hide behind
+    group = Group(num, 1, num)
+
+    def queue(bucket: float) -> float:
+        ends = [min(size, bucket * (k + 1)) for k in range(ceil(size / bucket))]
+        sizes = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+        return _shown(
+            [(end / size, collective_s(cluster, "all_reduce", each, group)) for end, each in zip(ends, sizes, strict=True)], window
+        )
+
+    chosen = best_bucket_bytes(pricer, layout) or BUCKET_BYTES
+    assert chosen in BUCKETS
+    most = ceil(size / BUCKETS[0])
+    best = min(queue(size / buckets) for buckets in range(1, most + 1))
+    assert queue(chosen) <= 1.25 * best
+    assert queue(chosen) <= queue(BUCKET_BYTES) * (1 + 1e-9)
+    for bucket in BUCKETS:
+        assert pricer.with_buckets(bucket).stages(layout)[0].gradients_s == pytest.approx(queue(bucket) - window, rel=1e-6)
+
+
+BIG = gpt(6, hidden=256, batch=8)
+
+
+def test_plans_carry_both_as_text() -> None:
+    plan = Plan(Layout(data=2, compress="topk:0.03"), "m", "c", 4, bucket_bytes=4 << 20)
+    text = format_plan(plan)
+    assert 'compress = "topk:0.03"' in text
+    assert "bucket_bytes = 4194304" in text
+    assert parse_plan(text) == plan
+    assert "bucket_bytes" not in format_plan(Plan(Layout(data=2), "m", "c", 4))
+    with pytest.raises(LayoutError, match="did you mean int8"):
+        parse_plan(text.replace("topk:0.03", "int9"))
+    with pytest.raises(Infeasible, match="bucket_bytes"):
+        parse_plan(text.replace("4194304", "-1"))
+
+
+def test_a_plan_has_the_best_bucket() -> None:
+    """Of a layout by hand as of a search."""
+    cluster = hosts(1e-4, 1e9, 4)
+    want = best_bucket_bytes(Pricer(BIG, cluster, 16), Layout(data=4))
+    assert want
+    assert search(BIG, cluster, 16, "gpt", layout=Layout(data=4)).bucket_bytes == want
+
+
+def test_the_best_bucket_is_the_best_that_is_tried() -> None:
+    """By the cost of whole stages; and no size is named where the usual one does."""
+    for latency_s, bandwidth in ((1e-6, 1e8), (1e-2, 1e9), (1e-4, 1e9)):
+        pricer, layout = Pricer(BIG, hosts(latency_s, bandwidth, 4), 16), Layout(data=4)
+        costs = {b: pricer.with_buckets(b).stages(layout)[0].gradients_s for b in BUCKETS}
+        found = best_bucket_bytes(pricer, layout)
+        assert costs[found or BUCKET_BYTES] <= 1.011 * min(costs.values())
+        assert not found or costs[found] < costs[BUCKET_BYTES]
+    slow_to_start, quick = hosts(1e-2, 1e9, 4), hosts(1e-7, 1e8, 4)
+    assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(data=4)) < BUCKET_BYTES
+    late, soon = (best_bucket_bytes(Pricer(BIG, c, 16), Layout(data=4)) or BUCKET_BYTES for c in (slow_to_start, quick))
+    assert late > soon
+    assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(pipeline=2, microbatches=2)) == 0
+    host = Cluster("host", CPU, (Level("node", 4, Link(1e-4, 1e9)),))
+    assert best_bucket_bytes(Pricer(BIG, host, 16), Layout(data=4)) == 0
+
+
+def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
+    """With the seconds that the cost model has for a bucket; nothing where there is nothing to sum."""
+    cluster = hosts(1e-4, 1e9, 4)
+    plan = search(BIG, cluster, 16, "gpt", layout=Layout(data=4))
+    said = dict(plan.reasons)["all_reduce"]
+    seconds = algorithms(cluster, Group(4, 1, 4))[plan.sums.of(plan.bucket_bytes)](plan.bucket_bytes)
+    assert said.startswith(f"{plan.sums.of(plan.bucket_bytes)}")
+    assert f"a bucket of {format_bytes(plan.bucket_bytes)} is summed in {format_seconds(seconds)}" in said
+    assert "all_reduce" not in dict(search(BIG, cluster, 16, "gpt", layout=Layout(pipeline=4, microbatches=4)).reasons)
+    ring = dict(search(BIG, cluster, 16, "gpt", layout=Layout(data=4, all_reduce="ring")).reasons)["all_reduce"]
+    assert ring.startswith("ring: a bucket")
+
+
+def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
+    """A pipeline without replicas has no buckets of gradients, and one sum where stages share a weight."""
+    cluster, layout = Cluster.parse("1xdgx-h100"), Layout(pipeline=2, microbatches=4)
+    pricer = Pricer(BIG, cluster, 8, stack=replace(stack_of(cluster.device), overlap=0.8))
+    sums, widths = Sums((), 1e8, 2e8), pricer.devices.widths(layout.precision)
+    whole = pricer.collective("all_reduce", widths.gradient * 1e8, Group(2, 1, 2))
+    assert whole > 0
+    for window_s in (0.0, 0.5 * whole, 3 * whole):
+        shown, inside = summing_s(pricer, layout, sums, widths, window_s, 1.0)
+        hidden = min(whole, 0.8 * window_s)
+        assert shown == pytest.approx(whole - hidden + pricer.devices.contention * hidden)
+        assert inside.total == 0.0
+
+
+def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> None:
+    """An embedding's gradient is complete with the last backward; the sum crosses whatever joins the stages' hosts."""
+    for bytes_per_s in (1e9, 25e6):
+        pricer, layout = Pricer(BIG, hosts(1e-4, bytes_per_s, 2), 8), Layout(pipeline=2, microbatches=4)
+        sums, widths = Sums((), 1e6, 2e6), pricer.devices.widths(layout.precision)
+        whole = pricer.collective("all_reduce", widths.gradient * 1e6, Group(2, 1, 2))
+        assert whole >= widths.gradient * 1e6 / bytes_per_s
+        for window_s in (0.0, 3 * whole):
+            assert summing_s(pricer, layout, sums, widths, window_s, 1.0)[0] == pytest.approx(whole)
+        assert summing_s(pricer, layout, Sums((), 0.0, 2e6), widths, 0.0, 1.0)[0] == 0.0

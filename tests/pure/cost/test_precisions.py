@@ -1,0 +1,63 @@
+"""The precisions that are only asked for: what they cost, where they are refused, and that no search takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.gpt_graph import gpt
+from weft.cluster.cluster import Cluster
+from weft.cost.step import Pricer
+from weft.errors import Infeasible
+from weft.plan.layout import Layout
+from weft.plan.precision import PRECISIONS
+from weft.solve.search import search
+from weft.solve.timing import price
+
+GRAPH = gpt(4, hidden=2048, batch=8)
+ASKED = [name for name in PRECISIONS if name not in ("float32", "float16", "bfloat16")]
+
+
+def _step(cluster: Cluster, precision: str) -> float:
+    return price(Pricer(GRAPH, cluster, 64), Layout.parse(f"data=8 precision={precision}")).prediction.step_time_s
+
+
+def test_tf32_lies_between_float32_and_bfloat16() -> None:
+    """Products at the catalogue's peak, in bytes of float32: state, sums and memory are those of float32."""
+    cluster = Cluster.parse("dgx-a100-80")
+    exact, tf32, half = (_step(cluster, name) for name in ("float32", "tf32", "bfloat16"))
+    assert exact > 2 * tf32 > 2 * half
+    wide, narrow = (Pricer(GRAPH, cluster, 64).devices.widths(name) for name in ("float32", "tf32"))
+    assert wide == narrow
+
+
+def test_on_processors_it_costs_what_it_computes_in() -> None:
+    cluster = Cluster.parse("cpu-2")
+    for name, one in PRECISIONS.items():
+        if one.elsewhere and name != "float16":
+            pricer = Pricer(GRAPH, cluster, 8)
+            times = [price(pricer, Layout.parse(f"data=2 precision={p}")).prediction.step_time_s for p in (name, one.elsewhere)]
+            assert times[0] == pytest.approx(times[1])
+
+
+def test_a_device_without_it_refuses_it_by_name() -> None:
+    with pytest.raises(Infeasible, match=r"precision=tf32: .*V100.* has no tf32 matrix products; use one of"):
+        _step(Cluster.parse("p3.16xlarge"), "tf32")
+
+
+def test_no_search_takes_it_unasked_and_a_constraint_does() -> None:
+    cluster = Cluster.parse("dgx-a100-80")
+    assert {c.layout.precision for c in search(GRAPH, cluster, 64, "gpt", "data=8").candidates} <= {"float32", "bfloat16"}
+    assert search(GRAPH, cluster, 64, "gpt", "data=8 precision=tf32").layout.precision == "tf32"
+
+
+def test_float8_makes_two_products_of_three_faster_and_pays_for_casts() -> None:
+    """On H100: faster than 16 bits where layers are large, by less than a third; in bytes, state and memory it is bfloat16."""
+    cluster = Cluster.parse("dgx-h100")
+    large = gpt(2, hidden=4096, sequence=1024, batch=8)
+    pricer, words = Pricer(large, cluster, 64), ("bfloat16", "float8")
+    half, eight = (price(pricer, Layout.parse(f"data=8 precision={name}")).prediction.step_time_s for name in words)
+    assert 0.67 * half < eight < half
+    wide, narrow = (Pricer(large, cluster, 64).devices.widths(name) for name in ("bfloat16", "float8"))
+    assert wide == narrow
+    with pytest.raises(Infeasible, match=r"precision=float8: .*A100.* has no float8 matrix products; use one of"):
+        _step(Cluster.parse("dgx-a100-80"), "float8")

@@ -1,0 +1,123 @@
+"""Branch parallelism on whole networks: equal to the serial model in every composition, bytes by count, broken twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from weft.errors import Infeasible, LayoutError
+from weft.lower import regions
+from weft.model.sharding.fold import propagate
+from weft.plan.plan_file import read_plan, write_plan
+from weft.run.build import Source
+from weft.run.proof.verify import Verification
+from weft.zoo.resolve import resolve
+
+MODELS = Path(__file__).parents[2].joinpath("support", "branch_models.py")
+
+
+def verified(name: str, layout: str, **options: Any) -> Verification:
+    model = resolve(f"{MODELS}:{name}")
+    return weft.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("branched", "data=2 branch=4 zero=1"),
+        ("branched", "branch=4 microbatches=2 recompute=full"),
+        ("branched", "branch=2 pipeline=2 microbatches=4 schedule=gems-master"),
+        ("branched_drawing", "data=2 branch=2 neighbours=data microbatches=2"),
+        ("branched_drawing", "branch=2 pipeline=2 microbatches=2 schedule=zb-h1"),
+        ("inception", "data=2 branch=2 zero=3"),
+        ("inception", "branch=2 spatial=2"),
+        ("inception", "branch=4 pipeline=2 microbatches=2"),
+        ("inception_of_three", "branch=2 microbatches=2 offload=activations"),
+        ("towers", "data=2 branch=2 recompute=full"),
+        ("towers_that_share", "branch=2 zero=1"),
+        ("paths", "data=2 branch=4"),
+        ("twins", "branch=2 zero=1"),
+        ("branched_drawing", "branch=3"),
+    ],
+)
+def test_a_layout_whose_ranks_own_branches_equals_serial(name: str, layout: str) -> None:
+    found = verified(name, layout)
+    assert found.ok, found.first_difference
+    assert found.divided["branch"]["flops"] > 0.2
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_what_enters_and_leaves_is_as_narrow_as_autocast_makes_it(precision: str) -> None:
+    found = verified("branched", f"branch=2 precision={precision}", dtype=precision)
+    assert found.ok, found.first_difference
+
+
+def test_a_plan_file_says_the_owners(tmp_path: Path) -> None:
+    model = resolve(f"{MODELS}:inception")
+    plan = weft.plan(model.make, batch=model.batch(8), loss=model.loss, layout="branch=2")
+    write_plan(plan, tmp_path / "plan.toml")
+    again = read_plan(tmp_path / "plan.toml")
+    assert dict(again.shards)["branch"] == dict(plan.shards)["branch"]
+    turned = replace(again, shards=tuple((axis, tuple((name, 1 - rank) for name, rank in cuts)) for axis, cuts in again.shards))
+    found = weft.verify(model.make, turned, model.batch(8), loss=model.loss)
+    assert found.ok, found.first_difference
+
+
+def test_tensor_ranks_share_a_branch() -> None:
+    found = verified("branched", "branch=2 tensor=2", cut_everything=True)
+    assert found.ok, found.first_difference
+    assert found.divided["tensor"]["parameters"] > 0.5
+    assert found.divided["branch"]["parameters"] > 0.5
+
+
+def test_weights_that_branches_share_are_whole_everywhere_and_refused_where_they_would_come_in_pieces() -> None:
+    with pytest.raises(LayoutError, match=r"zero=2 with .* which branches of several ranks of branch share, is not supported; use zero=1"):
+        verified("twins", "branch=2 zero=2")
+
+
+def test_unequal_pieces_of_the_samples_are_refused_where_data_has_cut_them_already() -> None:
+    with pytest.raises(Infeasible, match="8 samples does not divide into data=2 x branch=3 equal shares; use a multiple of 6"):
+        verified("branched_drawing", "data=2 branch=3")
+
+
+def test_a_stage_does_not_begin_between_branches() -> None:
+    model = resolve(f"{MODELS}:inception")
+    plan = weft.plan(model.make, batch=model.batch(8), loss=model.loss, cluster="here", layout="branch=2 pipeline=2 microbatches=2")
+    plan = replace(plan, stages=("layers.0.five.1.0/conv2d",))
+    with pytest.raises(LayoutError, match="a pipeline stage begins between parallel branches that branch=2 gives to ranks, among layers"):
+        weft.verify(model.make, plan, model.batch(8), loss=model.loss)
+
+
+def test_broken_twin_a_piece_that_goes_to_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = regions._sent
+
+    def turned(pieces: Any, *rest: Any) -> Any:
+        return sent([[x.roll(1, -1) for x in those] for those in pieces], *rest)
+
+    monkeypatch.setattr(regions, "_sent", turned)
+    assert not verified("branched", "branch=2", steps=1).ok
+
+
+def test_broken_twin_a_gradient_that_owners_do_not_send_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = regions._from_owners
+
+    def lost(xs: Any, ways: Any, *rest: Any) -> Any:
+        found = back(xs, ways, *rest)
+        return {i: x * 0 for i, x in found.items()} if len(ways) == 2 else found  # two ways in, and four out
+
+    monkeypatch.setattr(regions, "_from_owners", lost)
+    found = verified("branched", "branch=2", steps=1)
+    assert "gradients" in str(found.first_difference)
+
+
+def test_gradients_of_branches_are_summed_over_data_alone() -> None:
+    model = resolve(f"{MODELS}:branched")
+    graph = Source.of(model.make).capture(model.batch(8), model.loss, 8).graph
+    found = propagate(graph, {"data": 2, "branch": 4})
+    axes = {v.name: found.gradients[v.value] for v in graph.parameters}
+    assert {axes[name] for name in axes if name.startswith("layers.")} == {("data",)}
+    assert {axes[name] for name in axes if not name.startswith("layers.")} == {("data", "branch")}

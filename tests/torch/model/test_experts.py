@@ -1,0 +1,137 @@
+"""Mixtures of experts without a limit of tokens: the operators against a loop over tokens, and what is captured of the library's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.capture import experts as operators
+from weft.errors import LayoutError
+from weft.model.sharding.propagate import propagate
+from weft.model.stages.stages import cuts, split
+from weft.model.work import operator_flops
+from weft.plan.placement import is_shard
+from weft.run.build import Source
+from weft.run.resized import check_divides
+from weft.zoo.resolve import resolve
+
+CONFIGS = sorted((Path(__file__).parents[1] / "hf_experts").glob("*.json"))
+TOKENS, WIDTH, INNER, EXPERTS, CHOICES = 11, 5, 6, 4, 2
+
+
+def _drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def _which(seed: int = 0) -> Tensor:
+    """Two experts of each token, of which one gets none."""
+    scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    scores[:, 2] = -1
+    return scores.topk(CHOICES).indices
+
+
+def _loop(x: Tensor, which: Tensor, share: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    """Token by token."""
+    rows = []
+    for n in range(len(x)):
+        each = (share[n, t] * (torch.tanh(up[e] @ x[n] + bias[e]) @ down[e]) for t, e in enumerate(which[n].tolist()))
+        rows.append(torch.stack(list(each)).sum(0))
+    return torch.stack(rows)
+
+
+def _sorted(x: Tensor, which: Tensor, share: Tensor, up: Tensor, bias: Tensor, down: Tensor, first: int = 0, number: int = -1) -> Tensor:
+    mine = slice(first, first + number if number >= 0 else None)
+    rows, ids, order = torch.ops.weft.to_experts(x, which, EXPERTS, first, number)
+    inner = torch.tanh(torch.ops.weft.of_experts(rows, ids, up[mine], bias[mine], False, first))
+    rows = torch.ops.weft.of_experts(inner, ids, down[mine], None, True, first)
+    made: Tensor = torch.ops.weft.from_experts(rows, order, share, EXPERTS)
+    return made
+
+
+def _tensors() -> list[Tensor]:
+    shapes = [(TOKENS, WIDTH), (TOKENS, CHOICES), (EXPERTS, INNER, WIDTH), (EXPERTS, INNER), (EXPERTS, INNER, WIDTH)]
+    return [_drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def _gradients(made: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(made, tensors, _drawn(*made.shape, seed=9).detach())
+
+
+def test_rows_sorted_by_expert_equal_a_loop_over_tokens() -> None:
+    which, (x, share, up, bias, down) = _which(), (tensors := _tensors())
+    want, made = (f(x, which, share, up, bias, down) for f in (_loop, _sorted))
+    torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_gradients(made, tensors), _gradients(want, tensors), rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_have_some_experts_each_make_summands() -> None:
+    which, (x, share, up, bias, down) = _which(), (tensors := _tensors())
+    want = _sorted(x, which, share, up, bias, down)
+    made = sum(_sorted(x, which, share, up, bias, down, first, number) for first, number in ((0, 1), (1, 3)))
+    assert isinstance(made, Tensor)
+    torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_gradients(made, tensors), _gradients(want, tensors), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", [operators.to_experts, operators.of_experts, operators.from_experts], ids=lambda o: o._name)
+def test_a_trace_sees_what_an_operator_makes(operator: Any) -> None:
+    x, share, up, bias, _ = _tensors()
+    rows, ids, order = torch.ops.weft.to_experts(x, _which(), EXPERTS)
+    given: dict[Any, tuple[Any, ...]] = {operators.to_experts: (x, _which(), EXPERTS), operators.of_experts: (rows, ids, up, bias, False)}
+    given[operators.from_experts] = rows, order, share, EXPERTS
+    torch.library.opcheck(operator, given[operator], test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_experts_of_the_library_are_captured_with_the_work_of_those_that_are_chosen(transformers: Any, file: Path) -> None:
+    """T of E experts a token: 6 x T x D x F FLOPs each, two matrices into the gate and one out of it."""
+    model, values = resolve(f"hf:{file}"), json.loads(file.read_text())
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    found = [operator_flops(op, graph.tensors) for op in graph.operators if op.target.startswith("weft.of_experts")]
+    layers = values["num_hidden_layers"] - values.get("first_k_dense_replace", 0)
+    inner = values.get("moe_intermediate_size", values["intermediate_size"])
+    rows = 2 * values["max_position_embeddings"] * values["num_experts_per_tok"]
+    assert sum(found) == layers * 6 * rows * values["hidden_size"] * inner
+
+
+def test_experts_are_theirs_again_after_a_capture(transformers: Any) -> None:
+    interface = pytest.importorskip("transformers.integrations.moe").ExpertsInterface
+    before = vars(interface)["get_interface"]
+    model = resolve(f"hf:{CONFIGS[0]}")
+    Source.of(model.make).capture(model.batch(2), model.loss, None)
+    assert vars(interface)["get_interface"] is before
+
+
+def test_no_stage_begins_among_rows_of_experts(transformers: Any) -> None:
+    """These are as many as data says, and messages between stages as long as the graph says; before and behind them stages begin."""
+    model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    sites = {cut.site for cut in cuts(graph)}
+    layer = [op.site for op in graph.operators if op.site.startswith("model.layers.0.mlp.experts")]
+    begins, *rows, ends = layer[: 1 + next(i for i, site in enumerate(layer) if site.endswith("/from_experts"))]
+    assert begins.endswith("/to_experts")
+    assert begins in sites
+    assert sites.isdisjoint((*rows, ends))
+    assert layer[layer.index(ends) + 1] in sites
+    with pytest.raises(LayoutError, match=f"no stage can begin at '{rows[0]}': .*rows of experts.* move the cut"):
+        split(graph, [rows[0]])
+
+
+def test_rows_of_experts_need_not_divide(transformers: Any) -> None:
+    """Of microbatches of another size: 64 tokens have 128 rows, of which each of three ranks has those of its tokens."""
+    model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    sharding = propagate(graph, {"context": 3})
+    rows = [value for value, dim in graph.ragged if dim == 0 and is_shard(sharding.forms[value]["context"])]
+    assert {graph.tensors[value].shape[0] for value in rows} == {128}
+    check_divides(sharding, graph)
