@@ -1,4 +1,4 @@
-"""What `import weft` offers. Each function puts the parts together; none holds state of its own."""
+"""Functions of `import weft`: plan, parallelize, verify and simulate a model. They combine the library's parts and hold no state."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ def plan(  # noqa: PLR0913
     trials: int = 0,
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
 ) -> Plan:
-    """The fastest plan for a model on a cluster; or `layout` priced as it is.
+    """Choose the fastest plan for a model on a cluster, or price the given `layout`.
 
     Args:
-        model: a module, a function that makes one, a `Resolved`, or MODEL as on the command line ("gpt-10m", "file.py:make").
+        model: a module, a function that builds one, a `Resolved`, or MODEL as on the command line ("gpt-10m", "file.py:make").
         batch: the global batch, a tuple or dict of tensors with samples in dimension 0, or their number for a named model.
-        loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`. With it the model is called with as much
-            of the batch as its forward takes, so targets may follow the inputs.
-        like: a plan whose shards and stages are kept, with `layout` its own.
-        device_memory: what a rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is.
-        trials: of a model by name, so many of the plans predicted to be fastest make some steps on this machine, and the fastest by the
-            clock is taken; 0 or 1 leaves it to the prediction. Not with `layout`.
-        optimizer: whose state is counted, as for `parallelize`.
+        loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`. With it the model is called with as
+            many items of the batch as its forward takes, so targets may follow the inputs.
+        like: a plan whose layout, shards and stages are used.
+        device_memory: memory limit of a rank, 2e9 or "2GiB"; 0 is all of the device's.
+        trials: for a model by name, the number of plans, predicted to be fastest, that run some steps on this machine; the fastest
+            measured one is taken. 0 or 1: by prediction alone. Not with `layout`.
+        optimizer: as for `parallelize`; its state is counted.
 
     Raises:
-        Infeasible: nothing fits, with the numbers. ModelError: the model cannot be made or called.
-        UsageError: trials of a model that has no name, or on machines that are not this one.
+        Infeasible: nothing fits, with the numbers. ModelError: the model cannot be built or called.
+        UsageError: trials of a model without a name, or for another machine.
 
     >>> import weft
     >>> chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2")
@@ -117,16 +117,15 @@ def plan(  # noqa: PLR0913
 
 
 def shapes_of(model: Resolved, size: int, source: Traced, loss: Loss | None = None) -> Any:
-    """A batch of so many samples without values where the model can be followed, since its graph asks for none; a large one takes memory
-    and time. Of a model that cannot be followed a batch with values."""
+    """Build a batch of `size` samples: fake tensors where the model can be captured, since values take memory and time, else real ones."""
     assert source.deferred is not None
     try:
         with source.deferred.fake_mode:
-            form = (model.form or model.batch)(size)
-        source.capture(form, loss or model.loss, size)
+            fake_batch = (model.form or model.batch)(size)
+        source.capture(fake_batch, loss or model.loss, size)
     except (ModelError, RuntimeError):
         return model.batch(size)
-    return form
+    return fake_batch
 
 
 def tried(  # noqa: PLR0913
@@ -141,45 +140,45 @@ def tried(  # noqa: PLR0913
     say: Callable[[str], object] = lambda line: None,
     world: World | None = None,
 ) -> Plan:
-    """`chosen`, or the runner-up that the clock finds faster when the `trials` best make some steps here; the plan's reasons say each time.
+    """Run some steps of the `trials` best candidates here and return the fastest plan; its reasons list the measured times.
 
     Args:
-        plan_of: a layout as a plan of the same model, batch and machines. sequence: as the model was made with. say: hears of each trial.
-        world: ranks that exist, of which this is the first and the others `follow`; plans for as many ranks are tried on them.
+        plan_of: a layout as a plan of the same model, batch and machines. sequence: as of the model. say: called with each result.
+        world: existing ranks, of which this is rank 0 and the others `follow`; plans for as many ranks are tried on them.
 
     Raises:
-        UsageError: the cluster is not one machine of this one's kind, or another objective than time. Infeasible: none of them runs.
+        UsageError: the cluster is not this machine, or another objective than time. Infeasible: no candidate runs.
     """
     if trials < 2 or chosen.uncaptured:
         return chosen
     if objective != "time":
-        raise UsageError(f"trials tell what is fastest, and the objective is {objective}; leave one of them out")
+        raise UsageError(f"trials find the fastest plan, and the objective is {objective}; leave one of them out")
     if world is None and not runs_here(cluster):
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
     candidates: Sequence[Candidate] = chosen.candidates
     if world is not None:
         candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks]
-    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in distinct(candidates, trials)]
+    plans = [chosen if c.layout == chosen.layout else plan_of(c.layout) for c in distinct(candidates, trials)]
     if world is None:
         return _fastest(chosen, try_all(plans, sequence, device=cluster.kind.torch, device_memory=device_memory, say=say), cluster)
     return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
 
 
 def runs_here(cluster: Cluster) -> bool:
-    """Whether it is one machine of this one's kind."""
+    """Return whether the cluster is one machine of this machine's kind."""
     return cluster.num_devices <= cluster.node_size and (cluster.kind.shares_hosts or cluster.num_devices <= torch.cuda.device_count())
 
 
 def _fastest(chosen: Plan, trials: Sequence[Trial], cluster: Cluster) -> Plan:
-    """The plan of the fastest trial, as a choice among the candidates of `chosen`."""
+    """Return the plan of the fastest trial, with the candidates of `chosen` and reasons."""
     best = fastest(trials)
-    words = "; ".join(trial_words(one) for one in trials)
-    mine = chosen.reasons
+    words = "; ".join(trial_words(trial) for trial in trials)
+    best_reasons = chosen.reasons
     if best is not chosen:
         fitting, refused = ([c for c in chosen.candidates if bool(c.note) is barred] for barred in (False, True))
         assert best.prediction is not None
-        mine = reasons(best.layout, best.prediction, fitting, refused, cluster, by_hand=False)
-    return replace(best, candidates=chosen.candidates, reasons=(*mine, ("trials", f"the fastest by the clock: {words}")))
+        best_reasons = reasons(best.layout, best.prediction, fitting, refused, cluster, by_hand=False)
+    return replace(best, candidates=chosen.candidates, reasons=(*best_reasons, ("trials", f"the fastest by the clock: {words}")))
 
 
 def _planned(  # noqa: PLR0913
@@ -194,7 +193,7 @@ def _planned(  # noqa: PLR0913
     device_memory: float | str = 0,
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
 ) -> Plan:
-    """As `plan`, of a model in whatever form it was given."""
+    """Plan a resolved subject; arguments as of `plan`."""
     name, make, inputs, loss = subject
     machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).limited(parse_bytes(device_memory))
     by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -205,11 +204,11 @@ def _planned(  # noqa: PLR0913
         graph = source.capture(inputs, loss, size).graph
     except ModelError as error:
         count = sum(p.numel() for p in source.model.parameters())
-        ran = called_once(source.model, source.deferred, inputs, loss, source.loss_of, error)
+        eager_result = called_once(source.model, source.deferred, inputs, loss, source.loss_of, error)
 
         def trial(plan: Plan) -> None:
-            if ran is not None:
-                refuse_division(plan, ran, inputs, source.loss_of(loss))
+            if eager_result is not None:
+                refuse_division(plan, eager_result, inputs, source.loss_of(loss))
 
         return without_graph(count, str(error), machines, size, name, words, by_hand, trial)
     check_trains(graph)
@@ -242,18 +241,18 @@ def parallelize(  # noqa: PLR0913
     compile: bool = False,
     device_memory: float | str = 0,
 ) -> Engine:
-    """An engine that trains this rank's part of the model. Every rank calls it with the same arguments.
+    """Build an engine that trains this rank's shards of the model. Every rank calls it with the same arguments.
 
     Args:
         plan: a `Plan`, a layout by hand ("data=2 tensor=2"), a plan file ("plan.toml"), or None to choose one for all ranks here.
         world: this rank's world; by default the one it was started in (`weft.launch`, torchrun, srun), or one rank alone.
         seed: of initial weights, where `model` is a function: they equal `torch.manual_seed(seed); model()` bit for bit.
         compile: as compile=on in the layout.
-        device_memory: what this rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is. It is counted and enforced.
+        device_memory: memory limit of this rank, 2e9 or "2GiB"; 0 is all of the device's. It is planned for and enforced.
 
     Raises:
         Infeasible: the plan is for another number of ranks, or nothing fits. OutOfMemory: more than `device_memory` is needed.
-        UsageError: ranks were given modules with different weights.
+        UsageError: ranks have modules with different weights.
 
     >>> import torch, weft
     >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
@@ -299,14 +298,14 @@ def planned_for(
             ranks = f"ranks={world.num_ranks}" if wanted is None else ""
             return format_plan(_planned(subject, cluster, wanted, constraints=ranks, device_memory=device_memory, optimizer=optimizer))
 
-        # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
+        # Rank 0 chooses for all: another host's measurements may lead to another plan.
         return parse_plan(world.told(of_rank_0))
     finally:
         torch.random.set_rng_state(state)
 
 
 def _agreed(text: str, world: World) -> Layout:
-    """A layout in words; a file of actions is rank 0's, so that all ranks run the same and only one of them needs it."""
+    """Parse a layout; a schedule file is read by rank 0 and broadcast, so that all ranks run the same and only rank 0 needs it."""
     name = next((word.removeprefix("schedule=") for word in text.replace(",", " ").split() if word.startswith("schedule=")), "")
     if not name or name in SCHEDULES:
         return Layout.parse(text)
@@ -335,15 +334,15 @@ def verify(  # noqa: PLR0913
 
     Args:
         model, batch, loss: as for `plan`. Or a plan file ("plan.toml"), which names its model, batch and layout.
-        layout: in words, a `Plan` or a plan file, whose cuts and stages are then those that are verified; or several of these, for which
-            the model is traced once. "data=2" where nothing else says it.
-        dtype: of both; by default the precision that a layout in words names, or float64.
+        layout: as text, a `Plan` or a plan file, whose shards and stages are then verified; or several of these, for which the model is
+            captured once. By default "data=2".
+        dtype: of both runs; by default the precision in a layout's text, or float64.
         tolerance: largest relative error; 1e-9 in float64 by default, in 16 bits 4 times the measured noise of serial runs.
         device_memory: as for `parallelize`, of the parallel run. schedule: a file of actions, the same as `schedule=FILE` in the layout.
-        cut_everything: cut weights wherever the rules allow, however little it pays: small models would else not be cut at all.
+        cut_everything: shard weights wherever the rules allow, even where it does not pay; small models are otherwise not sharded.
 
     Returns:
-        Worst errors, and in `divided` how much of the model each axis divides; of several layouts each in `layouts`.
+        Worst errors, and in `divided` the share of the model that each axis shards; for several layouts each in `layouts`.
 
     Raises:
         RankError: a rank failed. ProgramError: a schedule of the user's own is refuted. Infeasible, LayoutError, ModelError: as for `plan`.
@@ -353,7 +352,7 @@ def verify(  # noqa: PLR0913
             raise UsageError(f"{model} is a plan, which has a layout of its own; give its model with other layouts")
         layout = read_plan(str(model))
         model, batch = layout.model, layout.batch_size if batch is None else batch
-    asked = layout if isinstance(layout, Sequence) and not isinstance(layout, str) else ["data=2" if layout is None else layout]
+    wanted_layouts = layout if isinstance(layout, Sequence) and not isinstance(layout, str) else ["data=2" if layout is None else layout]
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     assert not isinstance(model, Path)
@@ -363,23 +362,23 @@ def verify(  # noqa: PLR0913
     torch.manual_seed(seed)
     source = Traced.of(make)
     actions = None if schedule is None else (Path(schedule).name, read_actions(schedule))
-    plans = [_verified(wanted, subject, source, actions, dtype) for wanted in asked]  # all of them before any rank starts
+    plans = [_verified(wanted, subject, source, actions, dtype) for wanted in wanted_layouts]  # all before any rank starts
     torch.random.set_rng_state(state)
     with progress(f"comparing {len(plans)} layouts with the serial model"):
         results = [
             verify_plan(
-                one, make, inputs, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
+                plan, make, inputs, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
                 optimizer=optimizer, device_memory=parse_bytes(device_memory),
             )
-            for one in plans
+            for plan in plans
         ]  # fmt: skip
-    return results[0] if asked is not layout else Verification.together(results)
+    return results[0] if wanted_layouts is not layout else Verification.together(results)
 
 
 def _verified(
     wanted: Layout | Plan | str | Path, subject: Subject, source: Source, actions: tuple[str, str] | None, dtype: str | None
 ) -> Plan:
-    """The plan that is verified, of a layout in any of its forms. `actions`: (name, text) of a schedule in place of the layout's."""
+    """Return the plan to verify for a layout in any form. `actions`: (name, text) of a schedule in place of the layout's."""
     if isinstance(wanted, Path) or (isinstance(wanted, str) and wanted.endswith(".toml")):
         wanted = read_plan(wanted)
     layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
@@ -400,7 +399,7 @@ def simulate(
     cluster: Cluster | str | None = None,
     source: Source | None = None,
 ) -> Timeline:
-    """One step of a plan as the clock sees it: as long as the plan predicts. `model` and `cluster` default to those that the plan names."""
+    """Simulate one step of a plan, with the predicted step time. `model` and `cluster` default to those that the plan names."""
     return simulated(plan, model, batch, loss=loss, cluster=cluster, source=source)[1]
 
 
@@ -415,8 +414,8 @@ def simulated(
     steps: int = 1,
     mean_delay: float = 0.0,
 ) -> tuple[Prediction, Timeline]:
-    """The step that is predicted, and its timeline; arguments as of `simulate`. `steps`: the timeline of so many, of replicas that are late
-    by `mean_delay` of a step in the mean (`solve/stragglers`)."""
+    """Return the prediction of a step and the timeline of `steps`; arguments as of `simulate`. Data-parallel replicas are late by
+    `mean_delay` of a step on average (`solve/stragglers`)."""
     _, make, inputs, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
@@ -429,34 +428,34 @@ def simulated(
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
-    """For users of plain DistributedDataParallel: `model.register_comm_hook(*weft.comm_hook("butterfly"))`.
+    """Return a DDP communication hook: `model.register_comm_hook(*weft.comm_hook("butterfly"))`.
 
-    Gradients are then summed by an algorithm of weft's over connections of its own, and divided by the number of ranks, as DDP's are.
+    Gradients are then all-reduced by an algorithm of weft's over its own connections, and divided by the number of ranks, as in DDP.
 
     Args:
         name: `auto` (shared memory where all ranks are on one host, and inside the hosts where they are not), `native`, or an
             algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling`, `halving_doubling` (also called `butterfly`), `naive`,
             `parameter_server`, `hierarchical`.
-        process_group: the one that DDP was given; None for torch's default group.
+        process_group: as given to DDP; None for torch's default group.
 
     Returns:
-        (state, hook) for `DistributedDataParallel.register_comm_hook`. All ranks must ask, as often.
+        (state, hook) for `DistributedDataParallel.register_comm_hook`. All ranks must call it, equally often.
 
     Raises:
         UsageError: an unknown name (names the nearest), or torch's process group is not initialised.
     """
-    from weft.world.comm_hook import comm_hook as made
+    from weft.world.comm_hook import comm_hook as build_hook
 
-    return made(name, build_collective, process_group)
+    return build_hook(name, build_collective, process_group)
 
 
 def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:
-    """The plan's cuts with patterns written out."""
+    """Return the plan's shards with patterns expanded."""
     return expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
 
 
 def subject_of(model: Model, batch: Any, loss: Loss | None) -> Subject:
-    """(name, module or maker, batch of tensors, loss) of a model in any of its forms."""
+    """Return (name, module or factory, batch of tensors, loss) of a model in any form."""
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None)
     if isinstance(model, Resolved):

@@ -1,4 +1,4 @@
-"""What `import weft` offers for decoders: a model divided to continue text, or an engine's, with the weights that it trains."""
+"""`weft.decoder`: parallel autoregressive decoding with a paged key-value cache, of a model or of an engine's weights."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def decoder(  # noqa: PLR0913
     paging: Paging | None = None,
     world: World | None = None,
 ) -> Decoder:
-    """A model that continues text, divided over the ranks of a plan, each with its shards of weights, keys and values. Every rank calls it.
+    """Build a decoder: the model sharded over the ranks of a plan, with weights and key-value cache. Every rank calls it.
 
     Args:
-        model, batch, loss, plan, cluster: as for `parallelize`. Of an engine, whose weights it reads as they are, only `batch`.
-        longest: tokens of a sequence, prompt included. paging: pages of keys and values, and tokens of a step.
-        seed: of the initial weights, where the model is a function that makes it.
+        model, batch, loss, plan, cluster: as for `parallelize`. For an engine, whose current weights are used, only `batch`.
+        longest: most tokens of a sequence, prompt included. paging: pages of the key-value cache, and tokens a step.
+        seed: of the initial weights, where the model is a function that builds it.
 
     Raises:
-        Infeasible: a layout that divides sequences, or optimizer state that is not there.
+        Infeasible: a layout that shards sequences, or optimizer state, which a decoder does not have.
 
     >>> import torch, weft
     >>> decoder = weft.decoder("gpt-tiny", 1, longest=16, plan="data=1")

@@ -1,4 +1,4 @@
-"""A plain loop's part of what `import weft` offers: dividing a model whose backward and optimizer stay the user's."""
+"""`weft.auto_parallelize` and `weft.shard`: parallelize a model in a plain training loop, which keeps its backward and optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def any_cluster() -> Cluster:
-    """Where only shards and stages are asked for, and neither prices nor memory matter."""
+    """Return a cluster with unlimited memory, for searches of shards and stages in which prices do not matter."""
     machine = Cluster.parse("1xcpu-2")
     return replace(machine, device=replace(machine.device, memory_bytes=1e18))
 
@@ -76,16 +76,16 @@ def auto_parallelize(
     world: World | None = None,
     largest: Any = None,
 ) -> Any:
-    """Divide the model that is built in the block, or one that is there: afterwards it holds this rank's part only.
+    """Parallelize the model that is built in the block, or an existing one in place: afterwards it holds this rank's shards only.
 
-    `batch`: a global batch as the loader gives it, or a `DataLoader`, whose first batch it then is, and whose random numbers stay where
-    they were; the model is called with its first tensors (or keywords), the rest are targets. A layout without a pipeline is chosen for
-    all ranks, or `plan` says which ("data=2 zero=3"). Given a `model` that is there, it is divided in place and returned; make its
-    optimizer afterwards. `largest`: a batch as large as any that the loop will have (the longest sequences), for which the plan that is
-    chosen has memory. In the block a model never takes memory for more than this rank's part.
+    `batch`: a global batch as the loader yields it, or a `DataLoader`, whose first batch is taken without changing the state of random
+    number generators; the model is called with its first tensors (or keywords), the rest are targets. A layout without a pipeline is
+    chosen for all ranks, or `plan` gives it ("data=2 zero=3"). An existing `model` is returned; build its optimizer afterwards.
+    `largest`: a batch as large as any in the loop (the longest sequences), for which the chosen plan has memory. A model that is built
+    in the block never allocates more than this rank's shards.
 
     Raises:
-        UsageError: no batch; ranks that were given different models.
+        UsageError: no batch; ranks with different models.
 
     >>> import torch, weft
     >>> with weft.auto_parallelize(batch=(torch.randn(8, 4), torch.randn(8, 2)), plan="data=1"):
@@ -133,7 +133,7 @@ def _dividing(finish: Callable[[nn.Module, Deferred], None], world: World) -> It
 def _plan_without_pipeline(
     model: nn.Module, source: Source, batches: tuple[Any, Any], wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
 ) -> Plan:
-    """`batches`: one, and the largest or None."""
+    """Return `wanted` as a plan, or choose one for all ranks. `batches`: an example, and the largest or None."""
     if isinstance(wanted, Plan):
         return wanted
     batch, largest = batches
@@ -142,7 +142,7 @@ def _plan_without_pipeline(
     try:
         graph = source.capture(batch, None, size, outputs=True).graph
     except ModelError as error:
-        # Tried where it is divided, since that runs it.
+        # Not tried here: dividing the module runs it.
         count = sum(p.numel() for p in model.parameters())
         asked = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
         return without_graph(count, str(error), any_cluster(), size, name, layout=asked)
@@ -156,8 +156,9 @@ def _plan_without_pipeline(
 def _best_without_pipeline(
     graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int, largest: Graph | None = None
 ) -> Plan:
-    """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO with which the batch fits, and the `largest`, whose
-    memory the plan then tells. Raises Infeasible where none does."""
+    """Choose the fastest layout without a pipeline, each with the lowest ZeRO stage with which the batch and the `largest` fit.
+
+    The plan's predicted memory is that of the `largest`. Raises Infeasible where none fits."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     plans: list[Plan] = []
     refused: list[str] = []
@@ -183,33 +184,33 @@ def _best_without_pipeline(
 
 
 def shard(loader: Iterable[Any], engine: Engine | None = None) -> Sharded:
-    """This data coordinate's samples of every batch of a loader, epoch after epoch; ranks that differ in another axis get the same ones.
+    """Return a loader of this data-parallel replica's samples of every batch, in every epoch; ranks along other axes get the same ones.
 
-    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's. A batch need not divide, and may
-    have fewer samples than there are ranks. What else is asked of it (`len`, `.dataset`) the loader answers.
+    Every rank iterates over the batches of the serial run; the first is compared with rank 0's. A batch need not divide evenly, and may
+    have fewer samples than there are replicas. Other attributes (`len`, `.dataset`) are the loader's.
 
     Raises:
-        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0.
+        UsageError: no model has been parallelized yet, or the loader yields this rank another batch than rank 0.
     """
     where = engine or current_place()
     if where is None:
-        raise UsageError("weft.shard divides batches as the model is divided; use it after weft.auto_parallelize, or give it the engine")
+        raise UsageError("weft.shard shards batches by the model's layout; use it after weft.auto_parallelize, or give it the engine")
     return Sharded(loader, where)
 
 
 def _arguments(model: nn.Module, batch: Any) -> Any:
-    """What of a loader's batch the model is called with: of a dict what forward knows by name, of a tuple as many as it takes."""
+    """Return the model's arguments in a loader's batch: the keys of a dict that `forward` names, or the leading items of a tuple."""
     if isinstance(batch, Tensor):
         return (batch,)
     if isinstance(batch, Mapping):
         names = inspect.signature(model.forward).parameters
         if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
             return taken(model, batch)
-        batch = tuple(batch.values())  # under names of the loader's own: in order, as a tuple
+        batch = tuple(batch.values())  # no key is a parameter's name: pass the values in order
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return tuple(batch)
     needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-    # Where all have defaults (Hugging Face's models), the first is what the model is called with.
+    # Where all have defaults (Hugging Face's models), the model is called with the first.
     return tuple(batch)[: max(needed, 1)]

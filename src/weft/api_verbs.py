@@ -1,6 +1,6 @@
-"""The command line's verbs as functions. In: plans, models, timelines. Out: an `Answer`, which prints as the verb does.
+"""The command line's verbs as functions that return an `Answer`, which prints as the verb does.
 
-Each calls what the verb of its name calls, so that both say the same; `answer.record` is the JSON object of `--json`.
+Each shares its implementation with the verb of the same name; `answer.record` is the JSON object of `--json`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def explain(
     candidates: int = MOST_CANDIDATES,
     brief: bool = False,
 ) -> Answer:
-    """Why a plan is what it is: candidates, reasons, what other choices cost, the bound, how each layer is placed.
+    """Explain a plan: candidates, reasons, prices of other choices, the optimality bound, placements of each layer.
 
     Args:
-        plan: a `Plan`, or a plan file. model, batch, loss: as `weft.plan` was given them, where the plan does not name its model.
+        plan: a `Plan`, or a plan file. model, batch, loss: as of `weft.plan`, where the plan does not name its model.
         cluster: other machines than the plan's. candidates: rows of their table. brief: only what the plan itself says.
 
     Raises:
-        UsageError: the plan names no model that weft can make, and none is given. Infeasible: the plan cannot be on these machines.
+        UsageError: the plan names no model that weft can build, and none is given. Infeasible: the plan does not fit the cluster.
 
     >>> import weft
     >>> chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2")
@@ -72,11 +72,11 @@ def whatif(
     cluster: Cluster | str | None = None,
     replan: bool = False,
 ) -> Answer:
-    """What a plan costs with something changed: each change alone, then all together.
+    """Price a plan under changes: each change alone, then all together.
 
     Args:
         changes: "gpus=16", "seq=2048", "batch=64", "cluster=8xdgx-h100", or a key of the layout, "zero=3".
-        replan: beside each change, the best plan there is with it. The rest as of `explain`.
+        replan: also the best plan for each change. The rest as of `explain`.
 
     Raises:
         UsageError: an unknown key (names the nearest), no change, or a value that the key cannot have.
@@ -95,7 +95,7 @@ def compare(
     loss: Loss | None = None,
     cluster: Cluster | str | None = None,
 ) -> Answer:
-    """Two plans side by side, each priced on its own machines, or two timelines kind by kind. Arguments as of `explain`.
+    """Compare two plans side by side, each priced on its own machines, or two timelines kind by kind. Arguments as of `explain`.
 
     Raises:
         UsageError: a plan and a timeline.
@@ -107,9 +107,7 @@ def compare(
     if isinstance(first, Timeline) or isinstance(second, Timeline):
         raise UsageError("a plan and a timeline have nothing to compare; give two of a kind (weft.simulate(plan) is a plan's timeline)")
     plans = _plan(first), _plan(second)
-    priced = [
-        _setting(plan, model, batch, loss, cluster).base(plan, name) for plan, name in zip(plans, ("first", "second"), strict=True)
-    ]
+    priced = [_setting(plan, model, batch, loss, cluster).base(plan, name) for plan, name in zip(plans, ("first", "second"), strict=True)]
     say_plans(plans, priced, out)
     return out
 
@@ -126,7 +124,7 @@ def estimate(  # noqa: PLR0913
     gpus: int | None = None,
     constraints: str | Sequence[str] = "",
 ) -> Answer:
-    """How long training takes and what it costs: time, dollars, kWh, memory, and what was assumed.
+    """Estimate training: time, dollars, kWh, memory, and the assumptions.
 
     Args:
         model, batch, loss: as of `weft.plan`; without a batch a usual one. cluster: the machines, `gpus` of them.
@@ -157,7 +155,7 @@ def scaling(  # noqa: PLR0913
     layout: Layout | str | None = None,
     constraints: str | Sequence[str] = "",
 ) -> Answer:
-    """What more devices bring: the best plan of each size, its speed-up and efficiency.
+    """Plan a model for several numbers of devices: step time, speed-up and efficiency of each.
 
     Args:
         model, batch, loss: as of `weft.plan`. devices: numbers of them; by default one machine, two, four, ... up to the cluster.
@@ -182,7 +180,7 @@ def scaling(  # noqa: PLR0913
 
 
 def report(subject: Plan | str | Path, target: str | Path = "report.html") -> Path:
-    """Write a page about a run's folder, a plan file or a plan; returns where it lies.
+    """Write a page about a run's folder, a plan file or a plan; returns its path.
 
     Raises:
         UsageError: a subject that cannot be read, or a target that cannot be written.
@@ -196,7 +194,7 @@ def report(subject: Plan | str | Path, target: str | Path = "report.html") -> Pa
 
 
 def _first(model: Model, batch: Any, loss: Loss | None, machines: Cluster, sequence: int | None) -> tuple[str, Setting, int | None]:
-    """A model's name, the setting in which it is first asked for, and the samples that were given; None of a name without any."""
+    """Return a model's name, its pricing context, and the given batch size, None where none was given."""
     size = batch if isinstance(batch, int) else None if batch is None else batch_size_of(batch)
     if isinstance(model, str):
         name, sequence = named(model, sequence)
@@ -211,7 +209,7 @@ def _plan(source: Plan | str | Path) -> Plan:
 
 
 def _setting(plan: Plan, model: Model | None, batch: Any, loss: Loss | None, cluster: Cluster | str | None) -> Setting:
-    """What a plan is priced in: the machines that it names or others, the model that it names or the one that is given."""
+    """Build a plan's pricing context: `cluster` and `model`, or those that the plan names."""
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     if model is None or isinstance(model, str):
         return Setting(model or plan.model, machines, plan.batch_size)
@@ -220,17 +218,17 @@ def _setting(plan: Plan, model: Model | None, batch: Any, loss: Loss | None, clu
 
 
 def _resolved(model: nn.Module | Callable[[], nn.Module] | Resolved, batch: Any, loss: Loss | None) -> tuple[Resolved, nn.Module | None]:
-    """A model that is no name, with the batch that is given as its only one; and the module, where it is one."""
+    """Resolve a model object, with the given batch as its only one; and return the module, if it is one."""
     if isinstance(model, Resolved):
         return model, None
     name, make, inputs, loss = subject_of(model, batch, loss)
     size = batch_size_of(inputs)
 
-    def only(wanted: int) -> Any:
+    def given_batch(wanted: int) -> Any:
         if wanted != size:
             raise UsageError(f"{name} was given with a batch of {size} samples, and {wanted} are asked for; give it with such a batch")
         return inputs
 
     if isinstance(make, nn.Module):
-        return Resolved(name, lambda: make, only, loss, size), make
-    return Resolved(name, make, only, loss, size), None
+        return Resolved(name, lambda: make, given_batch, loss, size), make
+    return Resolved(name, make, given_batch, loss, size), None

@@ -1,6 +1,6 @@
-"""Packages that are also functions: `weft.plan(...)` chooses a plan, and `weft.plan` is where plans are defined.
+"""Callable packages: `weft.plan(...)` chooses a plan, and the package `weft.plan` defines plans.
 
-The words are the interface's for the verb and the design's for the part; a module whose type has `__call__` serves both.
+The user interface and the package layout use the same word; a module whose type has `__call__` serves as both.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ class _Callable(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Let the package `name` be called as the function of the same name in `weft.api`."""
+    """Make the package `name` callable as the function of the same name in `weft.api`."""
     sys.modules[name].__class__ = _Callable

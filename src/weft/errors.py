@@ -1,4 +1,4 @@
-"""One tree of errors. Each says what happened, the numbers, and the remedy; each has its exit code.
+"""Exception hierarchy. Each message says what happened, the numbers and the remedy; each class has its exit code.
 
 Exit codes: 2 wrong use or configuration, 3 infeasible, 4 a run or a check failed.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
-    """What a message says after an unknown word: ` (did you mean ring?)`, or nothing where no known word is `cutoff` alike.
+    """Return a message's suffix for an unknown word, ` (did you mean ring?)`; empty where no known word is at least `cutoff` similar.
 
     >>> nearest("rng", ("ring", "tree")), nearest("zzz", ("ring", "tree"))
     (' (did you mean ring?)', '')
@@ -20,7 +20,7 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What another's exception says, in one line.
+    """Format an exception of another library in one line.
 
     >>> said(ValueError("no   such row"))
     'ValueError: no such row'
@@ -32,11 +32,11 @@ class WeftError(Exception):
     """Anything weft reports to a user. `exit_code` is what the command line ends with."""
 
     exit_code = 4
-    second_hand = False  # whether another rank failed, and this one tells of it
+    second_hand = False  # True where another rank failed and this rank reports it
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The error that came first, where cleaning up after it raised `error`.
+    """Return the original error where its clean-up raised `error`.
 
     >>> try:
     ...     try:
@@ -53,7 +53,7 @@ def first_of(error: BaseException) -> BaseException:
 
 
 class UsageError(WeftError):
-    """A wrong argument, key, type or file: the user's input cannot mean anything."""
+    """A wrong argument, key, type or file: the user's input has no meaning."""
 
     exit_code = 2
 
@@ -97,7 +97,7 @@ class RankError(RunError):
 
 
 class OutOfMemory(RunError):
-    """A rank needs more memory than its device has, or than it was allowed; names what holds how much."""
+    """A rank needs more memory than its device has, or than it was allowed; names the bytes by purpose."""
 
 
 class VerifyError(RunError):

@@ -1,6 +1,6 @@
-"""Numbers with units, as people write and read them: "25 GB/s" <-> 25e9. The only place that converts.
+"""Parsing and formatting of numbers with units: "25 GB/s" <-> 25e9. The only place that converts.
 
-In: text, or SI numbers (bytes, bytes a second, seconds, counts). Out: the other. kB, MB, GB are powers of 1000; KiB, MiB,
+Numbers are in SI units (bytes, bytes a second, seconds, counts). kB, MB, GB are powers of 1000; KiB, MiB,
 GiB of 1024; a lower-case b or "bit" is an eighth of a byte ("100 Gb/s" is 12.5e9), so "KB" is written kB or KiB.
 """
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*
 
 
 def parse_bytes(text: str | float) -> float:
-    """A size in bytes; a number without a unit is in bytes.
+    """Parse a size in bytes; a number without a unit is in bytes.
 
     >>> parse_bytes("2GiB"), parse_bytes("40 GB"), parse_bytes(512)
     (2147483648.0, 40000000000.0, 512.0)
@@ -33,7 +33,7 @@ def parse_bytes(text: str | float) -> float:
 
 
 def parse_rate(text: str | float) -> float:
-    """A rate in bytes a second; bits are said with a lower-case b.
+    """Parse a rate in bytes a second; bits are written with a lower-case b.
 
     >>> parse_rate("25 GB/s"), parse_rate("100 Gb/s"), parse_rate("200 Gbit/s")
     (25000000000.0, 12500000000.0, 25000000000.0)
@@ -42,7 +42,7 @@ def parse_rate(text: str | float) -> float:
 
 
 def parse_seconds(text: str | float) -> float:
-    """A time in seconds.
+    """Parse a time in seconds.
 
     >>> parse_seconds("1.5 ms"), parse_seconds("2 h"), parse_seconds(3)
     (0.0015, 7200.0, 3.0)
@@ -51,7 +51,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def parse_count(text: str | float) -> float:
-    """A count of parameters, operations or tokens: k, M, G (or B), T.
+    """Parse a count of parameters, operations or tokens: k, M, G (or B), T.
 
     >>> parse_count("39.1B"), parse_count("10M")
     (39100000000.0, 10000000.0)
@@ -60,7 +60,7 @@ def parse_count(text: str | float) -> float:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Three digits in units of 1024, which is how memory is sold.
+    """Format bytes to three digits in units of 1024, as memory is sold.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(80 * 2**30)
     ('0 B', '1.50 KiB', '80.0 GiB')
@@ -69,7 +69,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Three digits in units of 1000, which is how links are sold.
+    """Format bytes a second to three digits in units of 1000, as links are sold.
 
     >>> format_rate(25e9)
     '25.0 GB/s'
@@ -78,7 +78,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Three digits, with B for 1e9 as model sizes are said.
+    """Format a count to three digits, with B for 1e9 as model sizes are given.
 
     >>> format_count(39.1e9), format_count(1024), format_count(7)
     ('39.1B', '1.02k', '7')
@@ -87,7 +87,7 @@ def format_count(count: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Operations, or operations a second with "/s" added by the caller.
+    """Format floating-point operations, or their rate where the caller adds "/s".
 
     >>> format_flops(1.2e15)
     '1.20 PFLOP'
@@ -96,7 +96,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits up to a minute, then minutes, hours and days.
+    """Format seconds to three digits up to a minute, then minutes, hours and days.
 
     >>> format_seconds(0.0123), format_seconds(3.5e-5), format_seconds(5), format_seconds(200), format_seconds(90000)
     ('12.3 ms', '35.0 us', '5.00 s', '3 min 20 s', '1 d 1 h')
@@ -115,7 +115,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share of 0 to 1 as per cent.
+    """Format a share of 0 to 1 as per cent.
 
     >>> format_percent(0.6), format_percent(0.0044)
     ('60.0 %', '0.4 %')
@@ -140,7 +140,7 @@ def _parse(text: str | float, units: dict[str, float], what: str, example: str) 
 
 
 def _format(number: float, prefixes: dict[str, float], unit: str) -> str:
-    """Three significant digits with the largest prefix that leaves at least 1; whole numbers below 1000 stay whole."""
+    """Format to three significant digits with the largest prefix that leaves at least 1; whole numbers below 1000 stay whole."""
     if not math.isfinite(number):
         return f"{number} {unit}".rstrip()
     base = 1024 if "Ki" in prefixes else 1000

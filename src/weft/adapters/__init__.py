@@ -1,6 +1,6 @@
-"""Other libraries' training loops around a divided model: `weft.adapters.transformers`, `.trl`, `.accelerate`, `.lightning`.
+"""Adapters that run parallelized models in other training loops: `weft.adapters.transformers`, `.trl`, `.accelerate`, `.lightning`.
 
-In: the library's own class, which is imported when one of these files is. Out: the same class, which divides the model and is otherwise
-itself. The library sees one process with one device, which has the whole batch: all ranks load the same batches, so that schedules,
-metrics, logs and what a loop computes outside of the model are those of the serial run; the model's code alone runs divided.
+Each module exports a subclass of the library's own class that parallelizes the model and leaves everything else unchanged. The library
+sees one process with one device and the global batch: all ranks load the same batches, so schedules, metrics, logs and whatever a loop
+computes outside the model equal those of the serial run. Only the model itself is sharded.
 """

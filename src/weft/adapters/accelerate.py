@@ -1,8 +1,8 @@
-"""Hugging Face Accelerate around a divided model: `from weft.adapters.accelerate import Accelerator`.
+"""Adapter for Hugging Face Accelerate: `from weft.adapters.accelerate import Accelerator`.
 
-In: a script's calls of `prepare`, `backward`, `gather`. Out: the same on one process with one device, as which all ranks appear: no loader
-is divided, nothing is gathered, the scheduler steps once a step. `is_main_process`, `print` and `wait_for_everyone` know of the ranks. The
-first model that is prepared together with a loader is divided by what it is called with for the loader's first batch.
+Accelerate sees one process with one device: it shards no data loader, gathers nothing, and steps the scheduler once a step. Only
+`is_main_process`, `print` and `wait_for_everyone` take the ranks into account. The first model that is prepared together with a data loader
+is parallelized, captured with the inputs of the loader's first batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from weft.world.world import World
 
 
 def appear_as_one_process(world: World) -> None:
-    """Let Accelerate's states say so, in this process: one process, whose index is this rank's only in that rank 0 is the main one."""
+    """Set Accelerate's state in this process to a single process; its index is the rank, so that rank 0 is the main process."""
     state = required("accelerate.state", "hf")
     state.PartialState()
     _wait_for_ranks(state.PartialState)
-    mine = {
+    single_process = {
         "num_processes": 1,
         "process_index": world.rank,
         "local_process_index": world.local_rank,
@@ -42,21 +42,21 @@ def appear_as_one_process(world: World) -> None:
     }
     for kind in (state.PartialState, state.AcceleratorState):
         if kind._shared_state:
-            kind._shared_state.update(mine)
+            kind._shared_state.update(single_process)
     state.GradientState._shared_state.clear()
 
 
 @cache
 def always_one_process() -> None:
-    """Let Accelerate's states say so from the moment that they are made, and join no process group of their own.
+    """Patch Accelerate's state to be a single process as soon as it is constructed, without a process group of its own.
 
-    Arguments of transformers make one before there is a trainer.
+    The training arguments of transformers construct one before there is a trainer.
     """
     kind = required("accelerate.state", "hf").PartialState
     construct = kind.__init__
 
     @wraps(construct)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct_alone(self: Any, *args: Any, **kwargs: Any) -> None:
         if kind._shared_state:
             construct(self, *args, **kwargs)
             return
@@ -64,32 +64,32 @@ def always_one_process() -> None:
             construct(self, *args, **kwargs)
         appear_as_one_process(current_world())
 
-    kind.__init__ = alone
+    kind.__init__ = construct_alone
 
 
 @cache
 def _wait_for_ranks(kind: Any) -> None:
-    """Let its states, which are pickled with a run's arguments and so hold no ranks, wait for all of them."""
+    """Patch `wait_for_everyone` to wait for all ranks; the state is pickled with a run's arguments, so it cannot store a `World`."""
     kind.wait_for_everyone = lambda self: current_world().maximum([0])
 
 
 @contextmanager
 def as_main_process() -> Iterator[None]:
-    """A block in which every rank appears to be the main process."""
+    """Run a block in which every rank appears to be the main process."""
     state = required("accelerate.state", "hf")
     tables = [kind._shared_state for kind in (state.PartialState, state.AcceleratorState) if kind._shared_state]
-    before = [table["process_index"] for table in tables]
+    indices = [table["process_index"] for table in tables]
     for table in tables:
         table["process_index"] = 0
     try:
         yield
     finally:
-        for table, index in zip(tables, before, strict=True):
+        for table, index in zip(tables, indices, strict=True):
             table["process_index"] = index
 
 
 class FullState:
-    """Stands for an optimizer where its state is saved: whole, on the main process. Every rank makes one."""
+    """Stand-in for an optimizer while its state is saved: the full state, on the main process. Every rank constructs one."""
 
     def __init__(self, optimizer: Any) -> None:
         self._state = full_state_dict(getattr(optimizer, "optimizer", optimizer)) or {}
@@ -99,7 +99,7 @@ class FullState:
 
 
 class _FullModel:
-    """Stands for a divided model where its weights are loaded."""
+    """Stand-in for a parallelized model while its weights are loaded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -112,7 +112,7 @@ class _FullModel:
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Under their other names the tensors that a file has once."""
+    """Return tied tensors, which a file stores once, under their other names."""
     stored = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     return {name: stored[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in stored and name not in state}
 
@@ -121,7 +121,7 @@ _Accelerator: Any = object
 
 
 class Dividing(_Accelerator):  # type: ignore[misc]
-    """What Accelerate does otherwise around a divided model."""
+    """Mixin that overrides what Accelerate has to do differently for a parallelized model."""
 
     _models: list[Any]
     _optimizers: list[Any]
@@ -134,7 +134,7 @@ class Dividing(_Accelerator):  # type: ignore[misc]
         self.dataloader_config.dispatch_batches = False  # every rank reads
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a model that is prepared with a loader is divided first."""
+        """Prepare as Accelerate does; a model that is prepared with a data loader is parallelized first."""
         models = [x for x in args if isinstance(x, nn.Module)]
         loaders = [x for x in args if isinstance(x, DataLoader)]
         optimizers = [x for x in args if isinstance(x, Optimizer)]
@@ -148,31 +148,31 @@ class Dividing(_Accelerator):  # type: ignore[misc]
         return super().prepare(*args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerate's, but for moving a state that is where it belongs."""
+        """Prepare as Accelerate does, without moving optimizer state, which is on its device already."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A block whose backwards exchange no gradients."""
+        """Run a block whose backward passes reduce no gradients (gradient accumulation)."""
         return accumulate(model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state on the main process, nothing elsewhere; every rank calls it."""
+        """Return the full state on the main process and nothing on the other ranks; every rank calls it."""
         if not sharded_modules_of(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        return OrderedDict(full_state_dict(model) or {})  # by which Accelerate knows that it may drop tied tensors
+        return OrderedDict(full_state_dict(model) or {})  # an OrderedDict tells Accelerate that it may drop tied tensors
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, into divided models."""
-        models, self._models = self._models, [_FullModel(one) for one in self._models]
+        """Load as Accelerate does, into parallelized models."""
+        models, self._models = self._models, [_FullModel(model) for model in self._models]
         try:
-            with as_main_process():  # whose random numbers all have
+            with as_main_process():  # all ranks load the main process's generator state
                 return super().load_state(input_dir, *args, **kwargs)
         finally:
             self._models = models
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, with whole weights and optimizers' states: a folder that it loads on any number of ranks."""
-        optimizers, self._optimizers = self._optimizers, [FullState(one) for one in self._optimizers]
+        """Save as Accelerate does, with full weights and optimizer state: a folder that can be loaded on any number of ranks."""
+        optimizers, self._optimizers = self._optimizers, [FullState(optimizer) for optimizer in self._optimizers]
         try:
             return super().save_state(*args, **kwargs)
         finally:
@@ -182,7 +182,7 @@ class Dividing(_Accelerator):  # type: ignore[misc]
 
 @cache
 def accelerator_class() -> Any:
-    """Accelerate's `Accelerator` around divided models. `plan`: as of `weft.auto_parallelize`; the rest is Accelerate's own."""
+    """Build the `Accelerator` subclass for parallelized models. `plan`: as for `weft.auto_parallelize`; the rest is Accelerate's."""
     always_one_process()
     base = required("accelerate", "hf").Accelerator
     return type("Accelerator", (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})

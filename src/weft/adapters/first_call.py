@@ -1,7 +1,7 @@
-"""Dividing a module in somebody else's loop, by the first batch of its loader, or by its first call.
+"""Parallelize a module inside another library's training loop, captured with its loader's first batch or its first call.
 
-In: a module, and a loader, or a function that comes to call the module as the loop does. Out: the module divided, and optimizers of its
-parameters with those that it has now. Random numbers are where they were.
+The module is sharded in place, and optimizers that were built with its former parameters get the sharded ones. Random number generators
+keep their state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Wanted = Plan | Layout | str | None
 
 
 class NotCalled(UsageError):
-    """A step does not call what is to be divided."""
+    """Raised where a training step does not call the module that is to be parallelized."""
 
 
 class _Called(BaseException):
-    """How a module was called. No `Exception`: code on the way that catches all of these lets it through."""
+    """Carries a module's call arguments up the stack. Not an `Exception`, so that `except Exception` does not catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class _Called(BaseException):
 
 
 def divide(module: nn.Module, batch: Callable[[], Any], plan: Wanted, world: World, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Divide `module` by what `batch()` gives, a batch as `weft.auto_parallelize` takes it. One that is divided, or has a divided module
-    inside, stays as it is. Every rank will call it with the whole batch.
+    """Parallelize `module`, captured with `batch()` (as for `weft.auto_parallelize`); every rank then calls it with the global batch.
 
-    `optimizers`: that were made of its parameters, and go on with those that it has then.
+    A module that is parallelized already, or contains one that is, is left unchanged. `optimizers`: built with the module's parameters;
+    their parameter groups get the sharded parameters.
 
     Raises:
         UsageError: an optimizer has made steps.
@@ -55,26 +55,26 @@ def divide(module: nn.Module, batch: Callable[[], Any], plan: Wanted, world: Wor
     if not sharded_modules_of(module):
         with nothing_drawn():
             first = batch()
-        before = {id(p): name for name, p in module.named_parameters()}
+        old_names = {id(p): name for name, p in module.named_parameters()}
         auto_parallelize(module, first, plan=plan, world=world)
-        _hand_over(optimizers, before, dict(module.named_parameters()))
-    for _, one in sharded_modules_of(module):
-        one.expect_full_batches()
+        _hand_over(optimizers, old_names, dict(module.named_parameters()))
+    for _, sharded_module in sharded_modules_of(module):
+        sharded_module.expect_full_batches()
 
 
 def first_call(module: nn.Module, run: Callable[[], object]) -> Any:
-    """What `run()` calls `module` with first, as a batch. There `run()` ends.
+    """Return the arguments of the first call of `module` in `run()`, as a batch; `run()` is aborted at that call.
 
     Raises:
-        NotCalled: it does not call the module.
+        NotCalled: `run()` does not call the module.
     """
-    forward, before = module.forward, vars(module).get("forward")
+    forward, own_forward = module.forward, vars(module).get("forward")
 
     @wraps(forward)
-    def ends(*args: Any, **kwargs: Any) -> Any:
+    def abort(*args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
 
-    module.forward = ends
+    module.forward = abort
     try:
         run()
     except _Called as called:
@@ -82,17 +82,17 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> Any:
     else:
         args, kwargs = (), {}
     finally:
-        if before is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = own_forward
     if args or kwargs:
         return _arguments(module, args, kwargs)
-    raise NotCalled(f"{type(module).__name__} is to be divided at its first call, and a step on the first batch did not call it")
+    raise NotCalled(f"{type(module).__name__} is parallelized at its first call, but a step on the first batch did not call it")
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As a batch: by name where the module's signature has names for all."""
+    """Return call arguments as a batch: a dict where the module's signature names all of them, else a tuple."""
     if not args:
         return kwargs
     signature = inspect.signature(module.forward)
@@ -108,23 +108,23 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return named
 
 
-def _hand_over(optimizers: Sequence[Optimizer], before: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Let optimizers have the parameters that a module has now for those that it had before."""
-    for one in optimizers:
-        if any(id(p) in before and one.state.get(p) for group in one.param_groups for p in group["params"]):
-            raise UsageError(f"{type(one).__name__} has made steps before its model was divided: prepare both before the first step")
-        for group in one.param_groups:
-            group["params"] = [now[before[id(p)]] if id(p) in before else p for p in group["params"]]
-        gather_for_steps(one, one.param_groups)
+def _hand_over(optimizers: Sequence[Optimizer], old_names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
+    """Replace the parameters that a module had in the optimizers' groups by those of the same names that it has now."""
+    for optimizer in optimizers:
+        if any(id(p) in old_names and optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(f"{type(optimizer).__name__} has made steps before its model was parallelized: prepare both first")
+        for group in optimizer.param_groups:
+            group["params"] = [now[old_names[id(p)]] if id(p) in old_names else p for p in group["params"]]
+        gather_for_steps(optimizer, optimizer.param_groups)
 
 
 def _share_generators(world: World) -> None:
-    """Random numbers of Python, NumPy and torch go on from where rank 0's are."""
+    """Set the generators of Python, NumPy and torch to the state of rank 0's."""
     if world.num_ranks == 1:
         return
     synchronize_generators(world)
     kind, keys, *rest = np.random.get_state(legacy=True)
-    mine = json.dumps([random.getstate(), [kind, [int(key) for key in keys], *rest]])
-    (version, numbers, gauss), numpys = json.loads(world.told(lambda: mine))
+    local_state = json.dumps([random.getstate(), [kind, [int(key) for key in keys], *rest]])
+    (version, numbers, gauss), numpys = json.loads(world.told(lambda: local_state))
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(numpys))

@@ -1,11 +1,9 @@
-"""Lightning around a divided model: `Trainer(strategy=WeftStrategy(), devices=1)`, from `weft.adapters.lightning`.
+"""Adapter for Lightning: `Trainer(strategy=WeftStrategy(), devices=1)`, from `weft.adapters.lightning`.
 
-In: a LightningModule. Out: each of its children that `training_step` calls is divided, by what it is called with for the first batch of
-training; what else the module does is computed by every rank. Lightning sees one process with one device (`weft.adapters`): every rank
-loads the whole batch. Logs and files are rank 0's. Checkpoints have Lightning's own form, whole weights and whole optimizers' states, and
-are gone on from with any number of ranks, with weft or without.
-
-Not modelled: objects in `broadcast` that are not JSON, which every rank has of itself.
+Each child of the LightningModule that `training_step` calls is parallelized, captured with its arguments for the first training batch; the
+rest of the module is replicated on every rank. Lightning sees one process with one device (`weft.adapters`): every rank loads the global
+batch; rank 0 writes logs and files. Checkpoints have Lightning's own format with full weights and optimizer state, and can be resumed on
+any number of ranks, with or without weft. Not modelled: `broadcast` of objects that are not JSON; every rank keeps its own.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from weft.run.loop.divide import full_state_dict
 from weft.run.loop.module import sharded_modules_of
 from weft.world.current import current_world
 
-DRAWN = "weft"  # of a checkpoint: where the divided modules' own random numbers are
+DRAWN = "weft"  # checkpoint key: state of the parallelized modules' random number generators
 
 
 _SingleDevice: Any = object
 
 
 class Dividing(_SingleDevice):  # type: ignore[misc]
-    """What Lightning's strategy for a single device does otherwise where all ranks are that device."""
+    """Mixin that overrides what Lightning's single-device strategy has to do differently where all ranks act as that device."""
 
     model: Any
 
@@ -44,17 +42,17 @@ class Dividing(_SingleDevice):  # type: ignore[misc]
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank writes."""
+        """Return whether this rank writes logs and files."""
         return self._weft.rank == 0
 
     def setup_environment(self) -> None:
-        """Says what rank this is to those who print and log once."""
+        """Set the rank that Lightning's rank-zero-only functions check."""
         for name in ("lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
             required(name, "lightning").rank_zero_only.rank = self._weft.rank
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
-        """Divides before optimizers are made."""
+        """Parallelize the module before Lightning builds the optimizers."""
         if trainer.state.fn == "fit":
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -71,7 +69,7 @@ class Dividing(_SingleDevice):  # type: ignore[misc]
                 module.training_step(module.transfer_batch_to_device(loaded[0], self._weft.device, 0), 0)
 
         module.train()
-        steps = {id(one.model): one.way.draw.step for _, one in sharded_modules_of(module)}
+        steps = {id(m.model): m.way.draw.step for _, m in sharded_modules_of(module)}
         for name in self._names or [name for name, child in module.named_children() if any(True for _ in child.parameters())]:
             child = module.get_submodule(name)
             try:
@@ -79,41 +77,41 @@ class Dividing(_SingleDevice):  # type: ignore[misc]
             except NotCalled:
                 if self._names:
                     raise
-                # Every rank computes what there is.
-        for _, one in sharded_modules_of(module):
-            one.way.draw.step = steps.get(id(one.model), 0)  # another's first call may have called it
-        for (_, one), draw in zip(sharded_modules_of(module), self._draws, strict=False):
-            one.load_draw_state(draw)
+                # A child that is not called stays replicated.
+        for _, sharded_module in sharded_modules_of(module):
+            sharded_module.way.draw.step = steps.get(id(sharded_module.model), 0)  # another child's trial run may have called it
+        for (_, sharded_module), draw in zip(sharded_modules_of(module), self._draws, strict=False):
+            sharded_module.load_draw_state(draw)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """All ranks come here."""
+        """Wait for all ranks."""
         self._weft.maximum([0])
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank 0 has, if it is JSON."""
-        told = ""
+        """Return rank 0's object where it is JSON, else this rank's own."""
+        text = ""
         if self._weft.rank == 0:
             with suppress(TypeError, ValueError):
-                told = json.dumps(obj)
-        told = self._weft.told(lambda: told)
-        return json.loads(told) if told else obj
+                text = json.dumps(obj)
+        text = self._weft.told(lambda: text)
+        return json.loads(text) if text else obj
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0."""
+        """Return the module's full state on rank 0."""
         module = self.lightning_module
         return (full_state_dict(module) or {}) if sharded_modules_of(module) else dict(module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state on rank 0."""
+        """Return the optimizer's full state on rank 0."""
         return full_state_dict(getattr(optimizer, "_optimizer", optimizer)) or {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, with where the model's own random numbers are."""
-        draws = [one.draw_state() for _, one in sharded_modules_of(self.lightning_module)]
+        """Save as Lightning does, with the state of the model's random number generators."""
+        draws = [m.draw_state() for _, m in sharded_modules_of(self.lightning_module)]
         super().save_checkpoint({**checkpoint, DRAWN: draws}, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As Lightning's, before the model is divided or behind."""
+        """Load as Lightning does, before or after the model is parallelized."""
         super().load_model_state_dict(checkpoint, strict)
         self._draws = checkpoint.get(DRAWN, ())
 
@@ -128,7 +126,7 @@ def _logging_nothing(module: Any) -> Iterator[None]:
 
 
 def _without_a_broken_mpi() -> None:
-    """Lightning asks mpi4py whether this process is one of MPI's, and ends where that finds no library of MPI."""
+    """Disable Lightning's MPI detection where mpi4py finds no MPI library, which would end the process."""
     environment = required("lightning.fabric.plugins.environments.mpi", "lightning").MPIEnvironment
     try:
         environment.detect()
@@ -140,10 +138,10 @@ def _without_a_broken_mpi() -> None:
 def _strategy() -> Any:
     _without_a_broken_mpi()
     base = required("lightning.pytorch", "lightning").strategies.SingleDeviceStrategy
-    described = """Lightning's strategy where all ranks are one device.
+    described = """Lightning strategy in which all ranks act as one device.
 
-    `plan`: as of `weft.auto_parallelize`; `modules`: names of those that are divided, by default every child of the LightningModule that
-    has parameters and is called."""
+    `plan`: as for `weft.auto_parallelize`; `modules`: names of the modules to parallelize, by default every child of the LightningModule
+    that has parameters and is called."""
     return type("WeftStrategy", (Dividing, base), {"__doc__": described, "__module__": __name__, "strategy_name": "weft"})
 
 

@@ -1,4 +1,4 @@
-"""Libraries that adapters need, and who has them not is told of."""
+"""Import of the optional libraries that adapters need, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from weft.errors import UsageError
 
 
 def required(library: str, extra: str) -> Any:
-    """The module of a library.
+    """Import a library's module.
 
     Raises:
-        UsageError: it is not installed; with the extra of weft that installs it.
+        UsageError: the library is not installed; names the extra of weft that installs it.
 
     >>> required("json", "hf").__name__
     'json'

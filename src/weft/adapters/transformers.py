@@ -1,12 +1,10 @@
-"""Trainers of transformers and of what builds on it, around a divided model: `from weft.adapters.transformers import Trainer`.
+"""Adapter for Hugging Face trainers and their subclasses: `from weft.adapters.transformers import Trainer`.
 
-In: a trainer's class; `Trainer`, `Seq2SeqTrainer` and all others of transformers have their names here, `trainer_of` takes any subclass.
-Out: the same class, which divides the model when it is made, by the first batch of its data set and the way in which it calls the model.
-It sees one process with one device (`weft.adapters`), so `per_device_train_batch_size` is the whole batch on any number of ranks, and
-losses, schedules and steps are the serial run's. Checkpoints have transformers' own form, whole weights and whole optimizers' states, and
-are gone on from with any number of ranks, with weft or without.
-
-Not modelled: activation checkpointing, which a captured model does not see.
+`Trainer`, `Seq2SeqTrainer` and all other trainers of transformers can be imported from here; `trainer_of` takes any subclass. The trainer
+parallelizes the model when it is constructed, captured with the first batch of its data set and the arguments of its own call. It sees one
+process with one device (`weft.adapters`), so `per_device_train_batch_size` is the global batch on any number of ranks, and losses,
+schedules and steps equal the serial run's. Checkpoints have transformers' own format with full weights and optimizer state, and can be
+resumed on any number of ranks, with or without weft. Not modelled: activation checkpointing, which has no effect on a captured model.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from weft.train.first_batch import first_batch
 from weft.units import parse_bytes
 from weft.world.current import current_world
 
-DRAWN = "weft.json"  # of a checkpoint: where the model's own random numbers are
+DRAWN = "weft.json"  # file of a checkpoint: state of the model's random number generators
 
 
 _Trainer: Any = object
 
 
 class Dividing(_Trainer):  # type: ignore[misc]
-    """What a trainer of transformers' does otherwise around a divided model."""
+    """Mixin that overrides what a trainer of transformers has to do differently for a parallelized model."""
 
     model: Any
     optimizer: Any
@@ -65,7 +63,7 @@ class Dividing(_Trainer):  # type: ignore[misc]
         return model
 
     def _divide(self, model: nn.Module) -> None:
-        if self.train_dataset is None:  # nothing is trained: every rank computes all of it
+        if self.train_dataset is None:  # nothing is trained: the model stays replicated
             return
         inner = _inner(model)
 
@@ -81,7 +79,7 @@ class Dividing(_Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _loaders_unprepared(self) -> Iterator[None]:
-        """A block in which loaders are torch's own."""
+        """Run a block in which Accelerate leaves data loaders as torch built them."""
         self.accelerator.prepare = lambda loader: loader
         try:
             yield
@@ -89,12 +87,12 @@ class Dividing(_Trainer):  # type: ignore[misc]
             del self.accelerator.prepare
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Its workers draw the same random numbers on all ranks."""
+        """Build a loader whose workers draw the same random numbers on all ranks."""
         with as_main_process():
             return super()._get_dataloader(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers'; every rank calls it."""
+        """Save as transformers does; every rank calls it."""
         if not sharded_modules_of(self.model):
             super().save_model(output_dir, _internal_call)
             return
@@ -115,33 +113,33 @@ class Dividing(_Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
-            draws = [one.draw_state() for _, one in sharded_modules_of(self.model)]
+            draws = [m.draw_state() for _, m in sharded_modules_of(self.model)]
             Path(output_dir, DRAWN).write_text(json.dumps(draws))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and Path(checkpoint, DRAWN).is_file():
             stored = json.loads(Path(checkpoint, DRAWN).read_text())
-            for (_, one), draw in zip(sharded_modules_of(self.model), stored, strict=False):
-                one.load_draw_state(draw)
+            for (_, sharded_module), draw in zip(sharded_modules_of(self.model), stored, strict=False):
+                sharded_module.load_draw_state(draw)
 
 
 @cache
 def trainer_of(base: Any) -> Any:
-    """The trainer's class `base` around a divided model. Its constructor takes `plan=` as well, as of `weft.auto_parallelize`."""
+    """Build a subclass of the trainer `base` that parallelizes its model; the constructor also takes `plan`, as `weft.auto_parallelize`."""
     return type(base.__name__, (Dividing, base), {"__doc__": base.__doc__, "__module__": __name__})
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """What computes: of a model that `peft` has put adapters into, the model itself, which `generate` calls too."""
+    """Return the module that computes: for a `peft` model the base model with its adapters, which `generate` calls too."""
     base: Any = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
 
 def save_pretrained(model: Any, folder: str | Path, max_shard_size: str | float = "5GB") -> None:
-    """Write a divided model as its own `save_pretrained` does, of which no rank holds more than one tensor. Every rank calls it.
+    """Write a parallelized model as its own `save_pretrained` does; no rank holds more than one full tensor. Every rank calls it.
 
-    A model whose weights transformers stores under other names than it has them is gathered on rank 0 and written by itself.
+    A model whose weights transformers stores under other names is gathered on rank 0 and written by its own method.
     """
     world = current_world()
     state = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
@@ -160,16 +158,16 @@ def save_pretrained(model: Any, folder: str | Path, max_shard_size: str | float 
 
 
 def _stored_names(model: Any, state: dict[str, torch.Tensor]) -> set[str]:
-    """What transformers calls these tensors in files."""
+    """Return the names under which transformers stores these tensors in files."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # before version 5, which calls them as the model does
+    except ImportError:  # before version 5 the names are the model's own
         return set(state)
     return set(loading.revert_weight_conversion(model, dict(state)))
 
 
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Load what `save_pretrained` wrote, with weft or without, into a divided model: each rank keeps its parts. Every rank calls it."""
+    """Load a folder of `save_pretrained`, written with or without weft, into a parallelized model's shards. Every rank calls it."""
     read_weights(model, Path(folder))
 
 

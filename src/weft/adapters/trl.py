@@ -1,4 +1,4 @@
-"""Trainers of TRL around a divided model: `from weft.adapters.trl import SFTTrainer`. See `weft.adapters.transformers`."""
+"""Adapter for TRL trainers: `from weft.adapters.trl import SFTTrainer`. See `weft.adapters.transformers`."""
 
 from __future__ import annotations
 

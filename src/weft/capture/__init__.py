@@ -1,1 +1,1 @@
-"""From a user's module, a batch and a loss to a `Graph`: reading, patches of what torch does otherwise, construction without memory."""
+"""Capture a user's module, batch and loss as a `Graph` with torch.export: graph reading, patches of torch, deferred initialisation."""

@@ -1,11 +1,11 @@
-"""What a trace is told where Python asks whether a tensor without values is true: checks pass, and anything else is refused.
+"""Capture models with value checks: data-dependent Python branches (`if tensor:`) on tensors without values, if they are only checks.
 
-In: a way to trace the model with given answers. Out: what it captures where no value chooses what is computed: of the two answers to each
-question one makes the model raise (`if labels.max() >= n: raise`, `assert`), or both compute the same (`if bad.any(): print(...)`). The
-model is traced again for each, up to the next question: what it does there is done once, without values, output or input. As other checks
-(`capture/patches/assertions`), these are not repeated in a run.
+The model is traced with preset answers. A branch is accepted if no value chooses what is computed: one of the two answers makes the model
+raise (`if labels.max() >= n: raise`, `assert`), or both compute the same (`if bad.any(): print(...)`). To find out, the model is traced
+again for each branch, up to the next one, without values, output or input. As other checks (`capture/patches/assertions`), these are not
+repeated in a run.
 
-Not modelled: questions for numbers (`int()`, `float()`), and a branch that asks more before it raises: refused as data-dependent.
+Refused as data-dependent: reads of numbers (`int()`, `float()`), and a branch that leads to another branch before it raises.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE, put
 from weft.errors import ModelError
 
 T = TypeVar("T")
-_MOST = 64  # questions: a loop that ends by a value (`while error > tolerance`) asks for ever
-_MOST_SKIPPED = 3  # questions that one answer may spare: `if a or b or c or d`
+_MOST = 64  # a loop with a data-dependent end (`while error > tolerance`) never stops asking
+_MOST_SKIPPED = 3  # questions that one answer may skip: `if a or b or c or d`
 
 
 class Answers:
-    """Answers to the questions of one trace, in order. Without any, torch is left to say what it thinks of such questions.
+    """Answers to the branch questions of one trace, in order; with None, torch handles (refuses) the questions.
 
-    guesses: whether what is asked beyond `told` is answered with False.
+    default_to_false: answer questions beyond `preset_answers` with False.
     """
 
     def __init__(self, told: Sequence[bool] | None = None, guesses: bool = False) -> None:
         self._told, self._guesses = told, guesses
         self.answers: list[bool] = []
-        self._of: dict[int, tuple[object, bool]] = {}  # by what was asked, alive, so that no identity is used again
-        self.of_torch: BaseException | None = None  # what a call of torch raised last, maybe since tensors here have no values
-        self.raised = False  # whether the model's own code ended the trace
+        self._of: dict[int, tuple[object, bool]] = {}  # by question, kept alive so that no id is reused
+        self.of_torch: BaseException | None = None  # last error raised by torch, perhaps since tensors have no values
+        self.raised = False  # the model's own code ended the trace
 
     def of(self, asked: object) -> bool | None:
-        """The answer for something that is asked, the same each time; None where there is none."""
+        """Return the answer to a question, the same each time; None without one."""
         if id(asked) not in self._of:
             answer = self._next()
             if answer is None:
@@ -60,25 +60,25 @@ class Answers:
         return self.answers[-1]
 
     def again(self) -> None:
-        """From the first on, for a second call of the model; no others are given."""
+        """Replay the answers from the first on, for a second call of the model, without further ones."""
         if self._told is not None:
             self._told, self._guesses, self.answers = self.answers, False, []
             self._of.clear()
 
     @property
     def are_used_up(self) -> bool:
-        """Whether as much was asked as there are answers."""
+        """Return whether all answers were used."""
         return self._told is None or len(self.answers) >= len(self._told)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A block in which the model's own code runs: that it raises is noted, but for what may be since nothing has values here."""
+        """A block of the model's code; records that it raised, except for errors that may be due to missing values."""
         try:
             yield
         except SystemExit as error:
             if self._told is None:
                 raise
-            raise ModelError("the model ends the process where a value is so") from error
+            raise ModelError("the model ends the process depending on a value") from error
         except (ModelError, *DATA_DEPENDENT, *NO_FAKE, TypeError, AttributeError):  # a symbol is no number
             raise
         except Exception as error:
@@ -90,19 +90,19 @@ class Answers:
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """A block in which torch is left to say what it thinks."""
-        told, self._told = self._told, None
+        """A block in which questions are left to torch."""
+        answers, self._told = self._told, None
         try:
             yield
         finally:
-            self._told = told
+            self._told = answers
 
 
 def with_checks_passed(run: Callable[[Answers], T], equal: Callable[[T, T], bool]) -> T:
-    """What `run` makes with the answers with which the model goes on.
+    """Return the result of `run` with the answers under which the model's checks pass.
 
     Raises:
-        ModelError: it cannot be captured; where a value chooses what is computed, as torch says it there.
+        ModelError: the model cannot be captured; for a branch that changes what is computed it is torch's own error.
     """
     try:
         return run(Answers())
@@ -114,42 +114,42 @@ def with_checks_passed(run: Callable[[Answers], T], equal: Callable[[T, T], bool
         asked = answers.answers
         for k in range(len(asked)):
             if not (k in raising or _raises(run, [*asked[:k], True]) or _changes_nothing(run, asked, k, partial(equal, result))):
-                return run(Answers(asked[:k]))  # which ends at question k
+                return run(Answers(asked[:k]))  # raises torch's error at question k
     return result
 
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """A block that nobody sees: its words go nowhere, and what waits for somebody, as a debugger does, is refused."""
+    """A block without output; code that waits for input, such as a debugger, is refused."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise ModelError("the model waits for input where a value is so")
+        raise ModelError("the model waits for input depending on a value")
 
-    deaf = io.StringIO()
+    empty_input = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
-        for owner, name in ((deaf, "readline"), (sys, "breakpointhook"), (pdb, "set_trace")):
+        for owner, name in ((empty_input, "readline"), (sys, "breakpointhook"), (pdb, "set_trace")):
             stack.enter_context(put(owner, name, refuse))
-        stack.enter_context(put(sys, "stdin", deaf))
+        stack.enter_context(put(sys, "stdin", empty_input))
         yield
 
 
 def _guessed(run: Callable[[Answers], T]) -> tuple[Answers, T, set[int]]:
-    """Answers with which it goes on, False where either may be, what it makes with them, and those of which False made the model raise."""
-    told: list[bool] = []
+    """Search answers under which the model runs through, False if possible: these, the result, the questions where False raises."""
+    preset: list[bool] = []
     raising: set[int] = set()
     while True:
-        answers = Answers(told, guesses=True)
+        answers = Answers(preset, guesses=True)
         try:
             return answers, run(answers), raising
         except ModelError:
-            if not answers.raised or len(answers.answers) == len(told):
+            if not answers.raised or len(answers.answers) == len(preset):
                 raise
-            told = [*answers.answers[:-1], True]
-            raising.add(len(told) - 1)
+            preset = [*answers.answers[:-1], True]
+            raising.add(len(preset) - 1)
 
 
 def _raises(run: Callable[[Answers], T], told: list[bool]) -> bool:
-    """Whether the last of these answers makes the model raise before it asks again."""
+    """Return whether the last of these answers makes the model raise before its next question."""
     answers = Answers(told)
     try:
         run(answers)
@@ -159,14 +159,14 @@ def _raises(run: Callable[[Answers], T], told: list[bool]) -> bool:
 
 
 def _changes_nothing(run: Callable[[Answers], T], asked: list[bool], k: int, equal: Callable[[T], bool]) -> bool:
-    """Whether the other answer to question k computes the same; it may spare the questions that follow."""
+    """Return whether the other answer to question k computes the same; it may skip questions that follow."""
     for skipped in range(_MOST_SKIPPED + 1):
-        told = [*asked[:k], True, *asked[k + 1 + skipped :]]
-        answers = Answers(told)
+        preset = [*asked[:k], True, *asked[k + 1 + skipped :]]
+        answers = Answers(preset)
         try:
-            again = run(answers)
+            result = run(answers)
         except ModelError:
             continue
-        if answers.answers == told:
-            return equal(again)
+        if answers.answers == preset:
+            return equal(result)
     return False

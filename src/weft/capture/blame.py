@@ -1,4 +1,4 @@
-"""Where in the user's code a trace came to an end. In: the exception. Out: words for it, with the line of code that is not torch's."""
+"""Explain why torch.export failed: the reason in one line, with the innermost line of the user's code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COUNTING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def why_not(error: Exception) -> str:
-    """What stopped the trace, in one line; for branches on values instead of torch's symbols."""
-    said = str(error).strip().splitlines()
+    """Return the reason in one line; for data-dependent control flow a plain explanation instead of torch's symbols."""
+    lines = str(error).strip().splitlines()
     where = _place(error)
-    if any(isinstance(held, PackedSequence) for frame, _ in traceback.walk_tb(error.__traceback__) for held in frame.f_locals.values()):
+    if any(isinstance(x, PackedSequence) for frame, _ in traceback.walk_tb(error.__traceback__) for x in frame.f_locals.values()):
         return (
             f"packed sequences{where}: their shapes follow the values of the lengths; give the layer the padded batch, and mask what it "
             "makes of the padding"
@@ -36,11 +36,11 @@ def why_not(error: Exception) -> str:
                     "that is the same in every step does not hold; give it a momentum, for example 0.1"
                 )
         return f"data-dependent{where}: what it does there depends on the values of a tensor (if, float(), int(), .item(), a mask)"
-    return f"{type(error).__name__}: {said[0] if said else ''}{where}"
+    return f"{type(error).__name__}: {lines[0] if lines else ''}{where}"
 
 
 def _place(error: Exception) -> str:
-    """` at model.py:12, "if x.sum() > 0:"`: the innermost line that is neither torch's nor weft's; empty where there is none."""
+    """Return ` at model.py:12, "if x.sum() > 0:"`, the innermost line outside of torch and weft; empty without one."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if not file.startswith((*_NOT_THE_USERS, "<")):

@@ -1,9 +1,8 @@
-"""From a module, a batch and a loss to a `Graph`: one microbatch, forward, down to the loss, at global shapes.
+"""Capture a module, a batch and a loss with torch.export as a `Graph`: the forward pass of one microbatch, at global shapes.
 
-In: a module whose parameters are fake tensors (no memory), the example batch, and optionally `loss(output, batch)`.
-Out: a `Captured` graph, or `ModelError` where `torch.export` cannot follow the model (data-dependent branches).
-In-place operators are made functional; only buffers (batch-norm statistics) are still written in place.
-Not modelled: dynamic shapes. Another microbatch size is another capture.
+The module's parameters are fake tensors (no memory). In-place operators are functionalized; only buffers (batch-norm statistics) are still
+written in place. A model that `torch.export` cannot trace (data-dependent branches) raises `ModelError`. Shapes are static: another
+microbatch size is another capture.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class Captured:
 
     graph: Graph
     constants: Mapping[str, torch.Tensor]
-    structure: Any = None  # the model's output with fake tensors, where it was captured without a loss
+    structure: Any = None  # the model's output with fake tensors, if captured without a loss
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """The model's output of a batch: dicts by keyword, tuples in order."""
+    """Call the model on a batch: dicts by keyword, tuples in order."""
     return model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def taken(model: nn.Module, batch: Any) -> Any:
-    """What of a batch the model is called with where a loss of its own has the rest: all of it if forward takes all, else as many of a
-    tuple's members as it takes, or those of a dict that it knows by name."""
+    """Return the part of a batch that the model is called with, if a separate loss takes all of it: everything if forward accepts it, else
+    as many leading members of a tuple as it accepts, or the members of a dict that it has parameters for."""
     if not isinstance(batch, Mapping | tuple | list):
         return batch
     try:
@@ -62,9 +61,9 @@ def taken(model: nn.Module, batch: Any) -> Any:
     except ValueError:  # no signature to see
         return batch
 
-    def fits(some: Any) -> bool:
+    def fits(members: Any) -> bool:
         try:
-            signature.bind(**some) if isinstance(some, Mapping) else signature.bind(*some)
+            signature.bind(**members) if isinstance(members, Mapping) else signature.bind(*members)
         except TypeError:
             return False
         return True
@@ -76,7 +75,7 @@ def taken(model: nn.Module, batch: Any) -> Any:
 
 
 def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
-    """Run the model on a batch as `MODEL` says: dicts by keyword, tuples in order; then the loss, a scalar. See `taken`.
+    """Run the model on a batch (dicts by keyword, tuples in order, see `forward_arguments`), then the loss; return the scalar.
 
     Raises:
         ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
@@ -91,17 +90,17 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
         if value is None and isinstance(output, Mapping):
             value = output.get("loss")
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        total = output if value is None else value
-        got = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        result = output if value is None else value
+        got = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise ModelError(f"the loss must be a scalar tensor, got {got}; pass loss=f with f(output, batch) -> scalar")
-    # A reshape of a scalar would be one operator more, behind which summands are no longer known as such.
+    # A reshape of a scalar would be an extra operator, through which partial sums are not tracked.
     return value if value.dim() == 0 else value.reshape(())
 
 
 class _Step(nn.Module):
-    """Model and loss as one module of tensor leaves, which is what `torch.export` takes.
+    """Model and loss as one module of tensor leaves, as `torch.export` requires.
 
-    `attributes`: tensors that it gives in place of the loss or the outputs: those that are then in these places of the model's state.
+    `attributes`: places in the model's state; if any, the tensors there after the call are returned instead of the loss or the outputs.
     """
 
     def __init__(
@@ -111,12 +110,12 @@ class _Step(nn.Module):
         self.model = model
         self.gives_outputs = outputs or bool(attributes)
         self._batch, self._attributes, self._returns = batch, attributes, outputs
-        self.of_attributes: Callable[[Sequence[tuple[Any, ...]]], _Step] = lambda them: _Step(model, batch, loss, outputs, answers, them)
-        # In a closure: a loss that is a module is no part of the model.
+        self.of_attributes: Callable[[Sequence[tuple[Any, ...]]], _Step] = lambda at: _Step(model, batch, loss, outputs, answers, at)
+        # In a closure: a loss that is a module must not become a submodule.
         self._call: Callable[[Any], torch.Tensor] = lambda batch: call(model, batch, loss)
         outputs_seen: list[Any] = []
         states_seen: list[State] = []
-        # Kept in closures: export puts a module's attributes back as they were.
+        # In closures: export restores a module's attributes.
         self.seen: Callable[[Any], None] = outputs_seen.append
         trace = Trace(model, Record(), answers)
         self.trace: Callable[[], Trace] = lambda: trace
@@ -138,8 +137,8 @@ class _Step(nn.Module):
         state = state_of(self.model)
         self.left(state)
         if self._attributes:
-            held = tensors_kept(state)
-            return tuple(held[place] for place in self._attributes)
+            tensors_by_place = tensors_kept(state)
+            return tuple(tensors_by_place[place] for place in self._attributes)
         return (*result, *self.trace().record.buffers.values())
 
 
@@ -151,7 +150,7 @@ def capture(
     `model` has fake parameters of `fake_mode`. With `outputs` the graph ends at the model's output tensors instead of a loss.
 
     Raises:
-        ModelError: the model cannot be followed, with the reason.
+        ModelError: the model cannot be captured, with the reason.
     """
     size = batch_size or batch_size_of(batch)
     first: ModelError | None = None
@@ -170,22 +169,22 @@ def capture(
 
 
 def _batched(batch: Any, size: int) -> Iterator[frozenset[str]]:
-    """Which tensors of the batch have samples in dimension 0, the likeliest first: all that are as long as there are samples.
+    """Yield candidate sets of the batch's tensors with samples in dimension 0, the likeliest first: all of that length.
 
-    One may be so long by accident (class weights, a table of positions). With another number of samples the model then fails, and is tried
-    with one after the other kept as it is.
+    A tensor may have that length by accident (class weights, a table of positions). With another number of samples the model then fails,
+    and is tried with subsets left at their size.
     """
     samples = batch_size_of(batch)
-    long = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
-    yield frozenset(long)
+    batched = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    yield frozenset(batched)
     if size != samples:
-        subsets = (chosen for n in range(1, len(long)) for chosen in combinations(long[1:], n))
-        yield from (frozenset(long) - set(chosen) for chosen in islice(subsets, _MOST_TRIES))
+        subsets = (chosen for n in range(1, len(batched)) for chosen in combinations(batched[1:], n))
+        yield from (frozenset(batched) - set(chosen) for chosen in islice(subsets, _MOST_TRIES))
 
 
 def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
-    """Capture; where a call leaves the module's own attributes changed, the next call must be the same all the same."""
-    step.training = step.model.training  # each of its modules keeps its own mode: a batch norm may be frozen
+    """Capture a step; if a call changes attributes of the module, check that the next call computes the same."""
+    step.training = step.model.training  # submodules have their own modes: a batch norm may be frozen
     before = state_of(step.model)
 
     def traced(step: _Step) -> Captured:
@@ -203,9 +202,9 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
                 )
             set_state(step.model, after)
             step.trace().answers.again()
-            again = traced(step)
-            is_equal = step.trace().answers.are_used_up and _equal_captures(again, captured)
-            if not is_equal and not _reads_what_was_left(step, traced, before, captured, again):
+            second = traced(step)
+            is_equal = step.trace().answers.are_used_up and _equal_captures(second, captured)
+            if not is_equal and not _reads_what_was_left(step, traced, before, captured, second):
                 raise ModelError(
                     f"the model computes something else when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -216,25 +215,25 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
 
 
 def _reads_what_was_left(step: _Step, traced: Callable[[_Step], Captured], before: State, first: Captured, again: Captured) -> bool:
-    """Whether the call `again` is the first one but for reading what that made of constants and left in attributes, and leaves them so."""
+    """Return whether call `later` equals the first one but for reading tensors that this made of constants and cached in attributes."""
     after = step.state_left()
     if not step.trace().answers.are_used_up or changes(after, state_of(step.model)):
         return False
     read = {id(x) for x in again.constants.values()}
-    left = {place: x for place, x in tensors_kept(after).items() if id(x) in read and tensors_kept(before).get(place) is not x}
-    if not left:
+    cached = {place: x for place, x in tensors_kept(after).items() if id(x) in read and tensors_kept(before).get(place) is not x}
+    if not cached:
         return False
     set_state(step.model, before)
-    attributes = step.of_attributes(tuple(left))
+    attributes = step.of_attributes(tuple(cached))
     attributes.training = step.training
-    captures = [(it.graph, it.constants) for it in (first, again, traced(attributes))]
-    return computes_equally(captures[0], captures[1], captures[2], tuple(left.values()), _is_equal)
+    captures = [(c.graph, c.constants) for c in (first, again, traced(attributes))]
+    return computes_equally(captures[0], captures[1], captures[2], tuple(cached.values()), _is_equal)
 
 
-def _equal_captures(one: Captured, other: Captured) -> bool:
-    """Whether two captures compute the same, whatever their operators are called."""
-    pairs = [tuple(it.constants[v.value] for v in it.graph.constants) for it in (one, other)]
-    return _form(one.graph) == _form(other.graph) and all(a is b or _is_equal(a, b) for a, b in zip(*pairs, strict=True))
+def _equal_captures(first: Captured, second: Captured) -> bool:
+    """Return whether two captures compute the same, up to names of operators and values."""
+    constants = [tuple(c.constants[v.value] for v in c.graph.constants) for c in (first, second)]
+    return _form(first.graph) == _form(second.graph) and all(a is b or _is_equal(a, b) for a, b in zip(*constants, strict=True))
 
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -242,7 +241,7 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _form(graph: Graph) -> tuple[object, ...]:
-    """A graph by what it computes: values by number in order of appearance."""
+    """Return the graph in a canonical form for comparison: values are numbered in order of appearance."""
     numbers: dict[str, int] = {}
 
     def number(value: str) -> int:
@@ -251,13 +250,13 @@ def _form(graph: Graph) -> tuple[object, ...]:
     def arg(a: Arg) -> object:
         return ("value", number(a.value)) if isinstance(a, Ref) else tuple(map(arg, a)) if isinstance(a, tuple) else (type(a), a)
 
-    held = [(v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)]
+    variables = [(v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)]
     constants = [number(v.value) for v in graph.constants]
     operators = [
         (op.target, arg(op.args), [(k, arg(a)) for k, a in op.kwargs], [(number(v), graph.tensors[v]) for v in op.outputs], op.autocast)
         for op in graph.operators
     ]
-    return held, constants, operators, number(graph.loss), [*map(number, graph.outputs)]
+    return variables, constants, operators, number(graph.loss), [*map(number, graph.outputs)]
 
 
 def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
@@ -273,8 +272,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except ModelError:
             raise
         except Exception as error:
-            cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
-            raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
+            part = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
+            raise ModelError(f"torch.export cannot follow the model{part}: {why_not(error)}") from error
         rewrite(program.graph_module)
         _refuse_data_dependent_shapes(program)
         reading = Reading(step.model, step.trace().record, batch, batched, size, step.gives_outputs)
@@ -289,9 +288,9 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
 
 
 def _refuse_data_dependent_shapes(program: Any) -> None:
-    """Raise ModelError where a tensor has a shape that depends on values: as many rows as a mask picks."""
-    inside = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # blocks without gradients, too
-    for node in (node for module in inside for node in module.graph.nodes):
+    """Raise ModelError if the shape of a tensor depends on values, such as the number of rows that a mask selects."""
+    graph_modules = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # blocks without gradients, too
+    for node in (node for module in graph_modules for node in module.graph.nodes):
         value = node.meta.get("val")
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, torch.Tensor) and any(not isinstance(n, int) for n in item.shape):

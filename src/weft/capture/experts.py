@@ -1,8 +1,8 @@
-"""Mixtures of experts without a limit of tokens: rows sorted by their experts, products of each expert with its own rows, and back.
+"""Dropless mixture of experts (MoE): dispatch sorts rows by expert, a grouped matmul, and combine, as operators in plain torch.
 
-In: tokens ND, the experts NT that each is sent to, weights of experts. Out: operators `weft.to_experts`, `weft.of_experts` and
-`weft.from_experts`, in plain torch, so that every dtype works; their work is that of T experts a token. How many rows an expert has follows
-from data; all rows together are M = N x T. Who has some of the experts takes their rows alone.
+`weft.to_experts` (dispatch), `weft.of_experts` (grouped matmul) and `weft.from_experts` (combine) work in every dtype, and cost T experts a
+token. The number of rows of an expert depends on data; the total is M = N x T. Under expert parallelism a rank dispatches only to its own
+experts. A capacity limit is left out.
 
 Shape letters: N tokens, T experts of a token, M rows, E experts, D model, I inputs, O outputs.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 @torch.library.custom_op("weft::to_experts", mutates_args=())
 def to_experts(x: Tensor, which: Tensor, experts: int, first: int = 0, number: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows MD sorted by expert, expert of each, its place among the choices of all tokens): of one expert tokens stay in their order.
-    Where `number` says so, those of as many experts from `first` on."""
+    """Dispatch: return rows MD sorted by expert (stable), the expert id of each, its index in the flattened choices NT.
+    With `number` >= 0, only the rows of `number` experts from `first` on."""
     ids_M, order_M = torch.sort(which.reshape(-1), stable=True)
     if number >= 0:
         spans = _spans(ids_M, first, number)
@@ -30,11 +30,11 @@ def to_experts(x: Tensor, which: Tensor, experts: int, first: int = 0, number: i
 
 @torch.library.custom_op("weft::of_experts", mutates_args=())
 def of_experts(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int = 0) -> Tensor:
-    """Each row MI times its expert's matrix (OI, or IO where `transposed`), plus its bias EO. `first`: whose matrix is the first."""
+    """Grouped matmul: rows MI times their expert's matrix (OI, or IO if `transposed`), plus bias EO. `first`: expert of the first one."""
     matrices = weight if transposed else weight.transpose(1, 2)
     spans = _spans(ids, first, len(weight))
     out_MO = rows.new_empty((len(rows), matrices.shape[2]))
-    out_MO[: spans[0][0]], out_MO[spans[-1][1] :] = 0, 0  # of experts that are not here
+    out_MO[: spans[0][0]], out_MO[spans[-1][1] :] = 0, 0  # rows of experts on other ranks
     with torch.autocast(rows.device.type, enabled=False):
         for expert, (start, stop) in enumerate(spans):
             if stop > start:
@@ -46,7 +46,7 @@ def of_experts(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, t
 
 @torch.library.custom_op("weft::from_experts", mutates_args=())
 def from_experts(rows: Tensor, order: Tensor, weight: Tensor, experts: int) -> Tensor:
-    """What the experts of each token made, summed with their weights NT: ND."""
+    """Combine: sum the outputs of each token's experts with their weights NT, to ND."""
     return (_unsorted(rows, order, weight.shape) * weight.unsqueeze(-1)).sum(1)
 
 
@@ -66,13 +66,13 @@ def _(rows: Tensor, order: Tensor, weight: Tensor, experts: int) -> Tensor:
 
 
 def _spans(ids_M: Tensor, first: int, number: int) -> list[tuple[int, int]]:
-    """(start, stop) of the rows of each of `number` experts from `first` on."""
+    """Return (start, stop) of the rows of each of `number` experts from `first` on."""
     ends = torch.searchsorted(ids_M, torch.arange(first, first + number + 1, device=ids_M.device)).tolist()
     return list(pairwise(ends))
 
 
 def _unsorted(rows_MD: Tensor, order_M: Tensor, tokens: torch.Size) -> Tensor:
-    """Rows where the tokens NT chose them, NTD; zero where they are somebody else's."""
+    """Scatter rows back to the choices NT of the tokens, NTD; zero for experts on other ranks."""
     out = rows_MD.new_zeros((tokens.numel(), *rows_MD.shape[1:]))
     out[order_M] = rows_MD
     return out.view(*tokens, *rows_MD.shape[1:])
@@ -104,14 +104,14 @@ def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for expert, (start, stop) in enumerate(_spans(ids, ctx.first, len(weight))):
             if stop == start:
                 continue
-            mine = grad[start:stop]
+            expert_grad = grad[start:stop]
             if of_rows is not None:
-                torch.mm(mine, weight[expert].t() if ctx.transposed else weight[expert], out=of_rows[start:stop])
+                torch.mm(expert_grad, weight[expert].t() if ctx.transposed else weight[expert], out=of_rows[start:stop])
             if of_weight is not None:
-                left, right = (rows[start:stop], mine) if ctx.transposed else (mine, rows[start:stop])
-                torch.mm(left.t(), right, out=of_weight[expert])
+                a, b = (rows[start:stop], expert_grad) if ctx.transposed else (expert_grad, rows[start:stop])
+                torch.mm(a.t(), b, out=of_weight[expert])
             if of_bias is not None:
-                of_bias[expert] = mine.sum(0)
+                of_bias[expert] = expert_grad.sum(0)
     return of_rows, None, of_weight, of_bias, None, None
 
 
@@ -132,7 +132,7 @@ from_experts.register_autograd(_back_gradient, setup_context=_keep_back)
 
 
 def experts_forward(experts: Any, x_ND: Tensor, which_NT: Tensor, weight_NT: Tensor) -> Tensor:
-    """The forward pass of a module of stacked experts of `transformers`; `experts` has what the library's own implementations read."""
+    """Forward pass of a `transformers` module of stacked experts; `experts` has the attributes that the library's implementations read."""
     up, up_bias = ("gate_up_proj", "gate_up_proj_bias") if experts.has_gate else ("up_proj", "up_proj_bias")
     rows_MD, ids_M, order_M = torch.ops.weft.to_experts(x_ND, which_NT, experts.num_experts)
     inner_MI = _linear(experts, rows_MD, ids_M, up, up_bias)

@@ -1,7 +1,7 @@
-"""From what `torch.export` made to a `Graph`: parameters and buffers by name, operators that write nothing, what is needed of them.
+"""Convert a program of `torch.export` to a `Graph`: parameters and buffers by name, functional operators, dead code removed.
 
-In: an exported program, and the model and the batch that it was made of. Out: the graph and the values of its constants; `Aliased` where a
-write cannot be followed here. Not modelled: see `weft.capture.fx_reader` and `weft.capture.functional`.
+The result is the graph and the values of its constants; a write with aliasing that is unsupported here raises `UnsupportedAliasing`.
+Limits: see `weft.capture.fx_reader` and `weft.capture.functional`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.ops import draws, writes
 
 @dataclass
 class _Variables:
-    """What a program is given, in its order: parameters and buffers by first name, inputs, constants and the values of these."""
+    """Inputs of a program, in its order: parameters and buffers by first name, inputs, constants and their values."""
 
     parameters: dict[str, Variable] = field(default_factory=dict)
     buffers: dict[str, Variable] = field(default_factory=dict)
@@ -42,19 +42,19 @@ class _Variables:
 
 @dataclass(frozen=True)
 class Reading:
-    """How programs of a model and a batch of `size` samples are read; `batched` inputs have these in dimension 0."""
+    """Reads programs of a model and a batch of `batch_size` samples; `batched` inputs have these in dimension 0."""
 
     model: nn.Module
     record: Record
     batch: Any
     batched: frozenset[str]
     size: int
-    has_outputs: bool  # and no loss
+    has_outputs: bool  # instead of a loss
 
     def of(self, program: Any) -> tuple[Graph, dict[str, torch.Tensor]]:
-        """The graph of a program, and its constants."""
-        memory: dict[Any, Any] = {}
-        reader = Reader(lambda number, specs: function_of(self.record.calls[number], specs, memory))
+        """Return the graph of a program, and its constants."""
+        function_cache: dict[Any, Any] = {}
+        reader = Reader(lambda number, specs: function_of(self.record.calls[number], specs, function_cache))
         first_names = self._first_names()
         variables = self._variables(program, reader, first_names)
         reader.read(program.graph, program.graph_module)
@@ -72,7 +72,7 @@ class Reading:
             tuple(variables.inputs),
             read,
             tuple(wanted),
-            # In the order in which they came to be, and what nobody reads of an operator's results behind them.
+            # In the order of creation, then the unused results of operators.
             {value: spec for value, spec in reader.tensors.items() if value in used}
             | {value: reader.tensors[value] for op in wanted for value in op.outputs}
             | {v.value: v.tensor for v in states},
@@ -89,12 +89,12 @@ class Reading:
         yield from self.model.named_buffers(remove_duplicate=False)
 
     def _first_names(self) -> dict[str, str]:
-        """By name of a parameter or a buffer, the first that it has: tied ones have several."""
+        """Return the first name of every parameter and buffer name: tied ones have several."""
         owners: dict[int, str] = {}
-        return {name: owners.setdefault(id(held), name) for name, held in self._named()}
+        return {name: owners.setdefault(id(tensor), name) for name, tensor in self._named()}
 
     def _variables(self, program: Any, reader: Reader, first_names: Mapping[str, str]) -> _Variables:
-        """What the program is given. The reader learns of it, too."""
+        """Return the inputs of the program, and register them with the reader."""
         names = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         paths = iter([path for path, leaf in leaves(self.batch) if isinstance(leaf, torch.Tensor)])
@@ -126,14 +126,14 @@ class Reading:
         return variables
 
     def _operators(self, reader: Reader, variables: _Variables) -> tuple[list[Operator], list[str]]:
-        """The operators that were read, without writes, and the results; buffers that the model makes are looked at."""
+        """Return the functionalized operators and the results; buffers that the model makes are checked."""
         in_place = frozenset(v.value for v in variables.held)
         trained = {p.value for p in variables.parameters.values() if p.trainable}
         with_gradient = trained.union(v.value for v in variables.inputs if v.tensor.is_float)
         memory = Memory(reader.storages(), in_place, frozenset(with_gradient), frozenset(reader.silent))
         functional = make_functional(reader.operators, reader.tensors, memory, exists)
         if functional is None:
-            if reader.silent:  # torch's own functionalisation forgets which operators those are
+            if reader.silent:  # torch's own functionalization loses which operators these are
                 raise ModelError(
                     "the model writes into a tensor in a way that cannot be followed, beside a block without gradients; write with "
                     "torch.where or index_put, or leave the block out"
@@ -150,7 +150,7 @@ class Reading:
 
 
 def _refuse_changing(buffers: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
-    """Raise ModelError where a buffer that the model makes in its first call, and keeps, is not the same in every call."""
+    """Raise ModelError if a buffer that the model makes in its first call would differ in later calls."""
     for name, value in buffers.items():
         needed = {value}
         for op in reversed(operators):
@@ -166,7 +166,7 @@ def _refuse_changing(buffers: Mapping[str, str], operators: Sequence[Operator], 
 
 
 def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
-    """Raise ModelError where a parameter (value -> name) or the one that is put in its place, which no optimizer knows, has a gradient."""
+    """Raise ModelError if a replaced parameter (value -> name), or its replacement, gets a gradient: no optimizer has it."""
 
     def reads(op: Operator) -> Sequence[str]:
         return learns_by(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
@@ -174,17 +174,17 @@ def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
     new = {op.inputs[0]: op.inputs[1] for op in graph.operators if op.target == "aten.copy_.default" and op.inputs[0] in replaced}
     trained = learned(graph)
     ends = {graph.loss, *graph.outputs}
-    lost = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, reads)))
-    if lost:
+    names = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, reads)))
+    if names:
         raise ModelError(
-            f"the model puts a new parameter in the place of {lost[0]} while it runs, which its optimizer would not know and not train; "
+            f"the model puts a new parameter in the place of {names[0]} while it runs, which its optimizer would not know and not train; "
             "write into it instead (with torch.no_grad(): p.copy_(new))"
         )
 
 
 def _write_back(program: Any, reader: Reader, held: Mapping[str, str], first_names: Mapping[str, str]) -> None:
-    """Where torch made the graph functional, it hands out what buffers and parameters hold at the end: write that into them."""
-    left = []
+    """Append copies of the final values into buffers and parameters, which torch's functionalization returns as outputs."""
+    user_results = []
     for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
         if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             name = first_names[spec.target.removeprefix("model.")]
@@ -192,29 +192,29 @@ def _write_back(program: Any, reader: Reader, held: Mapping[str, str], first_nam
             reader.tensors[written] = reader.tensors[into]
             reader.operators.append(Operator(written, "aten.copy_.default", (Ref(into), Ref(value)), (), (written,), f"{name}/copy_"))
         elif spec.kind.name == "USER_OUTPUT":
-            left.append(value)
-    reader.results = left
+            user_results.append(value)
+    reader.results = user_results
 
 
 def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list[Operator]:
-    """Operators that a result, a buffer or a parameter needs, in order."""
+    """Return the operators that a result, a buffer or a parameter depends on, in order (dead code elimination)."""
     needed = set(results)
-    operators_left = []
+    used = []
     for op in reversed(operators):
         if (writes(op) and op.inputs[0] in held) or any(value in needed for value in op.outputs):
             needed.update(op.inputs)
-            operators_left.append(op)
-    return operators_left[::-1]
+            used.append(op)
+    return used[::-1]
 
 
 def _apart(operators: list[Operator]) -> list[Operator]:
-    """Each at a site of its own: a write that was made functional is several operators, and takes views again, where there was one."""
-    taken, seen, renamed = {op.site for op in operators}, set[str](), []
+    """Give every operator a site of its own: a functionalized write is several operators, and regenerates views."""
+    original, assigned, renamed = {op.site for op in operators}, set[str](), []
     for op in operators:
         site, number = op.site, 0
-        while site in seen or (number and site in taken):
+        while site in assigned or (number and site in original):
             number += 1
             site = f"{op.site}#{number}"
-        seen.add(site)
+        assigned.add(site)
         renamed.append(op if site == op.site else replace(op, site=site))
     return renamed

@@ -1,8 +1,7 @@
-"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
+"""The only adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), tracing, dispatcher and pytrees.
 
-In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`,
-a block without fake tensors and tracing, `put()`, `unlogged()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`,
-`tree_map`, and where patches of torch's own code go. Not modelled: fake tensors of other devices.
+Private names of torch, and names that not every version has, are listed here once. `for_real()` is a block without fake tensors and
+tracing. Fake tensors of other devices are not supported.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ __all__ = [
     "unlogged",
 ]
 
-ASSERT = torch._assert  # by which models check what a trace does not know
+ASSERT = torch._assert  # used by models to check values that a trace does not have
 # (owner, attribute) of every private name used here, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_assert"),
@@ -86,26 +85,26 @@ NAMES: tuple[tuple[Any, str], ...] = (
 
 Fake = FakeTensor
 FakeMode = FakeTensorMode
-# What a fake tensor raises where only real values can tell the answer: a number, a shape, or an operator without a shape rule.
+# Raised by fake tensors where real values are needed: for a number, a shape, or an operator without a shape rule.
 NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-# What a trace raises where Python code asks a tensor for a value, or a shape follows values.
+# Raised in a trace where Python code reads a value of a tensor, or a shape depends on values.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
-# Attributes that patches put others in the place of.
+# Attributes that patches replace.
 NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
 LSTM_LAYER = "one_layer_lstm"
 DEVICE_INIT = "avoid_device_init"
 CAUSAL = "_detect_is_causal_mask"
-MODULE_APPLY = "_apply"  # by which a module changes its parameters
+MODULE_APPLY = "_apply"  # by which `to` and `double` convert parameters
 VALIDATES = "_validate_args"  # of a distribution
 _DRIVER: Any = FakeTensorMode.avoid_device_init
 
 
 class HostMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """With CUDA torch asks its driver for devices whenever a mode is entered: a process that has asked cannot be forked into ranks that use
-    a GPU. Where there is none it makes one up, and a fork of a process that has run backward cannot do so. Neither matters to tensors of
-    the host, so this says what holds where there is a GPU.
+    """A fake mode for host tensors that does not touch CUDA. torch's own queries the CUDA driver whenever it is entered: such a process
+    cannot be forked into ranks that use a GPU. Without a GPU torch simulates one, which fails in a fork of a process that has run backward.
+    Host tensors need neither, so this returns the value for a machine with a GPU.
     """
 
     @property
@@ -114,18 +113,18 @@ class HostMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def told(holds: bool | torch.SymBool) -> None:
-    """Tell a trace what holds of sizes that follow values; raise where it does not."""
+    """Assume a relation of data-dependent sizes in a trace; raise if it does not hold."""
     torch._check(holds)  # type: ignore[no-untyped-call]
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode of its own: fake tensors of two modes never meet in one operator."""
+    """Make a new fake mode: fake tensors of two modes cannot be mixed in one operator."""
     return HostMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def put(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A block in which an attribute has another value."""
+    """A block in which an attribute is replaced (monkey patch)."""
     is_inherited = isinstance(owner, type) and name not in vars(owner)
     before = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, value)
@@ -137,7 +136,7 @@ def put(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Calls that cannot be are tried inside: torch raises, and does not write a trace to the log as well."""
+    """A block in which failing calls on fake tensors raise without an entry in torch's log."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -147,5 +146,5 @@ def unlogged() -> Iterator[None]:
 
 
 def forget(mode: FakeTensorMode) -> None:
-    """Drop the mode's weak references to its tensors: while there is one, `nn.Module.to` and `.double` refuse to swap a parameter."""
+    """Drop the mode's weak references to its tensors, with which `nn.Module.to` and `.double` refuse to swap a parameter."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -1,17 +1,14 @@
-"""In-place operators made functional, on the operator list. In: operators as the model calls them. Out: operators without
-writes (to buffers and parameters excepted) and the final name of each value.
+"""Functionalization of in-place operators, on the operator list; only buffers and parameters are still written in place.
 
-Which values share memory is told by `storages`, as it was while the model was traced. A write goes up the chain of views to the tensor
-that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is taken again. What cannot be followed is
-left to torch's own functionalisation: None is returned.
+`storages` tells which values share memory, as recorded while the model was traced. A write is propagated through the chain of views to the
+tensor that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is regenerated. Unsupported aliasing is
+left to torch's own functionalization: None is returned.
 
-Torch's own (`run_decompositions`) was tried in its place, with torch 2.13: it takes writes under `no_grad`, through `.data` and `detach`
-for such as gradients go through, hands out what buffers hold at the end where a graph writes them, and takes as long as the trace.
+Torch's own (`run_decompositions`) was tried in its place, with torch 2.13: it treats writes under `no_grad`, through `.data` and `detach`
+as differentiable, returns the final values of buffers where a graph writes them, and takes as long as the trace.
 
-A write in a block without gradients, or through `.data` or `detach()`, changes values and leaves gradients as they were: what was written
-takes the place of the value, and the gradient goes where it went before.
-
-Not modelled: a value that is infinite before such a write hands on no gradient.
+A write in a block without gradients, or through `.data` or `detach()`, changes the value and not the gradient: the result has the written
+value, and its gradient flows to the original. Limit: a value that is infinite before such a write gets no gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +20,16 @@ from weft.model.graph import Arg, Operator, Ref, Tensor, Word
 from weft.model.storage.strides import dense
 from weft.ops import record_of, writes
 
-_RETURN_INPUT = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
-_OTHERWISE = ("set", "resize", "requires_grad")  # writes of what a tensor is, not of what it holds
-# Draws into a tensor whose functional twins have other names: of what else they are told the arguments stay.
+_RETURN_INPUT = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # may return their input
+_OTHERWISE = ("set", "resize", "requires_grad")  # writes of metadata, not of values
+# In-place random operators whose functional twins have other names; the other arguments are equal.
 _TWINS = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """`output` number of what `op` makes is a view of `base`."""
+    """Output number `output` of `op` is a view of `base`."""
 
     op: Operator
     base: str
@@ -41,13 +38,13 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of values beside their operators.
+    """Aliasing and gradient information of values.
 
     Args:
-        storages: the memory of every value, as a number; values without an entry share none.
-        held: buffers and parameters, which are still written in place.
-        learned: variables that have a gradient.
-        silent: names of operators that stand in blocks without gradients.
+        storages: the id of the storage of every value; values without an entry share none.
+        in_place: buffers and parameters, which are still written in place.
+        requires_grad: variables that require a gradient.
+        no_grad_operators: names of the operators in blocks without gradients (`no_grad`).
     """
 
     storages: Mapping[str, int]
@@ -59,25 +56,25 @@ class Memory:
 def make_functional(
     operators: list[Operator], tensors: dict[str, Tensor], memory: Memory, exists: Callable[[str], bool]
 ) -> tuple[list[Operator], dict[str, str]] | None:
-    """`operators` without in-place writes, and the last name of every value that was written; None where a write cannot be followed.
+    """Return `operators` without in-place writes, and the last name of every written value; None for a write with unsupported aliasing.
 
-    `exists(target)`: whether there is an operator of this name.
+    `exists(target)`: whether torch has an operator of this name.
     """
     return _Rewriter(tensors, memory, exists).run(operators)
 
 
 class _Unclear(Exception):
-    """A write that cannot be followed."""
+    """A write with unsupported aliasing."""
 
 
 class _Rewriter:
     def __init__(self, tensors: dict[str, Tensor], memory: Memory, exists: Callable[[str], bool]) -> None:
         self.tensors, self.memory, self.exists = tensors, memory, exists
         self.storages, self.held = memory.storages, memory.held
-        self.learned = set(memory.learned)  # and what is made of them
-        self.views: dict[str, _View] = {}  # in the order in which they were taken
-        self.aliases: dict[str, str] = {}  # what a write returned -> the value that was written
-        self.now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
+        self.learned = set(memory.learned)  # and values that depend on them
+        self.views: dict[str, _View] = {}  # in the order of creation
+        self.aliases: dict[str, str] = {}  # result of a write -> the written value
+        self.now: dict[str, str] = {}  # name of a value in the model -> its latest functional name
         self.out: list[Operator] = []
 
     def run(self, operators: list[Operator]) -> tuple[list[Operator], dict[str, str]] | None:
@@ -130,19 +127,19 @@ class _Rewriter:
         return name
 
     def _watch(self, op: Operator) -> None:
-        """Note which of the outputs share memory with an input."""
+        """Record the outputs that share memory with an input."""
         if op.target.startswith("aten.lift_fresh_copy"):
-            return  # a copy, which a trace takes for its source
+            return  # a copy, which shares its source's storage in a trace
         for i, output in enumerate(op.outputs):
-            mine = self.storages.get(output)
-            if mine is None:
+            storage = self.storages.get(output)
+            if storage is None:
                 continue
-            base = next((v for v in op.inputs if self.storages.get(v) == mine), None)
+            base = next((v for v in op.inputs if self.storages.get(v) == storage), None)
             if base is not None:
                 self.views[output] = _View(op, self._first(base), i)
 
     def _detach(self, op: Operator) -> None:
-        """`x.detach_()`: from here on x hands on no gradient; what was made of it before still does."""
+        """Rewrite `x.detach_()`: later uses of x pass no gradient, earlier ones still do."""
         assert isinstance(op.args[0], Ref)
         target = self._first(op.args[0].value)
         self.aliases[op.outputs[0]] = target
@@ -160,7 +157,7 @@ class _Rewriter:
         root = self._root(target)
         self.aliases[op.outputs[0]] = target
         if root in self.held and root == target:
-            self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads what is held
+            self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # readers of the write's result read the buffer
             return
         new = self._fresh(op.outputs[0], "new", target)
         packet, overload = op.target.split(".")[1][:-1], op.target.split(".")[2]
@@ -190,7 +187,7 @@ class _Rewriter:
         self._take_again(root, chain)
 
     def _write_out(self, op: Operator) -> None:
-        """`torch.div(a, b, out=buffer)`: the value, and a copy of it into the buffer."""
+        """Rewrite `torch.div(a, b, out=buffer)` as the value, and a copy of it into the buffer."""
         into = dict(op.kwargs)["out"]
         packet = op.target.split(".")[1]
         twin = next((t for t in (f"aten.{packet}.Tensor", f"aten.{packet}.default") if self.exists(t)), None)
@@ -217,7 +214,7 @@ class _Rewriter:
         return replace(op, target=f"aten.{name}.{overload}", name=output, args=args, kwargs=(), outputs=(output,), multiple=False)
 
     def _keep_gradient(self, op: Operator, root: str, original: str) -> None:
-        """`root` has the value that was written and the gradient of `original`: what is written, and zeros that have the gradient."""
+        """Give `root` the written value and the gradient of `original`: the value detached, plus zeros that carry the gradient."""
         written = self.now.pop(root)
         names = [self._fresh(root, suffix, root) for suffix in ("still", "zero", "zeros", "value", "kept")]
         still, zero, zeros, value, result = names
@@ -226,19 +223,19 @@ class _Rewriter:
         self._emit(self._elementwise(op, "nan_to_num", zeros, Ref(zero)))
         self._emit(self._elementwise(op, "detach", value, Ref(written)))
         self._emit(self._elementwise(op, "add", result, Ref(zeros), Ref(value)))
-        # In a block without gradients or not, this is how the gradient goes on.
+        # These carry the gradient, also in a block without gradients.
         self.learned.update((zero, zeros, result))
         self.now[root] = result
 
     def _keeps_dtype(self, op: Operator, packet: str, target: str) -> bool:
-        """Whether the functional twin's result has the dtype of what is written, without being told."""
-        mine = self.tensors[target]
+        """Return whether the functional twin's result has the dtype of the written tensor without a cast."""
+        written = self.tensors[target]
         if packet == "copy":
             return True
         if packet in _COMPARES:
-            return mine.dtype == "bool"
-        others = {self.tensors[v].dtype for v in op.inputs[1:]} - {mine.dtype, "bool"}
-        return not others or (mine.is_float and not any("float" in d or "complex" in d for d in others))
+            return written.dtype == "bool"
+        dtypes = {self.tensors[v].dtype for v in op.inputs[1:]} - {written.dtype, "bool"}
+        return not dtypes or (written.is_float and not any("float" in d or "complex" in d for d in dtypes))
 
     def _fill_diagonal(self, op: Operator, target: str, new: str) -> None:
         shape = self.tensors[target].shape
@@ -251,7 +248,7 @@ class _Rewriter:
         self._emit(replace(self._elementwise(op, "masked_fill", new, op.args[0], Ref(mask), op.args[1]), target="aten.masked_fill.Scalar"))
 
     def _copy(self, op: Operator, new: str) -> None:
-        """`copy` has no derivative in torch: it is zeros, and the source (in their dtype) added."""
+        """Rewrite `copy`, which has no derivative in torch, as zeros plus the source (in their dtype)."""
         into, source = op.args[0], op.args[1]
         if not isinstance(into, Ref) or not isinstance(source, Ref):
             raise _Unclear
@@ -270,7 +267,7 @@ class _Rewriter:
         self._emit(replace(direct, target="aten.add.Tensor", name=new, args=(Ref(zeros), source), outputs=(new,)))
 
     def _carry(self, op: Operator, target: str) -> set[str]:
-        """Carry a write to `target` up its views to the tensor that owns the memory; the values that are up to date then."""
+        """Propagate a write to `target` through its views to the owner of the memory; return the values that are up to date then."""
         done = {target}
         while target in self.views:
             view = self.views[target]
@@ -283,7 +280,7 @@ class _Rewriter:
         return done
 
     def _inverse(self, view: _View, target: str) -> tuple[str, tuple[Arg, ...]]:
-        """The call that puts `target` back into its base."""
+        """Return the call that writes `target` back into its base."""
         name, args, kwargs = view.op.target.split(".")[1], view.op.args, dict(view.op.kwargs)
         base, value = Ref(view.base), Ref(target)
         shape = self.tensors[view.base].shape
@@ -324,13 +321,13 @@ class _Rewriter:
         raise _Unclear
 
     def _take_again(self, root: str, done: set[str]) -> None:
-        """Take every view of `root`'s memory again, in the order in which they were taken, apart from what is up to date."""
-        again: set[str] = set()
+        """Regenerate every view of `root`'s memory in the order of creation, except those in `done`."""
+        regenerated: set[str] = set()
         for value, view in list(self.views.items()):
-            if self._root(value) != root or value in done or view.op.name in again:
+            if self._root(value) != root or value in done or view.op.name in regenerated:
                 continue
-            again.add(view.op.name)
+            regenerated.add(view.op.name)
             names = tuple(self._fresh(v, "again", v) for v in view.op.outputs)
-            self.tensors.update(zip(names, (self.tensors[v] for v in view.op.outputs), strict=True))  # a view has gaps again
+            self.tensors.update(zip(names, (self.tensors[v] for v in view.op.outputs), strict=True))  # views are strided
             self._emit(replace(view.op, name=self._fresh(view.op.name, "again", value), outputs=names))
             self.now.update({v: n for v, n in zip(view.op.outputs, names, strict=True) if v not in done})

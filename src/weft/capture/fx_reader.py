@@ -1,7 +1,7 @@
-"""From a graph of torch.fx to operators, as they stand there, sub-graphs of gradient and autocast blocks included.
+"""Read a torch.fx graph of `torch.export` or `make_fx` as a list of operators, with the sub-graphs of gradient and autocast blocks inlined.
 
-In: what `torch.export` or `make_fx` made. Out: a `Reader` with operators, the tensors between them, and which of these share memory.
-Not modelled: operators of operators (loops, branches), and what goes by how a tensor lies in memory.
+The `FxGraphReader` has the operators, the tensors between them, and which of these share storage. Not supported: higher-order operators
+(loops, branches), and operators that depend on memory layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Overload = type(torch.ops.aten.add.Tensor)  # the class has no public name
 
 
 class Aliased(Exception):
-    """An in-place write whose aliases cannot be followed here, or a function's transform (vmap); torch's decomposition is asked instead."""
+    """An in-place write with unsupported aliasing, or a function transform (vmap); the caller tries torch's decomposition."""
 
 
 def exists(target: str) -> bool:
@@ -46,7 +46,7 @@ def spec_of(value: Any) -> Tensor:
 
 
 def _check_writes(op: Operator, target: Any) -> None:
-    """Raise ModelError for an operator that writes an argument in a way that nobody here looks for, so that the write would be lost."""
+    """Raise ModelError for an operator that writes an argument in an unsupported way: the write would be lost."""
     written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     allowed = writes(op) or "out" in dict(op.kwargs) or record_of(op).kind == "batch_norm"
     if written and not allowed:
@@ -57,10 +57,10 @@ def _check_writes(op: Operator, target: Any) -> None:
 
 
 class Reader:
-    """Walks an fx graph, sub-graphs of gradient and autocast blocks included, into operators."""
+    """Converts an fx graph to operators, sub-graphs of gradient and autocast blocks included."""
 
     def __init__(self, functions: Functions | None = None) -> None:
-        self._functions = functions  # what a call of a function with a backward of its own is, by its number and its tensors
+        self._functions = functions  # looks up an autograd.Function call by its number and its tensors
         self.operators: list[Operator] = []
         self.tensors: dict[str, Tensor] = {}
         self.rename: dict[str, str] = {}
@@ -71,12 +71,12 @@ class Reader:
         self._memory: dict[str, torch.UntypedStorage] = {}
 
     def remember(self, name: str, value: Any) -> None:
-        """Note which memory a value has."""
+        """Record the storage of a value."""
         if isinstance(value, torch.Tensor):
             self._memory[name] = value.untyped_storage()
 
     def storages(self) -> dict[str, int]:
-        """Values that have the same number share memory."""
+        """Return the storage id of every value: equal ids share memory."""
         return {name: id(storage) for name, storage in self._memory.items()}
 
     def read(self, graph: Any, owner: nn.Module) -> None:
@@ -134,7 +134,7 @@ class Reader:
         self.operators.append(op)
 
     def _windows(self, node: Any, source: Any, prefix: str) -> bool:
-        """`as_strided` where it reads whole dimensions, or windows that slide along them: as operators that can be followed."""
+        """Read an `as_strided` of whole dimensions, or of sliding windows, as view operators; return False for any other."""
         offset = node.args[3] if len(node.args) > 3 else None
         value = node.meta["val"]
         if "scatter" in str(node.target) or offset not in (None, source.storage_offset()) or node.kwargs:
@@ -155,7 +155,7 @@ class Reader:
         return True
 
     def _function(self, node: Any, prefix: str, autocast: str) -> None:
-        """A function with a backward of its own. What it gives no gradient for is detached before it, and what has none behind it."""
+        """Read a call of an autograd.Function; inputs and outputs without a gradient are detached."""
         full, argument = prefix + node.name, self._arg(node.args[0], prefix)
         assert isinstance(argument, tuple)
         assert self._functions is not None, "none is called in what this reads"
@@ -169,7 +169,7 @@ class Reader:
             self.operators.append(Operator(name, "aten.detach.default", (Ref(value),), (), (name,), f"{site}/detach"))
             return name
 
-        read = [v if asked else detached(v, f"{full}.given{i}") for i, (v, asked) in enumerate(zip(inputs, function.learns, strict=True))]
+        read = [v if grad else detached(v, f"{full}.given{i}") for i, (v, grad) in enumerate(zip(inputs, function.learns, strict=True))]
         outputs = [f"{full}.{i}" for i in range(len(does.outputs))]
         for output, item, source in zip(outputs, node.meta["val"], does.shared, strict=True):
             self.tensors[output] = spec_of(item)
@@ -178,8 +178,8 @@ class Reader:
                 self._memory[output] = self._memory[inputs[source]]
         refs = tuple(Ref(v) for v in read)
         self.operators.append(Operator(full, FUNCTION, (function, *refs), (), tuple(outputs), site, True, autocast))
-        alone = [seed is None and self.tensors[v].is_float for v, seed in zip(outputs, does.seeds, strict=True)]
-        self._tuples[full] = tuple(detached(v, f"{v}.kept") if no_grad else v for v, no_grad in zip(outputs, alone, strict=True))
+        is_detached = [seed is None and self.tensors[v].is_float for v, seed in zip(outputs, does.seeds, strict=True)]
+        self._tuples[full] = tuple(detached(v, f"{v}.kept") if no_grad else v for v, no_grad in zip(outputs, is_detached, strict=True))
 
     def _block(self, node: Any, owner: nn.Module, prefix: str, autocast: str) -> None:
         """Inline `with torch.no_grad()` (its outputs are detached) and `with torch.autocast(...)` blocks."""
@@ -203,10 +203,10 @@ class Reader:
             if child.op == "placeholder":
                 self.rename[within + child.name] = self.name(prefix + next(operand).name)
             elif child.op == "call_function":
-                made_here = len(self.operators)
+                num_before = len(self.operators)
                 self._call(child, inner, within, child.name, autocast)
                 if not keep_grad:
-                    self.silent.update(op.name for op in self.operators[made_here:])
+                    self.silent.update(op.name for op in self.operators[num_before:])
             elif child.op == "output":
                 results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
                 outputs = []
@@ -227,10 +227,10 @@ class Reader:
                     self.rename[prefix + node.name] = outputs[0]
 
     def _made_in(self, value: str, start: int) -> bool:
-        """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""
-        by = {output: op for op in self.operators[start:] for output in op.outputs}
-        while value in by:
-            into = dict(by[value].kwargs).get("out", by[value].args[0] if writes(by[value]) else None)
+        """Return whether a value is made by the operators from number `start` on; the result of a write is the written value."""
+        producers = {output: op for op in self.operators[start:] for output in op.outputs}
+        while op := producers.get(value):
+            into = dict(op.kwargs).get("out", op.args[0] if writes(op) else None)
             if not isinstance(into, Ref):
                 return True
             value = self.name(into.value)

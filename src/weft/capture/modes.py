@@ -1,7 +1,6 @@
-"""Which modules of a model train: its modes, in the order of `modules()`.
+"""Training modes of a model: the `training` flag of every module, in the order of `modules()`.
 
-In: a module. Out: its modes, those that it trains or evaluates with, and a block in which it has others. A model computes by its modes
-(dropout, batch norm, `if self.training`), so each of them is a capture of its own.
+A model's computation depends on its modes (dropout, batch norm, `if self.training`), so each combination has a capture of its own.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ Modes = tuple[bool, ...]
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """Of every module, whether it trains now."""
+    """Return the `training` flag of every module."""
     return tuple(module.training for module in model.modules())
 
 
 def set_modes(model: nn.Module, modes: Modes) -> None:
-    """Let every module train or not."""
-    for module, trains in zip(model.modules(), modes, strict=True):
-        module.training = trains
+    """Set the `training` flag of every module."""
+    for module, is_training in zip(model.modules(), modes, strict=True):
+        module.training = is_training
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def in_modes(model: nn.Module, modes: Modes) -> Iterator[None]:
 
 
 def training_modes(model: nn.Module) -> Modes:
-    """The modes that it trains with: those that it has; one in evaluation (`from_pretrained` returns it so) is trained as after `train()`.
+    """Return the modes to train with: the current ones; for a model in evaluation (as from `from_pretrained`) those after `train()`.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> net[1].eval()
@@ -49,12 +48,12 @@ def training_modes(model: nn.Module) -> Modes:
 
 
 def evaluation_modes(model: nn.Module) -> Modes:
-    """The modes that it has after `eval()`."""
+    """Return the modes after `eval()`."""
     return _after(model, False)
 
 
 def _after(model: nn.Module, mode: bool) -> Modes:
-    """Modes after `train(mode)`, which a model may have in its own way: with layers that never train."""
+    """Return the modes after `train(mode)`, which a model may override, for example to keep layers frozen."""
     with in_modes(model, modes_of(model)):
         model.train(mode)
         return modes_of(model)

@@ -1,9 +1,7 @@
-"""Nested batches and outputs: their leaves by path, the same nesting with other leaves, and what stays fixed from batch to batch.
+"""Nested batches and outputs (pytrees): leaves by path, replacing leaves, and the signature that batches of one capture share.
 
-In: tuples, lists, dicts, and what libraries make of them (named tuples, dataclasses, Hugging Face's ModelOutput and BatchEncoding). Out:
-leaves by path (`0`, `1.mask`, `input_ids`), and objects of the same classes. Whatever else there is, is a leaf.
-
-Not modelled: keys that differ but read alike, as the number 1 and the text "1" in one dict.
+Nodes are tuples, lists, dicts and library classes of these (named tuples, dataclasses, Hugging Face's ModelOutput and BatchEncoding);
+paths read `0`, `1.mask`, `input_ids`. Everything else is a leaf. Keys with the same text (1 and "1" in one dict) are not told apart.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from weft.errors import Infeasible, ModelError
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of every leaf of nested tuples, lists, dicts and dataclasses, in order: `0`, `1.mask`, `input_ids`."""
+    """Yield (path, leaf) of nested tuples, lists, dicts and dataclasses, in order: `0`, `1.mask`, `input_ids`."""
     for key, value in _children(batch):
         yield from leaves(value, f"{path}.{key}" if path else key)
     if not _is_nested(batch):
@@ -31,7 +29,7 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(batch: Any, new: Mapping[str, Any], path: str = "") -> Any:
-    """The same nesting, of the same classes, with the leaves of `new` by path.
+    """Return the same nesting, of the same classes, with the leaves of `leaves_by_path` by path.
 
     >>> rebuild({"a": (1, [2])}, {"a.0": 3, "a.1.0": 4})
     {'a': (3, [4])}
@@ -43,7 +41,7 @@ def rebuild(batch: Any, new: Mapping[str, Any], path: str = "") -> Any:
         named = dict(zip(batch, items.values(), strict=True))
         if type(batch) is dict:
             return named
-        # A class of its own is copied, since nobody knows what its constructor takes.
+        # Other classes are copied: their constructor arguments are unknown.
         copied = copy.copy(batch)
         for key, value in named.items():
             copied[key] = value  # type: ignore[index]
@@ -64,7 +62,7 @@ def _is_nested(x: Any) -> bool:
 
 
 def _children(x: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(x, Mapping):  # before dataclasses: a ModelOutput is both, and its items are what it has
+    if isinstance(x, Mapping):  # before dataclasses: a ModelOutput is both, and its items exclude None
         for key, value in x.items():
             yield str(key), value
     elif isinstance(x, tuple | list):
@@ -77,7 +75,7 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in dimension 0 of the first tensor that has one. Raises ModelError where there is none."""
+    """Return the size of dimension 0 of the first tensor that is no scalar. Raises ModelError without such a tensor."""
     for _, leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]
@@ -85,14 +83,14 @@ def batch_size_of(batch: Any) -> int:
 
 
 def with_samples(batch: Any, samples: int) -> Any:
-    """A batch whose tensors know of how many samples they are rows, so that ranks need not tell each other."""
+    """Mark a batch's tensors with the number of samples of the global batch, so that ranks need not communicate it."""
     for x in tensors_of(batch).values():
         x.weft_samples = samples  # type: ignore[attr-defined]
     return batch
 
 
 def count_samples(batch: Any) -> int:
-    """Of how many samples a batch has rows, where its tensors know; 0 where one does not.
+    """Return the number of samples that `with_sample_count` marked a batch with; 0 if one of its tensors is unmarked.
 
     >>> x = torch.ones(2)
     >>> count_samples((x,)), count_samples((with_samples(x, 5),)), count_samples((x[:1],))
@@ -105,19 +103,19 @@ _LITERALS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.dev
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether a leaf that is no tensor is a value, which two batches may have alike, and not an object that may change."""
+    """Return whether a leaf that is no tensor is a plain value, comparable between batches, and not a mutable object."""
     return leaf is None or isinstance(leaf, _LITERALS)
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What a capture takes for granted of a batch: which tensors there are, of which shape but for samples, and everything else's value.
+    """The signature of a batch that a capture depends on: its tensors, their shapes except the number of samples, and all other values.
 
-    `tensors`: by path, whether it has samples in dimension 0, its other sizes, its kind (any floating point is one). `fixed`: what is no
-    tensor, but for None, which is as good as left out.
+    `tensors`: by path, whether dimension 0 is samples, the other sizes, the kind of dtype (all floating point dtypes are one kind).
+    `fixed`: leaves that are no tensors, except None, which equals a missing leaf.
 
-    >>> one, other = ((torch.zeros(4, 3), None), (torch.zeros(2, 3),))
-    >>> BatchForm.of(one).key == BatchForm.of(other).key, BatchForm.of((torch.zeros(4, 5),)).key == BatchForm.of(other).key
+    >>> a, b = ((torch.zeros(4, 3), None), (torch.zeros(2, 3),))
+    >>> BatchForm.of(a).key == BatchForm.of(b).key, BatchForm.of((torch.zeros(4, 5),)).key == BatchForm.of(b).key
     (True, False)
     """
 
@@ -126,7 +124,7 @@ class BatchForm:
 
     @classmethod
     def of(cls, batch: Any) -> Self:
-        """The form of a batch."""
+        """Return the signature of a batch."""
         samples, tensors, fixed = batch_size_of(batch), {}, {}
         for path, leaf in leaves(batch):
             if isinstance(leaf, torch.Tensor):
@@ -139,43 +137,43 @@ class BatchForm:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for batches that are captured alike, as far as what they hold are tensors and values."""
+        """A hashable key, equal for batches of the same tensors and plain values; other objects are left out."""
         values = ((path, type(leaf), leaf) for path, leaf in self.fixed.items() if is_value(leaf))
         return frozenset(self.tensors.items()), frozenset(values)
 
     @cached_property
     def number(self) -> int:
-        """Of the key, the same in every process."""
+        """A checksum of the key, the same in every process."""
         values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_value(leaf)}
         return zlib.crc32(repr((sorted(self.tensors.items()), sorted(values.items()))).encode())
 
     def other_objects(self, form: BatchForm) -> dict[str, Any]:
-        """Objects that another form holds and this one does not, by path: what they hold could change from batch to batch."""
+        """Return the objects of another signature that this one lacks, by path: their contents may change from batch to batch."""
         return {path: leaf for path, leaf in form.fixed.items() if not is_value(leaf) and not _equal(leaf, self.fixed.get(path))}
 
     def check_objects(self, form: BatchForm) -> None:
-        """Raise Infeasible where another form holds objects that this one does not."""
+        """Raise Infeasible if another signature has objects that this one lacks."""
         for path, leaf in self.other_objects(form).items():
-            was = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
+            captured = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
             raise Infeasible(
-                f"the batch has {path}={leaf!r}, and the model {was}; a captured model takes tensors and plain values, so leave it "
+                f"the batch has {path}={leaf!r}, and the model {captured}; a captured model takes tensors and plain values, so leave it "
                 "out of the batch"
             )
 
     def check_tensors(self, form: BatchForm) -> None:
-        """Raise Infeasible where another form has other tensors or values, whatever their shapes."""
+        """Raise Infeasible if another signature has other tensors or values; shapes may differ."""
         missing, more = sorted(self.tensors.keys() - form.tensors.keys()), sorted(form.tensors.keys() - self.tensors.keys())
-        other = [p for p in {**self.fixed, **form.fixed} if not _equal(self.fixed.get(p), form.fixed.get(p))]
-        if missing or more or other:
-            what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join([*more, *other])}"
+        changed = [p for p in {**self.fixed, **form.fixed} if not _equal(self.fixed.get(p), form.fixed.get(p))]
+        if missing or more or changed:
+            difference = f"lacks {', '.join(missing)}" if missing else f"has {', '.join([*more, *changed])}"
             raise Infeasible(
-                f"the batch {what}, and the model, which could not be captured, was divided with another one; give the same tensors and "
-                "values in every batch"
+                f"the batch {difference}, and the model, which could not be captured, was divided with another one; give the same tensors "
+                "and values in every batch"
             )
 
 
 def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by path."""
+    """Return the tensors of a batch by path."""
     return {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""A model that cannot be followed, called for real. In: the model, its batch. Out: a copy that has run, or the model's own error."""
+"""Run a model that cannot be captured once eagerly, on real tensors, to report the model's own error where it has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.capture.modes import set_modes, training_modes
 from weft.capture.state import set_state, state_of
 from weft.errors import ModelError, said
 
-LARGEST = 200_000_000  # parameters of what is tried
+LARGEST = 200_000_000  # of a model that is tried
 
 
 def called_once(
@@ -27,20 +27,20 @@ def called_once(
     loss_of: Callable[[Loss | None], Loss | None],
     error: ModelError,
 ) -> nn.Module | None:
-    """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell.
+    """Run a model that cannot be captured once eagerly: if it is simply wrong, its own error is reported.
 
-    `loss` is what was given, `loss_of` of it what is called. Returns a copy of the model, as it was before it was called;
-    None where it is too large to try. Raises ModelError, where `error` is why it cannot be followed.
+    `loss` is the user's argument, `loss_of(loss)` the function to call. Returns a copy of the model in its state before the call; None if
+    it is too large to try. Raises ModelError, from `error`, the reason why it cannot be captured.
     """
     if sum(p.numel() for p in source.parameters()) > LARGEST:
         return None
     state = torch.random.get_rng_state()
-    # A copy: running statistics and what else a forward pass changes are not ours to change.
+    # A copy: a forward pass may change running statistics and other state of the user's model.
     model = copy.deepcopy(realize(deferred, source) if deferred is not None else source)
     set_modes(model, training_modes(model))
     before = state_of(model)
     try:
-        output = called(model, batch if loss is None else taken(model, batch))  # with gradients, which the model itself may ask for
+        output = called(model, batch if loss is None else taken(model, batch))  # with gradients enabled, which the model itself may need
         try:
             call(lambda *_, **__: output, batch, loss_of(loss))  # type: ignore[arg-type]
         except ModelError:
@@ -59,12 +59,12 @@ def called_once(
 
 
 def _misfit(model: nn.Module, batch: Any) -> str:
-    """What to do where the batch is not what `forward` takes; empty where it is."""
-    order, named = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    """Return a remedy if the batch does not match the signature of `forward`; empty if it does."""
+    positional, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     try:
-        inspect.signature(model.forward).bind(*order, **named)
+        inspect.signature(model.forward).bind(*positional, **keywords)
     except TypeError:
-        has = f"with the keywords {', '.join(map(str, named))}" if named else f"with {len(order)} arguments in order"
+        has = f"with the keywords {', '.join(map(str, keywords))}" if keywords else f"with {len(positional)} arguments in order"
         return f"; it is called {has}, which is all of the batch: let forward take its targets too, and leave them to the loss"
     except ValueError:  # no signature to see
         return ""

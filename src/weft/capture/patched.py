@@ -1,7 +1,4 @@
-"""The one place where patches are applied.
-
-In: the table. Out: blocks in which a model is traced and called, an exported program and a graph as weft needs them.
-"""
+"""Apply the table of patches: while a model is exported, while it is called, to the exported program, and to the graph."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from weft.model.graph import Graph
 
 
 class _Calls(TorchFunctionMode):
-    """Calls of torch's Python interface, as patches want them."""
+    """Intercepts calls of torch's Python interface, and runs the replacements and hooks of the patches."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -58,7 +55,7 @@ def calling(trace: Trace) -> Iterator[None]:
     """A block in which the model of a trace is called.
 
     Raises:
-        ModelError: what the model does is not in a graph of its operators, by name.
+        ModelError: the model does something that a graph of operators does not represent; the message names it.
     """
     with ExitStack() as stack:
         for patch in PATCHES:
@@ -86,5 +83,5 @@ def rewrite(module: GraphModule) -> None:
 
 
 def rewritten(graph: Graph) -> Graph:
-    """The graph that was read, as weft needs it."""
+    """Return the captured graph after the graph rewrites of all patches."""
     return reduce(lambda graph, patch: patch.graph(graph) if patch.graph else graph, PATCHES, graph)

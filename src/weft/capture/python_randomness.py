@@ -1,7 +1,4 @@
-"""Whether Python code has drawn random numbers that are not torch's, and blocks that draw none for what comes after them.
-
-In: nothing. Out: the state of Python's and numpy's generators.
-"""
+"""Random generators of Python and numpy: detect draws by user code, and preserve their state over a block."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from contextlib import contextmanager
 
 
 def python_randomness() -> object:
-    """Something that is equal to itself later only if neither Python nor numpy (where that is loaded) has drawn meanwhile."""
+    """Return the state of the generators of Python and numpy (if loaded); it changes with every draw."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
@@ -20,7 +17,7 @@ def python_randomness() -> object:
 
 @contextmanager
 def python_randomness_kept() -> Iterator[None]:
-    """A block after which Python and numpy draw as if it had not been."""
+    """A block after which the generators of Python and numpy have their state from before it."""
     python_state, numpy = random.getstate(), sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     try:

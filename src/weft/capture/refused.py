@@ -1,4 +1,4 @@
-"""Models that are refused before they are called. In: a model. Out: nothing, or `ModelError` by name."""
+"""Refuse models that cannot be parallelized, before they are called: parameters with gradient hooks, TorchScript modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weft.errors import ModelError
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise ModelError where a parameter has a gradient hook: weft gives the module other parameters, and the hook would be lost."""
+    """Raise ModelError if a parameter has a gradient hook: weft replaces the module's parameters, and the hook would be lost."""
     for name, p in model.named_parameters():
-        if p._backward_hooks:  # the only place where torch shows them
+        if p._backward_hooks:  # torch exposes them nowhere else
             raise ModelError(f"parameter {name} has a gradient hook, which weft would lose; change gradients after backward instead")
 
 
 def refuse_scripts(model: nn.Module) -> None:
-    """Raise ModelError where torch.jit has compiled the model or a part of it, which can be neither traced nor given other parameters."""
+    """Raise ModelError if torch.jit compiled the model or a submodule, which can neither be traced nor given other parameters."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             part = f"its part {path}" if path else "the model"

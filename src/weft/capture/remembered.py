@@ -1,8 +1,8 @@
-"""Whether a call computes the same by what an earlier one left in attributes: a mask or a table that is made once and kept.
+"""Compare two calls of a model that caches tensors in its attributes, such as a mask or a table made in the first call.
 
-In: captures of a call, of the next one, which reads as constants what the first left, and of these tensors as the first made them. Out:
-whether both compute the same, where what is kept comes of constants alone: not of the batch, parameters, buffers or random numbers. Two
-values are the same that the same operators make of the same values.
+Given are captures of the first call, of the next call (which reads the cached tensors as constants), and of the cached tensors themselves.
+The calls are equivalent by value numbering (equal operators on equal values give equal values), if the cached tensors depend on constants
+only: not on the batch, parameters, buffers or random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Equal = Callable[[Tensor, Tensor], bool]
 
 
 class _Numbers:
-    """One number for all that is the same."""
+    """Value numbering: equal numbers for values that are provably equal."""
 
     def __init__(self, equal: Equal) -> None:
         self._equal = equal
@@ -29,28 +29,28 @@ class _Numbers:
         return self._of.setdefault(key, len(self._of))
 
     def keep(self, x: Tensor, number: int) -> None:
-        """Let a constant be what has this number already."""
+        """Give a constant the number of a value that it equals."""
         self._constants.append((x, number))
 
     def of_constant(self, x: Tensor) -> int:
-        for other, number in self._constants:
-            if x is other or self._equal(x, other):
+        for constant, number in self._constants:
+            if x is constant or self._equal(x, constant):
                 return number
         self.keep(x, self.of(("constant", len(self._constants))))
         return self._constants[-1][1]
 
     def of_graph(self, graph: Graph, constants: Mapping[str, Tensor]) -> tuple[dict[str, int], list[int]]:
-        """Numbers of a graph's values, and of its draws and writes in order."""
+        """Return the numbers of a graph's values, and of its random draws and writes in order."""
         numbers = {v.value: self.of_constant(constants[v.value]) for v in graph.constants}
         numbers |= {v.value: self.of(("given", v.name)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
         effects: list[int] = []
 
-        def told(a: Arg) -> object:
-            return ("value", numbers[a.value]) if isinstance(a, Ref) else tuple(map(told, a)) if isinstance(a, tuple) else (type(a), a)
+        def arg_key(a: Arg) -> object:
+            return ("value", numbers[a.value]) if isinstance(a, Ref) else tuple(map(arg_key, a)) if isinstance(a, tuple) else (type(a), a)
 
         for op in graph.operators:
-            kwargs = tuple((key, told(a)) for key, a in op.kwargs)
-            key: object = (op.target, told(op.args), kwargs, tuple(graph.tensors[v] for v in op.outputs), op.autocast)
+            kwargs = tuple((key, arg_key(a)) for key, a in op.kwargs)
+            key: object = (op.target, arg_key(op.args), kwargs, tuple(graph.tensors[v] for v in op.outputs), op.autocast)
             if draws(op) or writes(op):
                 key = (key, "effect", len(effects))
                 effects.append(self.of(key))
@@ -64,7 +64,7 @@ Capture = tuple[Graph, Mapping[str, Tensor]]  # with the values of its constants
 
 
 def computes_equally(first: Capture, later: Capture, attributes: Capture, left: Sequence[Tensor], equal: Equal) -> bool:
-    """`attributes`: a capture whose outputs are the tensors `left` as the first call makes them."""
+    """Return whether both calls compute the same. `attribute_capture`: a capture of the first call with outputs `cached_tensors`."""
     graph = attributes[0]
     if not _is_constant(graph):
         return False
@@ -72,15 +72,15 @@ def computes_equally(first: Capture, later: Capture, attributes: Capture, left: 
     values, _ = numbers.of_graph(*attributes)
     for x, value in zip(left, graph.outputs, strict=True):
         numbers.keep(x, values[value])
-    meanings = []
+    call_numbers = []
     for graph, constants in (first, later):
         values, effects = numbers.of_graph(graph, constants)
-        meanings.append((values[graph.loss], [values[v] for v in graph.outputs], effects))
-    return meanings[0] == meanings[1]
+        call_numbers.append((values[graph.loss], [values[v] for v in graph.outputs], effects))
+    return call_numbers[0] == call_numbers[1]
 
 
 def _is_constant(graph: Graph) -> bool:
-    """Whether its outputs depend on nothing that may be another in the next step."""
+    """Return whether the outputs depend on constants only."""
     start = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
     needed = set(graph.outputs)
     for op in reversed(graph.operators):

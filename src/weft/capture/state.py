@@ -1,8 +1,7 @@
-"""What a module keeps in Python: its attributes, hooks on forward, and which parameters, buffers and parts it has.
+"""Python state of a module: attributes, forward hooks, and its tables of parameters, buffers and submodules.
 
-In: a module. Out: its state, what differs between two states, and a module that is put back to one. So a call that changes what the next
-one computes is noticed. Not modelled: what happens inside of objects that a module holds, apart from lists, dicts, sets and deques of plain
-values.
+States are recorded, compared and restored, to detect a forward call that changes what the next one computes. Mutations inside of other
+objects than lists, dicts, sets and deques of plain values are not detected.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import nn
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _MODULE_KEYS = set(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = {key for key in _MODULE_KEYS if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
+_HOOKS = {key for key in _MODULE_KEYS if "forward" in key and "hooks" in key}  # a model may register some in its first call
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """A container and what was in it."""
+    """A container and its recorded items."""
 
     container: Any
     items: tuple[Any, ...]
@@ -31,14 +30,14 @@ class _Contents:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A module's own parameters, buffers or parts, by name."""
+    """A module's own parameters, buffers or submodules, by name."""
 
     container: dict[str, Any]
     items: tuple[tuple[str, Any], ...]
 
 
 def state_of(model: nn.Module) -> State:
-    """Every attribute of all modules, with the contents of containers; hooks on forward; which parameters, buffers and parts there are."""
+    """Record all attributes of all modules, with contents of containers, forward hooks, and names of parameters, buffers, submodules."""
     return {
         (path, key): _Table(value, tuple(value.items())) if key in _TABLES else _contents(value)
         for path, module in model.named_modules()
@@ -56,29 +55,29 @@ def _contents(value: Any) -> Any:
 
 
 def changes(before: State, after: State) -> list[str]:
-    """Attributes that differ, as `layers.0.count`."""
+    """Return the attributes that differ, as `layers.0.count`."""
     missing = object()
     names = sorted({*before, *after})
     return [".".join(n).removeprefix(".") for n in names if not _equal(before.get(n, missing), after.get(n, missing))]
 
 
 def tensors_kept(state: State) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Tensors in attributes and in the containers there, by where they are."""
+    """Return tensors in attributes and in their containers, by place."""
 
-    def kept(place: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    def tensors_in(place: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield place, value
         elif isinstance(value, _Contents):
-            yield from kept(place, value.items)
+            yield from tensors_in(place, value.items)
         elif isinstance(value, tuple):
             for number, item in enumerate(value):
-                yield from kept((*place, number), item)
+                yield from tensors_in((*place, number), item)
 
-    return dict(entry for place, value in state.items() for entry in kept(place, value))
+    return dict(entry for place, value in state.items() for entry in tensors_in(place, value))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, _Table) and isinstance(b, _Table):  # what is written or replaced in it is looked at elsewhere
+    if isinstance(a, _Table) and isinstance(b, _Table):  # writes and replacements of its tensors are checked elsewhere
         return [key for key, _ in a.items] == [key for key, _ in b.items]
     if isinstance(a, _Contents) and isinstance(b, _Contents):
         return a.container is b.container and _equal(a.items, b.items)
@@ -89,7 +88,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def set_state(model: nn.Module, state: State) -> None:
-    """Give all modules the attributes of `state`, and take away those that it lacks."""
+    """Restore the attributes of all modules from `state`, and delete those that it lacks."""
     for value in state.values():
         if isinstance(value, _Table):
             _restored(value)

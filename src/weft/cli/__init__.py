@@ -1,8 +1,8 @@
-"""The command line `weft VERB ...`: one file a verb. Here: the list of verbs, and how every one of them ends.
+"""The command line `weft VERB ...`: one module for each verb. Here: the list of verbs, error reports and exit codes.
 
-A verb's function reads its arguments, calls the parts, and writes with `output`. torch is imported only inside those that
+A verb's function reads its arguments, calls the library, and writes with `output`. torch is imported only inside the verbs that
 need it, so that `weft --help` is quick. Exit codes: 0 done, 2 wrong use or configuration, 3 infeasible, 4 a run or a check
-failed, 130 interrupted. An error of the user's is one message, never a traceback.
+failed, 130 interrupted. A user error is one message, never a traceback.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from weft.world.terminal import lasting
 
 INTERRUPTED = 130
 LONGEST = 20_000  # characters of a message
-PLAN_ONCE = ("plan", "explain", "estimate", "simulate", "report")  # verbs of one search at most, none of which trains
+PLAN_ONCE = ("plan", "explain", "estimate", "simulate", "report")  # verbs that search at most once and never train
 
 app = typer.Typer(
     name="weft",
@@ -111,10 +111,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         app(args=list(arguments), prog_name="weft")
         return 0
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 0 if left.code is None else RunError.exit_code
+    except SystemExit as system_exit:
+        status = system_exit.code
+        code = status if isinstance(status, int) else 0 if status is None else RunError.exit_code
         if code == INTERRUPTED:
-            print("weft: interrupted; nothing that was committed is lost, and the same command goes on from there", file=sys.stderr)
+            print("weft: interrupted; no committed state is lost, and the same command resumes from it", file=sys.stderr)
         return code
     except KeyboardInterrupt:
         print("weft: interrupted", file=sys.stderr)
@@ -124,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _told(error: BaseException, debug: bool) -> int:
-    """Says what ended the command, and returns its exit code."""
+    """Print the error that ended the command, and return its exit code."""
     if debug:
         traceback.print_exception(error)
     match error:
@@ -132,9 +133,9 @@ def _told(error: BaseException, debug: bool) -> int:
             text, code = "interrupted", INTERRUPTED
         case WeftError():
             text, code = str(error), error.exit_code
-        case OSError(filename=str(path), strerror=str(why)):
+        case OSError(filename=str(path), strerror=str(reason)):
             remedy = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another path, or change its permissions"
-            text, code = f"cannot use {path}: {why}; {remedy}", UsageError.exit_code
+            text, code = f"cannot use {path}: {reason}; {remedy}", UsageError.exit_code
         case _:
             fault = "this is a fault in weft, not in what you gave it; WEFT_DEBUG=1 shows where. Please report it:"
             if not debug:
@@ -145,10 +146,10 @@ def _told(error: BaseException, debug: bool) -> int:
 
 
 def main() -> None:
-    """The entry point `weft`.
+    """Run the entry point `weft`.
 
-    A verb that plans once loads and makes a million objects that stay until its end. The collector would look at all of them again and
-    again, and once more when the process ends: a quarter of the time of `weft plan`.
+    A verb that plans once allocates a million objects that live until it ends. The garbage collector would traverse all of them
+    repeatedly, and once more at exit: a quarter of the time of `weft plan`. So it is disabled.
     """
     if sys.argv[1:2] and sys.argv[1] in PLAN_ONCE:
         gc.disable()

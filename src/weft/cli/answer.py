@@ -1,4 +1,4 @@
-"""What a verb says, kept for Python. In: its tables and texts. Out: `Answer`, which prints, shows in a notebook, and has the record."""
+"""A verb's output as a Python object, `Answer`: it prints the tables, shows them in a notebook, and has the JSON record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Answer(Output):
-    """The answer of `weft.explain` and its like: `tables` of words, `record` as `--json` has it; `str` draws the tables."""
+    """The result of `weft.explain` and similar functions: `tables`, `record` as of `--json`; `str` draws the tables."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -24,7 +24,7 @@ class Answer(Output):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        return tuple(said for said in self._said if isinstance(said, Table))
+        return tuple(entry for entry in self._said if isinstance(entry, Table))
 
     def __getitem__(self, key: str) -> Any:
         return self.record[key]
@@ -49,16 +49,16 @@ class Answer(Output):
 
         from rich.console import Console
 
-        paper = StringIO()
-        console = Console(file=paper, width=120, highlight=False, markup=False, emoji=False)
-        for said in self._said:
-            if isinstance(said, Table):
-                show_table(said, console)
+        buffer = StringIO()
+        console = Console(file=buffer, width=120, highlight=False, markup=False, emoji=False)
+        for entry in self._said:
+            if isinstance(entry, Table):
+                show_table(entry, console)
             else:
-                console.print(said, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in paper.getvalue().splitlines())
+                console.print(entry, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "".join(html_table(said) if isinstance(said, Table) else f"<p>{escape(said)}</p>" for said in self._said)
+        return "".join(html_table(entry) if isinstance(entry, Table) else f"<p>{escape(entry)}</p>" for entry in self._said)

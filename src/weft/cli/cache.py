@@ -1,4 +1,4 @@
-"""`weft cache`: captures that are kept on disk. In: nothing. Out: where they lie, how many and how large; `--clear` removes them."""
+"""`weft cache`: show the folder, number and size of the captures that are cached on disk; `--clear` removes them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def cache(
             return
         removed = store.clear() if clear else 0
         sizes = [about.st_size for _, about in store.files()]
-        said = f", {removed} removed" if clear else ""
-        out.text(f"{store.folder}: {len(sizes)} captures, {format_bytes(sum(sizes))} of at most {format_bytes(store.most_bytes)}{said}")
+        removal = f", {removed} removed" if clear else ""
+        out.text(f"{store.folder}: {len(sizes)} captures, {format_bytes(sum(sizes))} of at most {format_bytes(store.most_bytes)}{removal}")
         out.answer({"folder": str(store.folder), "files": len(sizes), "bytes": sum(sizes), "removed": removed})

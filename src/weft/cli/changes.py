@@ -1,7 +1,7 @@
-"""`gpus=128 seq=8192 zero=3` as changes to a plan. In: a plan, its setting, words. Out: layouts in settings, to be priced.
+"""What-if changes to a plan, `gpus=128 seq=8192 zero=3`: parse them and derive the changed layouts. Pricing is elsewhere.
 
-A change moves what hangs on it and nothing else: more devices become more data replicas, another size of `tensor` or `pipeline` keeps
-the number of devices, and the samples that a rank computes at once stay as many where the batch allows. What moved is said.
+A change adapts only the keys that depend on it, and reports them: more devices become more data replicas, another size of `tensor` or
+`pipeline` keeps the number of devices, and the microbatch size of a rank stays the same where the batch allows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from weft.plan.schedule_sizes import CHUNKED
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
-WORDS = tuple(one.name for one in fields(Layout) if one.type == "str" and one.name in KEYS)
+WORDS = tuple(field.name for field in fields(Layout) if field.type == "str" and field.name in KEYS)
 FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness", "servers"), 9
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One word of the command line."""
+    """One `key=value` word of the command line."""
 
     key: str
     value: str
@@ -42,12 +42,12 @@ class Change:
 
     @property
     def grid(self) -> tuple[int, str] | None:
-        """Of `tensor=2x2`: how many ranks that are, and the grid in its one form. Raises `LayoutError` where it is none."""
+        """Number of ranks of a grid such as `tensor=2x2`, and the grid in canonical form. Raises `LayoutError` for an invalid grid."""
         return checked_grid(self.value, 1) if self.key == "tensor" and "x" in self.value else None
 
     @property
     def number(self) -> int:
-        """Raises `UsageError` where the value is no whole number, or too small or large for its key."""
+        """The value as an integer. Raises `UsageError` where it is none, or out of the key's range."""
         least = 0 if self.key in FROM_ZERO else 1
         if not self.value.isdecimal() or len(self.value) > MOST_DIGITS or int(self.value) < least:
             example = 128 if self.key in OTHERS else 2
@@ -57,7 +57,7 @@ class Change:
 
 
 def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
-    """Words `key=value`, each key once.
+    """Parse words `key=value`, each key once.
 
     >>> [str(c) for c in parse_changes(["gpus=128", "zero=3"])]
     ['gpus=128', 'zero=3']
@@ -75,7 +75,7 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
             raise UsageError(f"unknown change {word}{nearest(key, keys)}; known: {', '.join(keys)}")
         if any(change.key == key for change in changes):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
-        # Which layers `recompute=full:...` names is for the layout to read.
+        # The layers in `recompute=full:...` are parsed by the layout.
         from_file = key == "schedule" and is_file(value)
         if key in CHOICES and not from_file and (why := refuse_word(key, value)):
             raise UsageError(f"{word}: {why}")
@@ -94,10 +94,10 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
 
 
 def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Setting, Layout, str]:
-    """(setting, layout, what moved along) of a plan under changes.
+    """Return (pricing context, layout, description of the keys that were adapted) of a plan under changes.
 
     Raises:
-        Infeasible: sizes that do not divide. LayoutError: choices that exclude each other. UsageError: machines that cannot be.
+        Infeasible: sizes that do not divide. LayoutError: choices that exclude each other. UsageError: an impossible cluster.
     """
     by_key = {change.key: change for change in changes}
     cluster = setting.cluster
@@ -116,7 +116,7 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
             other = replace(setting.changed(cluster, batch, sequence), model=_at_sequence(setting.model, sequence), sequence=None)
         else:
             other = setting.changed(cluster, batch, sequence)
-    # As many as are asked for, else as many of the new machines as the plan used of the old ones.
+    # The number asked for, else all of the new cluster if the plan used all of the old one, else the same number.
     ranks = plan.layout.num_ranks
     if count is not None:
         ranks = count
@@ -129,13 +129,13 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
         elif key in KEYS:
             wanted[key] = change.value if key in WORDS else int(change.value)
     if not cluster.kind.shares_hosts and plan.layout.threads:
-        wanted.setdefault("threads", 0)  # of cores that the plan was for
+        wanted.setdefault("threads", 0)  # a number of the old machines' cores
     layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved
 
 
 def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_batch: int, batch: int) -> tuple[Layout, str]:
-    """`old` with `wanted` on `ranks` devices, the rest fitted to it; and in words what was fitted.
+    """Return `old` with `wanted` on `ranks` devices, other keys adapted; and a description of what was adapted.
 
     >>> layout, moved = moved_along(Layout(data=8, tensor=8, microbatches=4), {"tensor": 4}, 64, 1024, 1024)
     >>> str(layout), moved
@@ -146,33 +146,33 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     n = {key: int(value) for key, value in sizes.items()}
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
     if "tensor" in wanted:
-        choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
+        choices.setdefault("grid", "")  # a count without a grid is one-dimensional
     inner = str(wanted.get("inner", "" if {"data", "tensor", "pipeline"} & set(wanted) else old.inner))
     choices["inner"] = inner
     if inner:
-        (n["data"], n["tensor"]), *others = parse_inner(inner)
-        n["pipeline"] = n["pipeline"] if "pipeline" in wanted else 1 + len(others)
+        (n["data"], n["tensor"]), *later_stages = parse_inner(inner)
+        n["pipeline"] = n["pipeline"] if "pipeline" in wanted else 1 + len(later_stages)
     elif "data" not in wanted:
         spatial, context = str(wanted.get("spatial", old.spatial)), int(wanted.get("context", old.context))
-        share = n["tensor"] * n["pipeline"] * n["branch"] * context * spatial_ranks(spatial)
-        if ranks % share:
+        ranks_per_replica = n["tensor"] * n["pipeline"] * n["branch"] * context * spatial_ranks(spatial)
+        if ranks % ranks_per_replica:
             pieces = f" x context={context}" * (context > 1) + f" x spatial={spatial}" * (spatial != "1")
             raise Infeasible(
                 f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}{pieces}; change one of them as well"
             )
-        n["data"] = ranks // share
+        n["data"] = ranks // ranks_per_replica
     if batch < n["data"]:
         raise Infeasible(f"a batch of {batch} has no sample for each of data={n['data']}; change batch= or another axis as well")
     if n["data"] != old.data:
-        choices.setdefault("shares", "")  # which are of the replicas that there were
+        choices.setdefault("shares", "")  # the shares belong to the old replicas
     if "microbatches" not in wanted:
         rows = max(1, old_batch // (old.data * old.microbatches))
         each, most = -(-batch // n["data"]), batch // n["data"]
         n["microbatches"] = next((m for m in range(max(1, -(-each // rows)), most + 1) if each % m == 0), most)
     schedule = str(wanted.get("schedule", old.schedule))
-    other = any(n[key] != getattr(old, key) for key in ("pipeline", "microbatches", "chunks"))
-    if old.actions and other and "schedule" not in wanted:
-        schedule = "1f1b"  # one's own is for its ranks and microbatches alone
+    has_other_sizes = any(n[key] != getattr(old, key) for key in ("pipeline", "microbatches", "chunks"))
+    if old.actions and has_other_sizes and "schedule" not in wanted:
+        schedule = "1f1b"  # a user-defined schedule fits its own ranks and microbatches only
     if "chunks" in wanted and n["chunks"] > 1 and "schedule" not in wanted:
         schedule = "interleaved"
     if n["pipeline"] == 1 or schedule not in CHUNKED:
@@ -183,8 +183,8 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     if "expert" not in wanted:
         n["expert"] = gcd(n["expert"], n["data"])
     if "segment" not in wanted:
-        which = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
-        if refuse_segment(which, int(wanted.get("zero", old.zero))):
+        residency = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
+        if refuse_segment(residency, int(wanted.get("zero", old.zero))):
             choices["segment"] = 1
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions, "begins": ()})  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
 
 
 def neighbours(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:
-    """Layouts that differ from the plan's in one choice and what hangs on it: (the choice, the layout)."""
+    """Return (choice, layout) of layouts that differ from the plan's in one choice and the keys that depend on it."""
     old = plan.layout
     tries: list[tuple[str, int | str]] = []
     for key in ("data", "tensor", "pipeline", "microbatches"):
@@ -229,13 +229,13 @@ def neighbours(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:
             layout, _ = moved_along(old, {key: value}, ranks, plan.batch_size, plan.batch_size)
         except (Infeasible, LayoutError):
             continue
-        if layout not in [one for _, one in layouts]:
+        if layout not in [neighbour for _, neighbour in layouts]:
             layouts.append((f"{key}={value}", layout))
     return layouts
 
 
 def _at_sequence(model: str, sequence: int) -> str:
-    """A zoo name with its sequence replaced.
+    """Return a zoo name with its sequence length replaced.
 
     >>> _at_sequence("gpt:layers=2,sequence=64", 128), _at_sequence("gpt-39b", 128)
     ('gpt:layers=2,sequence=128', 'gpt-39b:sequence=128')

@@ -1,4 +1,4 @@
-"""`weft check`: prove or refute a schedule or a collective from its text. In: a file. Out: proven, or the rank, the step and the reason."""
+"""`weft check`: prove or refute a schedule or a collective in a file; a refutation names the rank, the step and the reason."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check(
 
 
 def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program]:
-    """The program of a file, where it names no transfers with them, with `rendezvous` in an order for sends that wait; and as written.
+    """Return a file's program completed with transfers, where it names none, and as written; `rendezvous`: sends wait for their receives.
 
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
@@ -74,7 +74,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     from weft.schedules.refuted import reworded
 
     program = Program.parse(read_actions(file))
-    program = program if program.name != "program" else replace(program, name=file.name)  # a text need not name itself
+    program = program if program.name != "program" else replace(program, name=file.name)  # a program's text may leave its name out
     try:
         completed = complete(program, rendezvous)
     except ProgramError as error:
@@ -91,7 +91,7 @@ def _require_wants(program: Program) -> None:
 
 
 def _moved(program: Program) -> str:
-    """In words, how long a collective's chain of messages is and what its ranks send, in parts of the tensor."""
+    """Describe the longest chain of messages of a collective, and what its ranks send as a fraction of the tensor."""
     from weft.simulate.messages import Wire, deliver, num_steps
 
     if not program.num_actions or not program.pieces:
@@ -103,11 +103,11 @@ def _moved(program: Program) -> str:
 
 def _words(program: Program, completed: bool) -> str:
     count = len(program.microbatches)
-    what = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}, {program.num_actions} actions"
+    text = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}, {program.num_actions} actions"
     if program.num_stages and any(program.wants):
-        what += f"; every gradient holds each of {count} microbatch{'es' * (count != 1)} once"
+        text += f"; every gradient holds each of {count} microbatch{'es' * (count != 1)} once"
     elif program.num_stages:
-        what += "; it runs to its end (it has no backward)"
+        text += "; it runs to its end (it has no backward)"
     else:
-        what += f"; every rank ends with what it wants{_moved(program)}"
-    return f"{what}{'; transfers were added' if completed else ''}"
+        text += f"; every rank ends with what it wants{_moved(program)}"
+    return f"{text}{'; transfers were added' if completed else ''}"

@@ -1,4 +1,4 @@
-"""`weft checkpoint`: what a checkpoint holds, and whether it is whole. In: a checkpoint, or the folder of several."""
+"""`weft checkpoint`: inspect a checkpoint, or verify its files' sizes and checksums; of a folder of checkpoints the newest."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def verify(path: Where, as_json: options.Json = False) -> None:
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint that is meant: `path` itself, or the newest in it or in its `checkpoints`.
+    """Return the checkpoint at `path`: itself, or the newest in it or in its `checkpoints`.
 
     Raises:
-        UsageError: no such folder; CheckpointError: there is none in it.
+        UsageError: no such folder; CheckpointError: no checkpoint in it.
     """
     from weft.run.state.checkpoint.folder import committed
     from weft.run.state.checkpoint.manifest import MANIFEST
@@ -92,6 +92,6 @@ def _show(path: Path, manifest: Manifest, out: Output, is_complete: bool | None)
         facts.append(("whole", "yes: every file has its size and SHA-256"))
     out.table(Table("Checkpoint", ("", ""), tuple(facts)))
     rows = tuple((t.kind, t.slot, t.name, f"{t.dtype}{t.shape}", format_bytes(t.size_bytes)) for t in tensors[:MOST_ROWS])
-    left = len(tensors) - len(rows)
-    out.table(Table("Tensors", ("kind", "slot", "name", "shape", "size"), rows, right=(4,), note=f"{left} more" if left else ""))
+    hidden = len(tensors) - len(rows)
+    out.table(Table("Tensors", ("kind", "slot", "name", "shape", "size"), rows, right=(4,), note=f"{hidden} more" if hidden else ""))
     out.answer({"path": str(path), "whole": is_complete, **summarize(path)})

@@ -1,4 +1,4 @@
-"""`weft cluster`: machines as files. In: names of the catalogue, figures. Out: a cluster file, its figures, what looks wrong in it."""
+"""`weft cluster`: write, show and check cluster files, which describe devices, links and prices."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def check(
         from weft.cluster.doubts import doubts
 
         described = load_cluster(file, out)
-        said = doubts(described)
-        for line in said:
+        warnings = doubts(described)
+        for line in warnings:
             out.message(f"{file}: {line}")
-        out.message(f"{file}: {len(said)} figures look wrong" if said else f"{file} can be read, and nothing in it looks wrong")
-        out.answer({"ok": not said, "warnings": list(said), **_figures(described)})
+        out.message(f"{file}: {len(warnings)} figures look wrong" if warnings else f"{file} can be read, and nothing in it looks wrong")
+        out.answer({"ok": not warnings, "warnings": list(warnings), **_figures(described)})
 
 
 @app.command("schema")
@@ -120,11 +120,11 @@ def schema(as_json: options.Json = False) -> None:
       weft cluster schema
     """
     with output(as_json) as out:
-        from weft.cluster.schema import schema as made
+        from weft.cluster.schema import schema as cluster_schema
 
         if not as_json:
-            typer.echo(json.dumps(made(), indent=2))
-        out.answer(made())
+            typer.echo(json.dumps(cluster_schema(), indent=2))
+        out.answer(cluster_schema())
 
 
 def _figures(cluster: Cluster) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _catalogue() -> tuple[Table, ...]:
 
     def rows(kind: str, *keys: str) -> tuple[tuple[str, ...], ...]:
         entries = {name: entry(kind, name) for name in names(kind)}
-        return tuple((name, *(_word(one.get(key, "")) for key in keys)) for name, one in entries.items())
+        return tuple((name, *(_word(figures.get(key, "")) for key in keys)) for name, figures in entries.items())
 
     machines = rows("node", "size", "device", "link", "network", "price_per_hour", "priced")
     return (

@@ -1,4 +1,4 @@
-"""`weft collectives compare|draw`: how ranks combine what they have. In: sizes, a cluster. Out: tables, steps, numbers."""
+"""`weft collectives compare|draw`: time collective algorithms (all-reduce, all-gather, ...) on a cluster's links, or draw one's steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from weft.simulate.messages import Message, Traffic
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and draw collective algorithms.")
-MOST_RUN = 64  # ranks up to which programs are run message by message: a ring has 2n(n-1) of them
-MOST_RANKS = 256  # of collectives that have no closed form: some 20 s of processor; twice the ranks have four times the messages
-MOST_FORMED = 1 << 20  # of closed forms: the trees' parents and children are listed rank by rank, in 5 s and 400 MB
-EQUAL = (10e-6, 1 / 25e9)  # seconds of latency and a byte where no cluster is named
+MOST_RUN = 64  # most ranks whose programs are simulated message by message: a ring has 2n(n-1) of them
+MOST_RANKS = 256  # where there is no closed form: some 20 s of CPU time; messages are quadratic in the ranks
+MOST_FORMED = 1 << 20  # closed forms list the trees' parents and children of each rank, in 5 s and 400 MB
+EQUAL = (10e-6, 1 / 25e9)  # latency in s, and s a byte, without a cluster
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[
     str, typer.Option("--collective", metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, halo.")
@@ -45,7 +45,7 @@ def compare(
     target: Picture = None,
     as_json: options.Json = False,
 ) -> None:
-    """Every algorithm on the same links: what it moves, in how many steps, how evenly, and how long it takes.
+    """Compare all algorithms on the same links: what each moves, in how many steps, how evenly, and how long it takes.
 
     Up to 64 ranks all of it is counted on the programs themselves; all-reduce of more (16,384 and beyond) by closed forms that are held
     against the programs. Without a cluster the links are equal: 25 GB/s, 10 us. What it costs to add is not in these times.
@@ -111,7 +111,7 @@ def draw(
             check_suffix(target)
         program = build(collective, name, _levels(name, None, ranks))
         check(program)
-        added: dict[tuple[int, int, Value], list[bool]] = {}  # of each receive, in order
+        added: dict[tuple[int, int, Value], list[bool]] = {}  # of each receive, in order: whether it reduces
         for rank, row in enumerate(program.actions):
             for action in row:
                 if isinstance(action, Recv):
@@ -153,7 +153,7 @@ def _arrow(message: Message, added: bool) -> Arrow:
 
 
 def _machines(cluster: str, ranks: int) -> Cluster | None:
-    """The cluster, where one is named. Raises UsageError where it has fewer devices than ranks."""
+    """Parse the cluster, if any. Raises UsageError where it has fewer devices than ranks."""
     if not cluster:
         return None
     from weft.cluster.cluster import Cluster
@@ -165,7 +165,7 @@ def _machines(cluster: str, ranks: int) -> Cluster | None:
 
 
 def _levels(name: str, machines: Cluster | None, ranks: int) -> int | tuple[int, ...]:
-    """Sizes of the levels for algorithms that nest: ranks of a node, and nodes; near to a square where there are none."""
+    """Return (ranks of a node, nodes) for hierarchical algorithms, near to a square without nodes; else the number of ranks."""
     from weft.collectives import NESTED
 
     if name not in NESTED:
@@ -180,7 +180,7 @@ def _programs(collective: str, machines: Cluster | None, ranks: int) -> dict[str
     from weft.collectives import ALGORITHMS, build
 
     if collective not in ALGORITHMS:
-        build(collective, "", ranks)  # says what is known
+        build(collective, "", ranks)  # raises, with the known collectives
     if len(ALGORITHMS[collective]) == 1:
         (only,) = ALGORITHMS[collective]
         raise UsageError(
@@ -204,11 +204,11 @@ def _traffic(program: Program, total: float, machines: Cluster | None) -> Traffi
     return deliver(program, lambda _: piece_bytes, between)
 
 
-Compared = tuple[list[dict[str, Any]], dict[str, list[float]]]  # a row an algorithm, and its seconds by SIZES
+Compared = tuple[list[dict[str, Any]], dict[str, list[float]]]  # one row per algorithm, and its seconds for each of SIZES
 
 
 def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: float) -> Compared:
-    """Programs that are run message by message."""
+    """Time each algorithm by simulating its program message by message."""
     from weft.simulate.messages import num_steps
 
     if ranks > MOST_RANKS:
@@ -229,7 +229,7 @@ def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: f
 
 
 def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: float) -> Compared:
-    """All-reduce programs in closed form."""
+    """Time each all-reduce algorithm by its closed form."""
     from weft.cost.network.collectives import FORMS, all_reduce_s
     from weft.cost.network.traffic import moved
 
@@ -250,7 +250,7 @@ def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: floa
 
 
 def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
-    """The links of a group of the first `ranks` ranks, without what it costs to add, as the programs are run here."""
+    """Return the links of a group of the first `ranks` ranks, without the cost of the additions, which the simulation leaves out too."""
     from dataclasses import replace
 
     from weft.cost.network.collectives import Hop, Ways, ways
@@ -264,7 +264,7 @@ def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
 
 
 def _library(collective: str, machines: Cluster | None, ranks: int) -> list[float]:
-    """Seconds of the library's own by SIZES; empty without a cluster, or for a collective of which nothing is known."""
+    """Seconds of the communication library's own algorithm for each of SIZES; empty where they are unknown."""
     from weft.cost.network.network import FACTORS, Group, collective_s
 
     if machines is None or collective not in FACTORS:

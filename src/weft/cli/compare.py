@@ -1,4 +1,4 @@
-"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side; timelines also by action."""
+"""`weft compare`: two plans side by side, each priced anew, or two timelines kind by kind and action by action."""
 
 from __future__ import annotations
 
@@ -52,14 +52,12 @@ def _plans(first: Path, second: Path, cluster: str | None, out: Output) -> None:
 
     plans = read_plan(first), read_plan(second)
     with out.working(f"pricing {first} and {second}"):
-        priced = [
-            setting_of(plan, file, out, cluster).base(plan, str(file)) for plan, file in zip(plans, (first, second), strict=True)
-        ]
+        priced = [setting_of(plan, file, out, cluster).base(plan, str(file)) for plan, file in zip(plans, (first, second), strict=True)]
     say_plans(plans, priced, out)
 
 
 def say_plans(plans: tuple[Plan, Plan], priced: Sequence[Variant], out: Output) -> None:
-    """Two plans, each priced, side by side, and the parameters that they cut otherwise."""
+    """Show two priced plans side by side, and the parameters that they shard differently."""
     from weft.cli.variants import record, side_by_side
 
     left, right = priced
@@ -71,18 +69,18 @@ def say_plans(plans: tuple[Plan, Plan], priced: Sequence[Variant], out: Output) 
 
 
 def _cuts_table(plans: tuple[Plan, Plan], names: tuple[str, str]) -> Table:
-    """Parameters that the two plans cut otherwise."""
+    """Tabulate the parameters that the two plans shard differently."""
     left, right = ({(axis, name): dim for axis, cuts in plan.shards for name, dim in cuts} for plan in plans)
     rows = tuple(
         (name, axis, *("whole" if cuts.get((axis, name)) is None else f"dim {cuts[axis, name]}" for cuts in (left, right)))
         for axis, name in {**left, **right}
         if left.get((axis, name)) != right.get((axis, name))
     )
-    return Table("Parameters that are cut otherwise", ("parameter", "axis", *names), rows)
+    return Table("Parameters that are sharded differently", ("parameter", "axis", *names), rows)
 
 
 def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
-    """The computes whose durations differ most, with when they end."""
+    """Tabulate the computes whose durations differ most, with the difference of their ends."""
     from weft.units import format_seconds
 
     def signed(seconds: float) -> str:
@@ -99,8 +97,9 @@ def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
         )
         for d in difference.largest(_SHOWN)
     )
-    left = difference.only_a + difference.only_b
-    title = f"Actions that differ most, of {len(difference.actions)} that both have" + (f"; {left} only one has" if left else "")
+    unmatched = difference.only_a + difference.only_b
+    suffix = f"; {unmatched} in one only" if unmatched else ""
+    title = f"Actions that differ most, of {len(difference.actions)} that both have{suffix}"
     columns = ("rank", "action", a.name or "first", b.name or "second", "longer", "ends later")
     return Table(title, columns, rows, right=(0, 2, 3, 4, 5))
 
@@ -115,13 +114,13 @@ def _timelines(first: Path, second: Path, out: Output) -> None:
 
 
 def say_timelines(a: Timeline, b: Timeline, out: Output, names: tuple[str, str] = ("first", "second")) -> None:
-    """Two timelines kind by kind, and the actions that differ most; `names` of those that have none."""
+    """Show two timelines kind by kind, and the actions that differ most; `names` where timelines have none."""
     from weft.plan.difference import by_action
     from weft.plan.timeline import compare as by_kind
     from weft.units import format_percent, format_seconds
 
     if a.is_step != b.is_step:
-        out.message("one of them has the actions of its program alone, so that these are compared")
+        out.message("one of them has only the actions of its program, so only these are compared")
         a, b = a.program, b.program
     kinds = by_kind(a, b)
     rows = [("in all", "", format_seconds(a.total_s), format_seconds(b.total_s), f"{b.total_s / a.total_s:.2f}x" if a.total_s else "")]

@@ -1,6 +1,6 @@
-"""`weft demo`, which `scripts/demo` calls: the whole way once. In: nothing, or a text. Out: a trained GPT and its run folder.
+"""`weft demo`, which `scripts/demo` calls: probe the machine, plan, and train a GPT on text, end to end.
 
-Each run has a folder of its own; one that was interrupted goes on.
+Each run has its own folder; an interrupted one is resumed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def demo(
 
 
 def run_folder(runs: Path) -> Path:
-    """`runs/demo`, or the next one that is free; one without a report was interrupted, and goes on."""
+    """Return `runs/demo`, or the first numbered folder without a report: a new one, or an interrupted run, which is resumed."""
     number = 1
     while True:
         folder = runs / ("demo" if number == 1 else f"demo-{number}")
@@ -67,7 +67,7 @@ def run_folder(runs: Path) -> Path:
 
 
 def show_end(folder: Path, out: Output) -> None:
-    """What the run chose, what it learnt, what it left, and what to try next."""
+    """Show the generated text, the plan with its reasons, the run folder, and commands to try next."""
     from weft.report.run_folder import read_folder
     from weft.report.tables import Table, reasons_table, summary_table
 

@@ -1,4 +1,4 @@
-"""`weft doctor`: what works on this machine. In: nothing. Out: a line for each check; exit 4 where one that weft needs fails."""
+"""`weft doctor`: check this machine, one line a check; exit 4 where a required one fails."""
 
 from __future__ import annotations
 

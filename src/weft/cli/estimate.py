@@ -1,4 +1,4 @@
-"""`weft estimate`: how long training takes and what it costs. In: a model, machines, tokens. Out: time, money, energy, memory."""
+"""`weft estimate`: time, money, energy and memory of training a model on a cluster for a number of tokens or epochs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GPUS = "This many of the devices only."
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be done: `samples` in all, in words, and whether that was assumed."""
+    """Amount of training: `samples` in all, a description in `words`, and the `assumption`, if it was not given."""
 
     samples: float
     words: str
@@ -83,11 +83,11 @@ def say_estimate(
     constrain: Sequence[str],
     out: Output,
 ) -> None:
-    """What training the model of a setting takes; arguments as of the verb, without a `batch` a usual one."""
+    """Show time and cost of training a pricing context's model; arguments as of the verb, without `batch` a usual one."""
     from weft.report.economy import unit_of
     from weft.solve.space import parse_constraints
 
-    parse_constraints(" ".join(constrain))  # what contradicts itself is not a question of memory
+    parse_constraints(" ".join(constrain))  # contradictory constraints are an error, not a model that does not fit
     machines, unit = first.cluster, unit_of(first.graph)
     size, assumed_batch = (batch, "") if batch is not None else batch_for(first.graph.num_parameters, unit, machines.num_devices)
     setting = first if size == first.batch_size else first.changed(batch_size=size)
@@ -118,7 +118,7 @@ def say_estimate(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What training takes; `usd` and `kwh` are None where price or power are not known."""
+    """Time and cost of training; `usd` and `kwh` are None where price or power are not known."""
 
     seconds: float
     usd: float | None
@@ -129,11 +129,11 @@ class _Found:
 
 
 def _arithmetic(setting: Setting, flops: float, plan: Plan | None, refused: str) -> _Found:
-    """The arithmetic alone, of a model that does not fit, or that is no graph and has a plan without a prediction."""
+    """Estimate from the FLOPs alone, for a model that does not fit, or that could not be captured and so has no prediction."""
     from weft.report.economy import power_w, usd_per_hour
 
     machines = setting.cluster
-    seconds, said = compute_bound(setting, flops)
+    seconds, rate_assumption = compute_bound(setting, flops)
     rows = [
         ("fits", f"no: {refused}" if refused else "not known: the model could not be captured"),
         ("arithmetic alone", long(seconds)),
@@ -142,17 +142,17 @@ def _arithmetic(setting: Setting, flops: float, plan: Plan | None, refused: str)
     kwh = machines.power_w * seconds / 3.6e6 if machines.power_w else None
     price = machines.price_per_hour if plan is None else usd_per_hour(machines, plan.layout)
     paid = _paid(usd, price, kwh, machines.power_w if plan is None else power_w(machines, plan.layout))
-    return _Found(seconds, usd, kwh, rows, [said, *paid], "as if memory were endless and nothing but matrix products took time")
+    return _Found(seconds, usd, kwh, rows, [rate_assumption, *paid], "as if memory were endless and nothing but matrix products took time")
 
 
 def _planned(plan: Plan, setting: Setting, work: Work) -> _Found:
-    """Training by a plan."""
+    """Estimate training by a plan's predicted step time."""
     from weft.report.economy import bill, power_w, usd_per_hour
 
     machines, p, size = setting.cluster, plan.prediction, setting.batch_size
     assert p is not None
     cost = bill(machines, plan.layout, p, size, work.samples)
-    used, there = machines.nodes_of(plan.layout.num_ranks), machines.num_nodes
+    used, num_nodes = machines.nodes_of(plan.layout.num_ranks), machines.num_nodes
     have = format_bytes(machines.memory_of(plan.layout.num_ranks))
     rows = [
         ("layout", str(plan.layout)),
@@ -160,7 +160,7 @@ def _planned(plan: Plan, setting: Setting, work: Work) -> _Found:
         ("MFU", format_percent(p.mfu)),
         ("memory", f"{format_bytes(p.memory.total)} of {have} on the fullest device"),
     ]
-    unused = [f"{used} of {there} machines are used, and only these are paid for"] if used < there else []
+    unused = [f"{used} of {num_nodes} machines are used, and only these are paid for"] if used < num_nodes else []
     paid = _paid(cost.usd, usd_per_hour(machines, plan.layout), cost.kwh, power_w(machines, plan.layout))
     return _Found(cost.seconds, cost.usd, cost.kwh, rows, [*unused, *_assumptions(plan, setting), *paid])
 
@@ -187,17 +187,17 @@ def _show(out: Output, rows: tuple[tuple[str, str], ...], plan: Plan | None, est
 
 
 def _paid(usd: float | None, price: float | None, kwh: float | None, watts: float | None) -> list[str]:
-    """What money and energy assume, where they are known."""
-    said = []
+    """Describe what money and energy assume, where they are known."""
+    assumptions = []
     if usd:
-        said.append(f"${price:,.2f} an hour: list price on demand in the catalogue, no discounts")
+        assumptions.append(f"${price:,.2f} an hour: list price on demand in the catalogue, no discounts")
     if kwh and watts:
-        said.append(f"{watts / 1000:,.4g} kW all the time: the machines' highest power, cooling and network besides not counted")
-    return said
+        assumptions.append(f"{watts / 1000:,.4g} kW all the time: the machines' highest power, cooling and network besides not counted")
+    return assumptions
 
 
 def work_of(tokens: str | None, epochs: float | None, unit: Unit, num_parameters: int) -> Work:
-    """Samples in all, from what was asked for or from what is usual.
+    """Return the amount of training, as given or by the usual defaults.
 
     Raises:
         UsageError: tokens for images, epochs for text, or nothing to do.
@@ -208,21 +208,21 @@ def work_of(tokens: str | None, epochs: float | None, unit: Unit, num_parameters
         count = parse_count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * num_parameters
         if count <= 0:
             raise UsageError(f"--tokens {tokens}: train on at least 1 token")
-        said = (
+        assumption = (
             "" if tokens is not None else f"{TOKENS_PER_PARAMETER} tokens a parameter (Hoffmann et al. 2022): --tokens says another number"
         )
-        return Work(count / unit.tokens_per_sample, f"{format_count(count)} tokens", said)
+        return Work(count / unit.tokens_per_sample, f"{format_count(count)} tokens", assumption)
     if tokens is not None:
         raise UsageError(f"--tokens {tokens} is for models of text; this one reads no tokens, use --epochs 90")
     passes = epochs if epochs is not None else EPOCHS
     if not 0 < passes < float("inf"):
         raise UsageError(f"--epochs {passes:g}: train for more than 0 epochs")
-    said = "" if epochs is not None else f"{EPOCHS} epochs of ImageNet-1k: --epochs says another number"
-    return Work(passes * unit.samples, f"{passes:g} epochs of {unit.samples:,.0f} samples", said)
+    assumption = "" if epochs is not None else f"{EPOCHS} epochs of ImageNet-1k: --epochs says another number"
+    return Work(passes * unit.samples, f"{passes:g} epochs of {unit.samples:,.0f} samples", assumption)
 
 
 def batch_for(num_parameters: int, unit: Unit, num_devices: int) -> tuple[int, str]:
-    """A usual batch: a power of two of samples, at least one a device up to 4,096 of them; and how that was assumed."""
+    """Return a usual batch size, a power of two with at least one sample per device up to 4,096; and the assumption in words."""
     if unit.tokens_per_sample:
         wanted = next(t for limit, t in BATCH_TOKENS if num_parameters < limit) / unit.tokens_per_sample
     else:
@@ -234,7 +234,7 @@ def batch_for(num_parameters: int, unit: Unit, num_devices: int) -> tuple[int, s
 
 
 def compute_bound(setting: Setting, flops: float) -> tuple[float, str]:
-    """Seconds of the arithmetic alone at the rate that large matrix products reach, and how that was assumed."""
+    """Seconds of the FLOPs at the rate that large matrix products reach; and the assumption in words."""
     device = setting.cluster.device
     have = dict(device.peak_flops)
     precision = next((p for p in FASTEST if p in have), next(iter(have)))
@@ -244,7 +244,7 @@ def compute_bound(setting: Setting, flops: float) -> tuple[float, str]:
 
 
 def long(seconds: float) -> str:
-    """A time as people say it of trainings.
+    """Format the duration of a training.
 
     >>> long(90 * 60), long(34 * 86400), long(172.3 * YEAR_S)
     ('1.50 hours', '34.0 days', '172 years')
@@ -272,7 +272,7 @@ def _assumptions(plan: Plan, setting: Setting) -> list[str]:
 
 
 def _predicted(plan: Plan | None) -> dict[str, object]:
-    """What is predicted of a step, None each without a plan."""
+    """Return the prediction of a step as a record; all None without a plan."""
     from weft.report.tables import PARTS
 
     if plan is None or plan.prediction is None:

@@ -1,4 +1,4 @@
-"""`weft explain`: why a plan is what it is. In: a plan. Out: candidates, reasons, what other choices cost, the bound, placements."""
+"""`weft explain`: a plan's candidates, reasons, the prices of other choices, the optimality bound, and operators' placements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def explain(
 
 
 def say_why(plan: Plan, setting: Setting, out: Output, most: int = MOST_CANDIDATES, brief: bool = False) -> None:
-    """Everything that there is to say of a plan; `most` candidates, of which with `brief` only the plan's own words."""
+    """Show a full explanation of a plan with `most` candidates; with `brief` neither other choices nor placements."""
     from weft.cli.variants import record, variants_table
 
     out.table(summary_table(plan))
@@ -60,52 +60,52 @@ def say_why(plan: Plan, setting: Setting, out: Output, most: int = MOST_CANDIDAT
         shown = candidates(plan, setting, base, most)
     out.table(variants_table("Candidates", "", shown, base))
     out.table(reasons_table(plan))
-    said = _found(plan)
-    out.text(said + "\n")
-    others, placed = ([], ()) if brief else _beyond(plan, setting, base, out)
+    bound = _found(plan)
+    out.text(bound + "\n")
+    other_choices, placed = ([], ()) if brief else _beyond(plan, setting, base, out)
     out.answer(
         {
             **record(base),
             "model": plan.model,
             "planning_time_s": plan.planning_time_s,
             "bound_gap": plan.bound_gap,
-            "bound": said,
+            "bound": bound,
             "reasons": _reasons(plan),
             "candidates": [record(v, base) for v in shown],
-            "other_choices": [record(v, base) for v in others],
+            "other_choices": [record(v, base) for v in other_choices],
             "placements": [asdict(p) for p in placed],
         }
     )
 
 
 def _beyond(plan: Plan, setting: Setting, base: Variant, out: Output) -> tuple[list[Variant], tuple[Placed, ...]]:
-    """What the plan's file does not say, shown: other choices, priced, and placements."""
+    """Price and show what is not in the plan file: other choices and the placements of operators."""
     from weft.cli.changes import neighbours
     from weft.cli.variants import variants_table
     from weft.report.placements import placements, placements_table
 
     with out.working("pricing other choices"):
         tries = neighbours(plan, setting.cluster.num_devices)
-        others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
-        others = [v for v in others if v.prediction is not None]
+        variants = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
+        variants = [v for v in variants if v.prediction is not None]
         sharding = setting.sharding(plan)
         placed = placements(setting.graph, sharding)
-    out.table(variants_table("What another choice would cost", "choice", [base, *others], base, with_layout=False))
+    out.table(variants_table("What another choice would cost", "choice", [base, *variants], base, with_layout=False))
     table = placements_table(placed, sharding.sizes)
     if table.rows:
         out.table(table)
-    return others, placed
+    return variants, placed
 
 
 def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[Variant]:
-    """The chosen layout, then those that the search kept, by their time, then those it refused."""
+    """Return the chosen layout, then the search's other candidates by step time, then the refused ones."""
     from weft.cli.setting import Variant
 
-    others = [c for c in plan.candidates if c.layout != plan.layout]
+    not_chosen = [c for c in plan.candidates if c.layout != plan.layout]
     timed = sorted(
-        (c for c in others if c.prediction is not None and not c.note), key=lambda c: c.prediction.step_time_s if c.prediction else 0
+        (c for c in not_chosen if c.prediction is not None and not c.note), key=lambda c: c.prediction.step_time_s if c.prediction else 0
     )
-    refused = [c for c in others if c.prediction is None or c.note]
+    refused = [c for c in not_chosen if c.prediction is None or c.note]
     variants = [base]
     for number, c in enumerate([*timed, *refused][: most - 1], start=2):
         variants.append(Variant(str(number), setting, c.layout, c.prediction, refusal_words(c.note), not c.note))
@@ -113,10 +113,10 @@ def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[V
 
 
 def _found(plan: Plan) -> str:
-    """How far the plan may be from the best that the search could have found, and how long it took."""
+    """Describe how long the search took, and how far the plan may be from the optimum."""
     took = f"Found in {format_seconds(plan.planning_time_s)}" if plan.planning_time_s else "Priced as given"
-    said = dict(plan.reasons).get("bound") or bound_words(plan.prediction.step_time_s if plan.prediction else 0.0, None)
-    return f"{took}; {said}."
+    bound = dict(plan.reasons).get("bound") or bound_words(plan.prediction.step_time_s if plan.prediction else 0.0, None)
+    return f"{took}; {bound}."
 
 
 def _reasons(plan: Plan) -> list[dict[str, str]]:
@@ -124,11 +124,11 @@ def _reasons(plan: Plan) -> list[dict[str, str]]:
 
 
 def _moved(plan: Plan, layout: object, name: str) -> str:
-    """What changes with a choice."""
+    """Describe the other keys that change with a choice."""
     from weft.plan.layout import KEYS
 
     key = name.partition("=")[0]
-    moved = [
+    adapted = [
         f"{k} {getattr(plan.layout, k)} to {getattr(layout, k)}" for k in KEYS if k != key and getattr(plan.layout, k) != getattr(layout, k)
     ]
-    return ", ".join(moved)
+    return ", ".join(adapted)

@@ -1,4 +1,4 @@
-"""`weft launch`: the same `weft train` on other machines. In: how to start it, and the command. Out: its exit code, a job, or a file."""
+"""`weft launch`: run `weft train` on other machines by SLURM, Ray or ssh, or write a Kubernetes or SkyPilot manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def launch(  # noqa: PLR0913
     with output(as_json) as out:
         from weft.cli.elsewhere.job import Job, job_of
 
-        if host >= 0:  # started by one of the ways below, on one of the hosts
+        if host >= 0:  # started on a host by one of the launchers below
             from weft.cli.elsewhere import host as on_host
 
             raise typer.Exit(on_host.run(Job(tuple(command), hosts, ranks, threads=threads), host, address, port, held))
@@ -85,7 +85,7 @@ def _wait(job: Job, names: list[str], ray: str, address: str, port: int) -> int:
 def _slurm(job: Job, sbatch_options: list[str], target: Path | None, out: Output) -> None:
     from weft.cli.elsewhere import slurm
 
-    slurm.job_folder(job).mkdir(parents=True, exist_ok=True)  # SLURM does not make it
+    slurm.job_folder(job).mkdir(parents=True, exist_ok=True)  # SLURM does not create it
     if target is not None:
         _write(slurm.script(job, sbatch_options), target, out)
         return

@@ -1,4 +1,4 @@
-"""MODEL and CLUSTER as the verbs take them. In: the words of the command line. Out: a model that can be made, a cluster."""
+"""Parsers of the operands MODEL and CLUSTER that the verbs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_model(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
-    """The model that MODEL names.
+    """Resolve the model that MODEL names.
 
     Raises:
         UsageError, ModelError: an unknown name, a missing file, a factory that raises.
@@ -23,7 +23,7 @@ def load_model(text: str, batch: int | None = None, sequence: int | None = None)
 
 
 def load_cluster(text: str, out: Output) -> Cluster:
-    """The machines that CLUSTER names; `here` is measured, once."""
+    """Return the cluster that CLUSTER names; `here` is measured once and cached."""
     if text == "here":
         from weft.cluster.probe import probe
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share, so that each reads the same everywhere."""
+"""Typer arguments and options that several verbs share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a verb says and where: tables and text on standard output, messages on standard error, or one JSON object.
+"""Output of a verb: tables and text on standard output, messages on standard error, or one JSON object.
 
-With `--json` the process's standard output is kept for that object: whatever else writes there, the user's model and the
-ranks included, goes to standard error.
+With `--json` standard output is reserved for that object: whatever else writes there, including the user's model and the ranks,
+is redirected to standard error.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 
 DEFAULT_WIDTH = 120
-SHORT = 16  # letters of a first column that are never broken
+SHORT = 16  # cells of a first column up to this length are never wrapped
 
 
 class Output:
-    """Where one verb writes. Made by `output`; `to_json` is true where the answer is one JSON object."""
+    """Writer for one verb, built by `output`; `to_json` is true where the answer is one JSON object."""
 
     def __init__(self, json_fd: int | None) -> None:
         self._json_fd = json_fd
         self.to_json = json_fd is not None
 
     def text(self, text: str) -> None:
-        """Lines for a person; nothing with `--json`."""
+        """Print lines of text; nothing with `--json`."""
         if not self.to_json:
             print(text, flush=True)
 
     def picture(self, picture: Text) -> None:
-        """Words that have colours, where there are colours; lines are never broken."""
+        """Print coloured text, on terminals that have colours; lines are never wrapped."""
         if not self.to_json:
             _console(stderr=False).print(picture, soft_wrap=True)
 
     def table(self, table: Table) -> None:
-        """Draw a table as wide as the terminal; cells are words, never markup."""
+        """Print a table as wide as the terminal; cells are text, never markup."""
         if self.to_json:
             return
         show_table(table, _console(stderr=False))
 
     def message(self, text: str) -> None:
-        """A message beside the answer, on standard error."""
+        """Print a message on standard error."""
         print(f"weft: {text}", file=sys.stderr, flush=True)
 
     def working(self, text: str, parts: int | None = None) -> AbstractContextManager[Callable[[], None]]:
-        """Shows that something takes a while, on a terminal only. The block is given what to call when one of its `parts` is done."""
+        """Show a progress bar for a block, on a terminal only; the block gets a function to call after each of its `parts`."""
         return progress(text, parts)
 
     def answer(self, record: Mapping[str, object]) -> None:
-        """The JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
+        """Write the JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
         if self._json_fd is not None:
             data = (json.dumps(as_json(record), allow_nan=False) + "\n").encode()
             while data:
@@ -69,7 +69,7 @@ class Output:
 
 
 def write_file(target: Path, text: str) -> int:
-    """Write a file that the user has named; returns its size in bytes. Raises `UsageError` where it cannot be written."""
+    """Write a file that the user named and return its size in bytes. Raises `UsageError` where it cannot be written."""
     data = text.encode()
     try:
         target.write_bytes(data)
@@ -94,7 +94,7 @@ def show_table(table: Table, console: Console) -> None:
         pad_edge=False,
     )
     for i in table.filled:
-        # Short words are not broken, whatever the others take.
+        # Short cells are not wrapped, whatever the other columns need.
         least = max((len(row[i]) for row in table.rows if len(row[i]) <= SHORT), default=None) if i == 0 else None
         drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold", min_width=least)
     for r, row in enumerate(table.rows):
@@ -107,13 +107,13 @@ def show_table(table: Table, console: Console) -> None:
 def _console(stderr: bool) -> Console:
     from rich.console import Console
 
-    # Where nobody says how wide the paper is, tables get room for a layout and its numbers side by side.
+    # Where the width is unknown, tables have room for a layout and its numbers side by side.
     has_width = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if has_width else DEFAULT_WIDTH)
 
 
 def as_json(value: object) -> object:
-    """A value as JSON has it; numbers that it does not have (infinity) become None."""
+    """Convert a value to JSON types; numbers that JSON does not have (infinity) become None."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ def as_json(value: object) -> object:
 
 @contextmanager
 def output(to_json: bool) -> Iterator[Output]:
-    """The place where one verb writes. An error is an answer too: with `--json` it is the object, with its exit code."""
+    """Open a verb's output for a block. With `--json` a `WeftError` is written as the object, with its exit code, and raised again."""
     if not to_json:
         yield Output(None)
         return

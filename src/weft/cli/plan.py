@@ -21,9 +21,7 @@ def plan(  # noqa: PLR0913
     sequence: options.Sequence = None,
     layout: options.LayoutText = None,
     constrain: options.Constraints = None,
-    objective: Annotated[
-        str, typer.Option("--objective", metavar="NAME", help="What to minimise: time, cost, energy or memory.")
-    ] = "time",
+    objective: Annotated[str, typer.Option("--objective", metavar="NAME", help="What to minimise: time, cost, energy or memory.")] = "time",
     device_memory: options.DeviceMemory = None,
     trials: options.Trials = 0,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Also show what each layer costs under each way of sharding it.")] = False,
@@ -57,7 +55,7 @@ def plan(  # noqa: PLR0913
         with out.working(f"planning {model} on {machines.name}"):
             setting = Setting(name, machines, size, sequence)
             chosen = setting.plan(constrain or (), objective, wanted, trials, out.message)
-        if target is not None:  # first: whoever reads the tables may stop reading
+        if target is not None:  # before the tables: their reader may close the pipe
             write_plan(chosen, target)
             out.message(
                 f"written to {target}; edit it if you like, then: weft explain {target}, weft simulate {target}, "
@@ -69,14 +67,14 @@ def plan(  # noqa: PLR0913
 
 
 def _by_layer(plan: Plan, setting: Setting, out: Output) -> dict[str, object]:
-    """The table of layers, over the ranks of the plan that share a machine; and its records."""
+    """Show the table of layers over the plan's ranks of one machine, and return its records."""
     from weft.cost.operators.layers import layers
     from weft.report.layers import layers_record, layers_table
 
     machines, layout = setting.cluster, plan.layout
     if plan.uncaptured or machines.parts:
-        why = "the model is not captured" if plan.uncaptured else f"{machines.name} has several kinds of devices"
-        out.message(f"{why}, so that layers are not priced one by one")
+        reason = "the model is not captured" if plan.uncaptured else f"{machines.name} has several kinds of devices"
+        out.message(f"{reason}, so layers are not priced one by one")
         return {"layers": []}
     ranks = min(layout.num_ranks, machines.node_size)
     with out.working("pricing layers"):

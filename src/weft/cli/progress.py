@@ -1,4 +1,4 @@
-"""A bar for what takes a while. In: what is done, of how many parts. Out: a block, drawn on a terminal once it has taken two seconds."""
+"""A progress bar, drawn on a terminal once its block has taken two seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AFTER_S = 2.0
-_ONE = threading.Lock()  # held by the block whose bar may be drawn
+_ONE = threading.Lock()  # acquired by the block whose bar may be drawn
 
 
 @contextmanager
 def progress(text: str, total: int | None = None, console: Console | None = None, after_s: float = AFTER_S) -> Iterator[Callable[[], None]]:
-    """A block that takes a while; it is given what to call when one part of `total` is done. Nothing is drawn but on a terminal,
-    and of blocks inside of one another the outermost alone.
+    """Run a block with a progress bar; it gets a function to call after each part of `total`. Only the outermost of nested blocks draws,
+    and only on a terminal.
 
     >>> with progress("planning", 2) as done:
     ...     done()
@@ -37,16 +37,16 @@ def _drawn(text: str, total: int | None, console: Console | None, after_s: float
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    shown = Progress(*columns, console=console or Terminal(stderr=True), transient=True)
-    task = shown.add_task(text, total=total)
+    bar = Progress(*columns, console=console or Terminal(stderr=True), transient=True)
+    task = bar.add_task(text, total=total)
 
-    timer = threading.Timer(after_s, shown.start)
+    timer = threading.Timer(after_s, bar.start)
     timer.daemon = True
     timer.start()
     try:
-        yield lambda: shown.advance(task)
+        yield lambda: bar.advance(task)
     finally:
         timer.cancel()
         timer.join()
-        if shown.live.is_started:
-            shown.stop()
+        if bar.live.is_started:
+            bar.stop()

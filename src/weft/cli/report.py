@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.report.page import Subject
 
-MOST_DRAWN = 4096  # computes in a picture, a direction
+MOST_DRAWN = 4096  # most computes of a picture, in each direction
 
 
 def report(
@@ -40,7 +40,7 @@ def report(
 
 
 def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
-    """Write the page and return its size in bytes. With `timeline` the page of a plan has its simulated step.
+    """Write the page and return its size in bytes. With `timeline` a plan's page shows its simulated step.
 
     Raises:
         UsageError: a subject that cannot be read, or a target that cannot be written.
@@ -51,12 +51,12 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
     if subject.is_dir():
         return write(read_folder(subject), target)
     about = about_plan(read_plan(subject), timeline)
-    again = (f"weft explain {subject}", f"weft whatif {subject} gpus=... zero=...", f"weft simulate {subject}")
-    return write(replace(about, again=again), target)
+    commands = (f"weft explain {subject}", f"weft whatif {subject} gpus=... zero=...", f"weft simulate {subject}")
+    return write(replace(about, again=commands), target)
 
 
 def about_plan(plan: Plan, timeline: bool = False) -> Subject:
-    """A page's subject: a plan, what its machines have and, with `timeline`, its simulated step."""
+    """Return a page's subject: a plan, its machines and, with `timeline`, its simulated step."""
     from weft.report.page import Subject
 
     about = Subject(f"A plan for {plan.model}", f"{plan.batch_size} samples a step on {plan.cluster}", plan)
@@ -71,7 +71,7 @@ def write(about: Subject, target: Path) -> int:
 
 
 def _with_machines(about: Subject, plan: Plan, is_drawn: bool) -> Subject:
-    """What a device has, and the step as the clock sees it; a plan whose model or machines are not at hand does without."""
+    """Add the machines' figures and the simulated step; skipped where the plan's model or machines are not available."""
     from weft.cli.setting import Setting
     from weft.cluster.cluster import Cluster
     from weft.report.cluster_tables import cluster_tables
@@ -87,7 +87,7 @@ def _with_machines(about: Subject, plan: Plan, is_drawn: bool) -> Subject:
 
             setting = Setting(plan.model, machines, plan.batch_size)
             prediction, timeline = api.simulated(plan, setting.resolved, setting.given, cluster=machines, source=setting.source)
-            about = replace(about, plan=replace(plan, prediction=prediction), simulated=timeline)  # of the plan as it is, if it was edited
+            about = replace(about, plan=replace(plan, prediction=prediction), simulated=timeline)  # an edited plan is priced anew
     except WeftError:
         return about
     return about

@@ -1,6 +1,6 @@
-"""`weft scaling`: what more devices bring. In: a model, machines, numbers of devices. Out: a table, a picture, a page.
+"""`weft scaling`: speed-up and efficiency of a model on several numbers of devices, as a table, a picture or a page.
 
-Strong scaling keeps the batch, weak scaling the samples of a device. Each size is planned anew, or has the layout given with more data
+Strong scaling keeps the batch, weak scaling the samples per device. Each size is planned anew, or has the given layout with more data
 replicas.
 """
 
@@ -80,7 +80,7 @@ def say_scaling(
     constraints: Sequence[str] = (),
     target: Path | None = None,
 ) -> list[dict[str, object]]:
-    """Plan each size and say what came of it; a record of each. `first`: the model with the batch of the least number of devices."""
+    """Plan and show each size; return their records. `first`: context with the batch of the smallest number of devices."""
     from weft.report.economy import unit_of
 
     variants: list[Variant] = []
@@ -95,7 +95,7 @@ def say_scaling(
 
 
 def _show(out: Output, title: str, counts: Sequence[int], variants: Sequence[Variant], target: Path | None) -> list[dict[str, object]]:
-    """The table and the picture of these sizes; and a record of each."""
+    """Show the table and write the picture of these sizes; return their records."""
     from weft.cli.variants import record
     from weft.report.economy import unit_of
     from weft.report.scaling import scaling_picture, scaling_table, speedups
@@ -116,7 +116,7 @@ def _show(out: Output, title: str, counts: Sequence[int], variants: Sequence[Var
 
 
 def device_counts(text: str | None, node: int, most: int) -> list[int]:
-    """The numbers of devices, ascending.
+    """Return the numbers of devices, ascending.
 
     >>> device_counts("64,8", 8, 64), device_counts(None, 8, 48)
     ([8, 64], [8, 16, 32, 48])
@@ -133,7 +133,7 @@ def device_counts(text: str | None, node: int, most: int) -> list[int]:
 
 
 def _at(first: Setting, count: int, least: int, weak: bool, layout: Layout | None, constraints: Sequence[str]) -> Variant:
-    """The plan for `count` devices."""
+    """Plan for `count` devices."""
     from weft.cluster.resize import resized
 
     size = first.batch_size
@@ -146,7 +146,7 @@ def _at(first: Setting, count: int, least: int, weak: bool, layout: Layout | Non
 
 
 def _given(setting: Setting, count: int, batch_size: int, least: int, wanted: Layout) -> Variant:
-    """The layout with data replicas that fill `least` devices, where a step has `batch_size` samples, and from there for `count`."""
+    """Price the layout with data replicas that fill `count` devices, scaled from `least` devices with `batch_size` samples a step."""
     from weft.cli.changes import moved_along
     from weft.cli.setting import Variant
 

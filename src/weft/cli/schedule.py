@@ -1,4 +1,4 @@
-"""`weft schedule`: draw, prove and time a pipeline schedule. In: its name and sizes, or a file of actions. Out: a picture and numbers."""
+"""`weft schedule`: draw, prove and time a pipeline schedule, given by name and sizes or by a file of actions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def schedule(
 
 
 def _of_file(name: str) -> tuple[Program, Program, int]:
-    """(program, as it was written, stages of each rank) of a file."""
+    """Return (program, program as written, stages of each rank) of a file."""
     from weft.cli.check import read_program
 
     program, written = read_program(Path(name))
@@ -89,7 +89,7 @@ def _of_file(name: str) -> tuple[Program, Program, int]:
 
 
 def _of_name(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> tuple[Program, int]:
-    """(program, stages of each rank) of a schedule by name."""
+    """Return (program, stages of each rank) of a schedule by name."""
     from weft.plan.schedule_sizes import SCHEDULES, chunks_of
 
     if stages is None or microbatches is None:
@@ -101,11 +101,11 @@ def _of_name(name: str, stages: int | None, microbatches: int | None, chunks: in
     return build_of(name, stages, microbatches, each), each
 
 
-_MOST = 200_000  # forwards of one schedule: more take minutes and gigabytes
+_MOST = 200_000  # most forwards of one schedule: more take minutes and gigabytes
 
 
 def build_of(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
-    """The program of a schedule on so many ranks, `chunks` stages on each."""
+    """Build the program of a schedule on `ranks` ranks with `chunks` stages each."""
     from weft import schedules
 
     if ranks * chunks * microbatches > _MOST:
@@ -117,7 +117,7 @@ def build_of(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
 
 
 def record(program: Program, summary: Summary | None, reason: str = "") -> dict[str, object]:
-    """The JSON object of one schedule."""
+    """Return the JSON object of one schedule."""
     return {
         "schedule": program.name,
         "proven": summary is not None,
@@ -132,7 +132,7 @@ def record(program: Program, summary: Summary | None, reason: str = "") -> dict[
 
 
 def headline(program: Program, summary: Summary) -> str:
-    """One line above the picture."""
+    """Return the line above the picture."""
     from weft.units import format_percent
 
     microbatches = f"{len(program.microbatches)} microbatch{'es' * (len(program.microbatches) != 1)}"
@@ -144,7 +144,7 @@ def headline(program: Program, summary: Summary) -> str:
 
 
 def beside(summary: Summary) -> list[tuple[str, list[str]]]:
-    """What each rank holds at most, beside its row."""
+    """Return columns for the picture: peak microbatches in flight and stages' weights of each rank."""
     return [("in flight", [f"{n:g}" for n in summary.peak_in_flight]), ("weights", [f"{n:g}" for n in summary.weights_held])]
 
 
@@ -160,15 +160,15 @@ def _draw(program: Program, summary: Summary, out: Output) -> None:
 
 
 def without_transfers(program: Program) -> Program:
-    """Its computes alone, to be edited and run on any model, where its transfers are those that are put in anyhow; else all of it."""
+    """Return the computes alone, to edit and run on any model, if completing them restores the same transfers; else the program."""
     from dataclasses import replace
 
     from weft.plan.program import Recv, Send
     from weft.schedules.lower import complete
 
     rows = tuple(tuple(a for a in row if not isinstance(a, (Send, Recv))) for row in program.actions)
-    bare = replace(program, actions=rows)
-    return bare if complete(bare) == program else program
+    computes = replace(program, actions=rows)
+    return computes if complete(computes) == program else program
 
 
 def _write(program: Program, summary: Summary, target: Path) -> None:

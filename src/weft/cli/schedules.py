@@ -1,4 +1,4 @@
-"""`weft schedules`: every pipeline schedule side by side. In: sizes and times. Out: a table."""
+"""`weft schedules`: compare all pipeline schedules for given sizes and times, in a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.cli.schedule import DEFAULT_TIMES, Chunks, Times, build_of, record
 from weft.errors import UsageError
 from weft.model.collector import uncollected
 
-LONG = 1 << 14  # forwards from which on a schedule takes seconds, and each is told of as it comes
+LONG = 1 << 14  # forwards from which a schedule takes seconds, so that progress messages are printed
 _COLUMNS = ("schedule", "time", "bubble", "utilisation", "in flight", "weights", "")
 
 

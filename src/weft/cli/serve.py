@@ -1,4 +1,4 @@
-"""`weft serve`: workflows of models on mixed workers. In: a workflow, workers, what is asked for. Out: the cheapest placement, and why."""
+"""`weft serve`: find the cheapest placement of a workflow of models on heterogeneous workers for an accuracy and a request rate."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ Others = list[tuple[str, "Placed | None"]]
 
 
 def _beyond(workflow: Workflow, machines: Machines, placed: Placed, limit: float, picture: Path | None, out: Output) -> dict[str, Any]:
-    """Shows and draws what accuracy costs, what others would pay, and why; returns a record of these."""
+    """Show and draw prices at other accuracies, prices of baselines, and reasons; return a record of these."""
     from weft.serve.explain import frontier, reasons
 
     with out.working("placing at other accuracies"):
@@ -173,7 +173,7 @@ def _draw(workflow: Workflow, placed: Placed, line: Sequence[Placed], others: Ot
 
 
 def _record(placed: Placed) -> dict[str, Any]:
-    """A placement for programs; shares are of the operator's load."""
+    """Return a placement's JSON object; shares are of the operator's load."""
     return {
         "price_per_hour": placed.price_per_hour,
         "compute_per_hour": placed.compute_per_hour,

@@ -1,4 +1,4 @@
-"""`weft serve profile`: variants measured here and priced elsewhere. In: a workflow. Out: its file with the figures, a table."""
+"""`weft serve profile`: measure a workflow's variants here, price them on other machines, and write the figures into its file."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def profile(
 
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = text.split(",")
-    if not all(one.strip().isdecimal() and int(one) > 0 for one in sizes):
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise UsageError(f"--batches {text} is no list of sizes; write --batches 1,2,4,8")
-    return tuple(sorted({int(one) for one in sizes}))
+    return tuple(sorted({int(size) for size in sizes}))
 
 
 def _devices(machines: Machines, compare: bool, out: Output) -> dict[str, Any]:
@@ -91,17 +91,17 @@ def _show(out: Output, workflow: Workflow, figures: Profile) -> None:
     for op in workflow.operators:
         for v in op.variants:
             key, priced = (op.name, v.name), figures.priced.get((op.name, v.name), {})
-            mine: list[tuple[str, ...]] = []
+            entries: list[tuple[str, ...]] = []
             for threads, by_batch in figures.measured[key].items():
                 for batch, t in by_batch.items():
                     here = priced.get("here", {}).get(batch)
                     seconds = (format_seconds(t.median_s), format_seconds(t.p95_s), format_seconds(t.p99_s))
                     price = format_seconds(here) if here else ""
-                    mine.append((f"here, {threads} thread{'s' * (threads > 1)}", str(batch), *seconds, _rate(batch / t.median_s), price))
+                    entries.append((f"here, {threads} thread{'s' * (threads > 1)}", str(batch), *seconds, _rate(batch / t.median_s), price))
             elsewhere = ((device, batch, s) for device, by_batch in priced.items() if device != "here" for batch, s in by_batch.items())
-            mine += [(device, str(batch), "", "", "", _rate(batch / s), format_seconds(s)) for device, batch, s in elsewhere]
+            entries += [(device, str(batch), "", "", "", _rate(batch / s), format_seconds(s)) for device, batch, s in elsewhere]
             memory = format_bytes(figures.memory_bytes[key])
-            rows += [(*(key if i == 0 else ("", "")), *row, memory if i == 0 else "") for i, row in enumerate(mine)]
+            rows += [(*(key if i == 0 else ("", "")), *row, memory if i == 0 else "") for i, row in enumerate(entries)]
     columns = ("operator", "variant", "on", "batch", "p50", "p95", "p99", "requests/s", "priced", "memory")
     out.table(Table(f"Variants of {workflow.name}", columns, tuple(rows), right=tuple(range(3, 10))))
     if figures.accuracy:

@@ -1,4 +1,4 @@
-"""`weft serve run`: a plan deployed. In: a plan of `weft serve plan -o`. Out: a server until it is stopped, or what a load measured."""
+"""`weft serve run`: deploy a plan of `weft serve plan -o` as a server, or measure it under a load and end."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ def run_plan(  # noqa: PLR0913
 
 
 def read_plan(plan: Path) -> tuple[Any, Any, Any]:
-    """(workflow, machines, placement) of a plan's file, whose workflow lies where it says or beside it."""
+    """Return (workflow, machines, placement) of a plan file; its workflow file is at the path in it, or next to the plan."""
     from weft.cluster import toml
     from weft.serve.placed_file import parse_placed
     from weft.serve.workflow_files import read_machines, read_workflow
 
     placed, of, cluster = parse_placed(toml.read(plan, "plan"), str(plan))
 
-    def there(name: str) -> Path:
+    def find_file(name: str) -> Path:
         return Path(name) if Path(name).exists() else plan.parent / Path(name).name
 
-    workflow, machines, _ = read_workflow(there(of))
-    machines = read_machines(there(cluster)) if cluster else machines
+    workflow, machines, _ = read_workflow(find_file(of))
+    machines = read_machines(find_file(cluster)) if cluster else machines
     if machines is None:
         raise UsageError(f"{of} has no [worker.NAME] tables, and {plan} names no cluster; plan again")
     return workflow, machines, placed
@@ -99,7 +99,7 @@ def _requests(workflow: Any) -> tuple[Any, Any]:
 
 
 def _until_stopped(at_once: bool) -> threading.Event:
-    """Set by Ctrl-C and SIGTERM, which Ray has taken for itself; `at_once`: they interrupt what runs."""
+    """Return an event that Ctrl-C and SIGTERM set, in place of Ray's handlers; `at_once`: they also raise KeyboardInterrupt."""
     stop = threading.Event()
 
     def end(*_: object) -> None:

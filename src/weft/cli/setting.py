@@ -1,7 +1,7 @@
-"""What a verb prices plans in: a model traced once, machines, a batch. In: words of the command line or a plan. Out: `Setting`.
+"""Pricing context of a verb: a model captured once, a cluster and a batch size, in which layouts are priced.
 
-All prices come from the search's own: `weft.api.plan` where a plan is chosen, the closed form and the clock where a layout is given.
-Unlike the search, a layout that does not fit the memory is priced too, and says so.
+Prices are those of the search: `weft.api.plan` where a plan is chosen, the closed-form cost and the simulated clock for a given layout.
+Unlike in the search, a layout that does not fit in memory is priced too, with a note.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout in a setting with its price. `prediction` is None where it cannot be; `note` says why, or what does not fit."""
+    """A layout with its price in a context. `prediction` is None where it is infeasible; `note`: the reason, or what does not fit."""
 
     name: str
     setting: Setting
@@ -42,13 +42,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Setting:
-    """`model`, by name and sequence, on `cluster` with `batch_size` samples a step. The model is traced when it is first asked for."""
+    """`model`, by name and sequence length, on `cluster` with `batch_size` samples a step; captured when first needed."""
 
     model: str
     cluster: Cluster
     batch_size: int
     sequence: int | None = None
-    # Where the model is no name: how it is made and its batch, and the module itself where there is one.
+    # Where the model has no name: its factory and batch, and the module itself if there is one.
     given_model: Resolved | None = field(default=None, repr=False, compare=False)
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     _pricers: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -67,7 +67,7 @@ class Setting:
 
     @cached_property
     def given(self) -> Any:
-        """The batch: without values where the model can be followed, since its graph asks for none; a large one takes memory and time."""
+        """The batch: fake tensors where the model can be captured, since values take memory and time and the graph needs none."""
         from weft import api
 
         if self.module is not None:
@@ -79,7 +79,7 @@ class Setting:
         """The model's graph on the whole batch.
 
         Raises:
-            UsageError: a model that cannot be followed; nothing of it can be priced.
+            UsageError: the model cannot be captured, so nothing can be priced.
         """
         try:
             return self.source.capture(self.given, self.resolved.loss, self.batch_size).graph
@@ -88,11 +88,11 @@ class Setting:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters and buffers."""
+        """Names of all parameters and buffers."""
         return [v.name for v in (*self.graph.parameters, *self.graph.buffers)]
 
     def changed(self, cluster: Cluster | None = None, batch_size: int | None = None, sequence: int | None = None) -> Setting:
-        """The same with something else; nothing traced is kept where the model's shapes change."""
+        """Return the context with changes; the capture is dropped where the model's shapes change."""
         if batch_size is None and sequence is None:
             other = replace(self, cluster=cluster or self.cluster, _pricers={})
             for name in ("resolved", "source", "given", "graph"):
@@ -112,7 +112,7 @@ class Setting:
         trials: int = 0,
         say: Callable[[str], object] = lambda line: None,
     ) -> Plan:
-        """The plan that the search chooses, or `layout` as a plan; cuts of equal layers are said once. `trials`, `say`: as `api.tried`."""
+        """Return the plan that the search chooses, or `layout` as a plan, with shards as patterns. `trials`, `say`: as `api.tried`."""
         from weft import api
         from weft.plan.patterns import shorten
 
@@ -133,7 +133,7 @@ class Setting:
         return replace(chosen, shards=shards)
 
     def best(self, name: str, constraints: Sequence[str] = ()) -> Variant:
-        """What the search chooses here; nothing is predicted where nothing fits, or of a model that is not captured."""
+        """Return the search's choice; without a prediction where nothing fits, or the model could not be captured."""
         try:
             plan = self.plan(constraints)
         except Infeasible as error:
@@ -141,10 +141,10 @@ class Setting:
         return Variant(name, self, plan.layout, plan.prediction, plan.uncaptured)
 
     def base(self, plan: Plan, name: str) -> Variant:
-        """What the plan itself costs here.
+        """Price the plan itself.
 
         Raises:
-            Infeasible: it cannot be, on these machines or with this batch: an edited plan, or one of another model.
+            Infeasible: it does not apply to this cluster or batch size: an edited plan, or one of another model.
         """
         from weft.solve.search import check_layout
 
@@ -155,7 +155,7 @@ class Setting:
         return priced
 
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
-        """What `layout` costs here, with the cuts and stages of `like` where they apply."""
+        """Price `layout`, with the shards and stages of `like` where they apply."""
         from weft.plan.patterns import expand_all
         from weft.solve.mixed import pricer_of
         from weft.solve.search import check_layers, check_layout, clocked, price
@@ -178,26 +178,26 @@ class Setting:
         except Infeasible:
             have = self.cluster.memory_of(layout.num_ranks) / 2**30
             need = priced.prediction.memory.total / 2**30
-            said = f"does not fit: {need:.1f} GiB of {have:.1f}"
-            return Variant(name, self, layout, priced.prediction, "; ".join(filter(None, (note, said))), False)
+            shortage = f"does not fit: {need:.1f} GiB of {have:.1f}"
+            return Variant(name, self, layout, priced.prediction, "; ".join(filter(None, (note, shortage))), False)
         return Variant(name, self, layout, priced.prediction, note)
 
     def sharding(self, plan: Plan) -> Sharding:
-        """Where every value of the model lies under a plan."""
+        """Return the placements of all values of the model under a plan."""
         return self.source.sharding(plan, self.graph)
 
 
 def setting_of(plan: Plan, file: Path | None, out: Output, cluster: str | None = None, sequence: int | None = None) -> Setting:
-    """The setting that a plan is for. Beside a plan of a run folder lies what it was made for; `cluster` says another."""
+    """Return a plan's pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
     from weft.report.run_folder import MACHINE
 
-    beside = file.with_name(MACHINE) if file is not None else None
-    text = cluster or (str(beside) if beside is not None and beside.exists() else plan.cluster)
+    cluster_file = file.with_name(MACHINE) if file is not None else None
+    text = cluster or (str(cluster_file) if cluster_file is not None and cluster_file.exists() else plan.cluster)
     return Setting(plan.model, load_cluster(text, out), plan.batch_size, sequence)
 
 
 def named(model: str, sequence: int | None) -> tuple[str, int | None]:
-    """A model of the zoo with its sequence in its name, so that a plan file says all; other models keep it as an option.
+    """Put a zoo model's sequence length into its name, so that a plan file is complete; other models keep it as an option.
 
     >>> named("gpt-39b", 2048), named("gpt:layers=2", 64), named("hf:config.json", 64)
     (('gpt-39b:sequence=2048', None), ('gpt:layers=2,sequence=64', None), ('hf:config.json', 64))

@@ -1,4 +1,4 @@
-"""`weft simulate`: one step of a plan as a timeline. In: a plan, or a model and a layout. Out: a picture, a trace for Perfetto."""
+"""`weft simulate`: draw a simulated step of a plan, or of a model and a layout, as a timeline; or write a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def simulate(
 def _chosen(
     subject: str, layout: str | None, cluster: str | None, sizes: tuple[int | None, int | None], out: Output
 ) -> tuple[Plan, Setting]:
-    """The plan, and what it is about. `sizes`: samples of a batch, and tokens of a sample."""
+    """Return the plan and its pricing context. `sizes`: samples of a batch, and tokens of a sample."""
     from weft.cli.operands import load_cluster, load_model
     from weft.cli.setting import Setting, setting_of
     from weft.plan.layout import Layout
@@ -89,7 +89,7 @@ def _chosen(
 
 
 def _parse_stragglers(text: str | None) -> tuple[int, float]:
-    """Steps, and by what part of one ranks are late.
+    """Parse (steps, mean delay of a replica as a fraction of a step).
 
     >>> _parse_stragglers("20x0.5"), _parse_stragglers(None)
     ((20, 0.5), (1, 0.0))

@@ -1,4 +1,4 @@
-"""`weft train`: plan, launch, train, resume. In: a configuration file and `key=value` words. Out: a run folder with a page."""
+"""`weft train`: plan, launch, train or resume by a configuration file and `key=value` words; writes a run folder with a page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(
 ) -> None:
     """Plan, launch and train; run again to resume.
 
-    Run again with the same configuration, it goes on from the last checkpoint.
+    Run again with the same configuration, it resumes from the last checkpoint.
 
     \b
     Example:
@@ -53,9 +53,9 @@ def train(
         summary = run(config, [*(changes or ()), *(f"{key}={value}" for key, value in overrides.items() if value is not None)], out)
         if not started_rank(os.environ):
             out.table(summary_of(summary))
-            against = components_table(summary)
-            if against.rows:
-                out.table(against)
+            components = components_table(summary)
+            if components.rows:
+                out.table(components)
             if summary.get("memory_bytes"):
                 predicted = summary.get("predicted_memory_bytes")
                 out.table(measured_memory_table(summary["memory_bytes"], Memory(**predicted) if predicted else None))
@@ -65,7 +65,7 @@ def train(
 
 
 def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -> dict[str, Any]:
-    """Train, write the page, and return the summary; the plan's `reasons` are shown before the first step."""
+    """Train, write the page, and return the summary; with `reasons` the plan's reasons are shown before the first step."""
     from weft.cli.report import write_page
     from weft.train.config import Config
     from weft.train.flow import train as train_all
@@ -73,7 +73,7 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     from weft.world.started import started_rank
 
     config = Config.read(path, changes)
-    # Started by torchrun, mpirun or srun, which start the ranks on many machines.
+    # Where torchrun, mpirun or srun started the ranks, possibly on several hosts.
     world = current_world() if started_rank(os.environ) is not None else None
 
     def planner(config: Config, ready: Plan | None) -> Planned:
@@ -99,9 +99,9 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
 
 
 def make_plan(config: Config, ready: Plan | None, out: Output, world: World | None = None) -> Planned:
-    """The plan that a configuration asks for, or `ready`, with what is known of the machines, which is written down.
+    """Choose the plan of a configuration, or take `ready`; write the cluster file, and add the machines' peak FLOP/s.
 
-    `world`: the ranks that exist, of which this is the first; trials are run on them.
+    `world`: the ranks that exist, of which this is rank 0; trials run on them.
     """
     from weft import api
     from weft.cli.operands import load_cluster, load_model
@@ -123,8 +123,8 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
         check_tokens(config, source, example, subject.loss)
     if ready is not None:
         plan = ready
-        if said := _changed(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
-            out.message(said)
+        if note := _changed(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
+            out.message(note)
     else:
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
         optimizer = optimizer_of(config.train)
@@ -150,13 +150,13 @@ def make_plan(config: Config, ready: Plan | None, out: Output, world: World | No
                     plan = weighed(plan, steps, sequence_of(config), device=device, device_memory=limit, say=out.message)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
-    # The peak that the prediction's MFU is of, so that measured and predicted compare.
+    # The peak that the predicted MFU refers to, so that measured and predicted MFU are comparable.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0
     return Planned(plan, peak_flops)
 
 
 def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None:
-    """Raise ConfigError where the plan is for devices that are not here. `world`: ranks that torchrun or srun has started."""
+    """Raise ConfigError where the plan needs devices that this machine lacks. `world`: ranks that torchrun or srun has started."""
     import torch
 
     from weft import api
@@ -175,7 +175,7 @@ def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None
 
 
 def _changed(plan: Plan, file: Path) -> str:
-    """What to say where the schedule's file is no longer what the plan in `file` has of it; the plan's is what runs."""
+    """Return a message if the schedule's file differs from the copy in the plan `file`, which is the one that runs; else empty."""
     from weft.plan.custom_schedule import read_actions
 
     name = plan.layout.schedule
@@ -185,13 +185,14 @@ def _changed(plan: Plan, file: Path) -> str:
 
 
 def summary_of(summary: dict[str, Any]) -> Table:
-    """What came out of a run, in words."""
+    """Tabulate the results of a run."""
     rows = [("run folder", str(summary["run_folder"])), ("step", str(summary["step"]))]
     if summary.get("loss") is not None:
         rows.append(("loss", f"{summary['loss']:.3f}"))
     if summary.get("eval_loss") is not None:
-        against = summary.get("byte_frequency_loss")
-        rows.append(("loss, held out", f"{summary['eval_loss']:.3f}" + (f"; {against:.3f} from byte frequencies alone" if against else "")))
+        baseline = summary.get("byte_frequency_loss")
+        suffix = f"; {baseline:.3f} from byte frequencies alone" if baseline else ""
+        rows.append(("loss, held out", f"{summary['eval_loss']:.3f}{suffix}"))
     if summary.get("tokens_per_s"):
         rows.append(("throughput", f"{format_count(summary['tokens_per_s'])} tokens/s"))
     if summary.get("step_time_s"):
@@ -209,11 +210,11 @@ def summary_of(summary: dict[str, Any]) -> Table:
         rows.append(("saving", saving))
     if summary.get("mfu"):
         rows.append(("MFU", format_percent(summary["mfu"])))
-    return Table("Trained" if not summary.get("stopped") else "Stopped early; the same command goes on", ("", ""), tuple(rows))
+    return Table("Trained" if not summary.get("stopped") else "Stopped early; the same command resumes", ("", ""), tuple(rows))
 
 
 def components_table(summary: dict[str, Any]) -> Table:
-    """What the step's time was predicted to go to, and what it went to; empty where one of both is not known."""
+    """Tabulate predicted and measured step time by component; empty where either is not known."""
     predicted, measured = summary.get("predicted_parts_s") or {}, summary.get("measured_parts_s") or {}
     rows = []
     if predicted and measured:

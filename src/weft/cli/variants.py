@@ -1,4 +1,4 @@
-"""Priced layouts side by side. In: `Variant`s. Out: tables and JSON records, with time, memory, money and energy."""
+"""Priced layouts side by side, as tables and JSON records of time, memory, money and energy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTHING = ""
 
 
 def throughput(variant: Variant) -> float:
-    """Tokens a second, or samples where they are no text; 0 where nothing is predicted."""
+    """Tokens a second, or samples a second for models that read no text; 0 without a prediction."""
     if variant.prediction is None or variant.prediction.step_time_s <= 0:
         return 0.0
     samples = variant.setting.batch_size / variant.prediction.step_time_s
@@ -21,7 +21,7 @@ def throughput(variant: Variant) -> float:
 
 
 def bill_of(variant: Variant) -> Bill | None:
-    """What a billion tokens or an epoch costs."""
+    """Return the cost of a billion tokens or of an epoch."""
     if variant.prediction is None:
         return None
     s = variant.setting
@@ -29,7 +29,7 @@ def bill_of(variant: Variant) -> Bill | None:
 
 
 def variants_table(title: str, first: str, rows: Sequence[Variant], base: Variant, with_layout: bool = True) -> Table:
-    """One row a variant, `base` marked; "speed" is throughput against `base`, so that other batches and sequences compare."""
+    """Tabulate one row per variant, `base` marked; "speed" is throughput against `base`, so that other batches and sequences compare."""
     unit = unit_of(base.setting.graph)
     per = unit.name if unit.tokens_per_sample else "epoch"
     columns = (first, "layout", "step time", "speed", "MFU", "memory", f"$ per {per}", f"kWh per {per}", "note")
@@ -51,14 +51,14 @@ def variants_table(title: str, first: str, rows: Sequence[Variant], base: Varian
         )
         cells.append((v.name, layout if with_layout else NOTHING, *numbers, v.note))
     marked = tuple(i for i, v in enumerate(rows) if v is base)
-    said = [f"All have {common}."] if common and with_layout else []
-    said += [] if unit.tokens_per_sample else [f"An epoch is {unit.samples:,.0f} samples."]
-    note = " ".join(said)
+    notes = [f"All have {common}."] if common and with_layout else []
+    notes += [] if unit.tokens_per_sample else [f"An epoch is {unit.samples:,.0f} samples."]
+    note = " ".join(notes)
     return Table(title, columns, tuple(cells), right=(2, 3, 4, 5, 6, 7), marked=marked, note=note)
 
 
 def side_by_side(title: str, left: Variant, right: Variant) -> Table:
-    """Every figure of two variants, and the second against the first."""
+    """Tabulate every figure of two variants, and the second relative to the first."""
     a, b = left.prediction, right.prediction
     rows: list[tuple[str, str, str, str]] = [
         ("model", left.setting.model, right.setting.model, ""),
@@ -96,7 +96,7 @@ def side_by_side(title: str, left: Variant, right: Variant) -> Table:
 
 
 def record(variant: Variant, base: Variant | None = None) -> dict[str, object]:
-    """One variant for programs, in SI units."""
+    """Return a variant's JSON object, in SI units."""
     p, cost = variant.prediction, bill_of(variant)
     unit = unit_of(variant.setting.graph)
     return {

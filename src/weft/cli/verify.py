@@ -1,7 +1,4 @@
-"""`weft verify`: parallel runs against the serial one. In: a model and layouts, or a plan.
-
-Out: worst errors, and how much was divided; exit 4 above the tolerance.
-"""
+"""`weft verify`: compare parallel runs of layouts, or of a plan, with the serial run; exit 4 above the tolerance."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ def verify(  # noqa: PLR0913
 
 
 def _plan_of(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
-    """The plan in a file, which says itself what else would be asked for."""
+    """Read a plan file; raises UsageError where options contradict its layout or batch size."""
     from weft.plan.plan_file import read_plan
 
     if layout or schedule:
@@ -114,13 +111,15 @@ def _with_schedule(text: str, schedule: Path | None) -> Layout:
 
 
 def _check_ranks(layouts: Sequence[Layout], ranks: int | None) -> None:
-    for one in layouts:
-        if ranks is not None and ranks != one.num_ranks:
-            raise UsageError(f"--ranks {ranks}, but the layout {one} has {one.num_ranks} ranks; leave --ranks out, or change one of them")
+    for layout in layouts:
+        if ranks is not None and ranks != layout.num_ranks:
+            raise UsageError(
+                f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them"
+            )
 
 
 def _show(out: Output, model: str, result: Verification) -> None:
-    """One layout: errors by kind, what each axis divides, what is not proven."""
+    """Show one layout: errors by kind, what each axis shards, and what is not proven."""
     rows = tuple((name, f"{error:.3g}") for name, error in result.worst.items())
     out.text(f"{model}, {result.layout}: worst {result.unit} over {result.steps} steps in {result.dtype}, tolerance {result.tolerance:.0e}")
     out.table(Table("", ("", "error"), rows, right=(1,)))
@@ -134,12 +133,12 @@ def _show(out: Output, model: str, result: Verification) -> None:
 
 
 def _show_all(out: Output, model: str, results: Sequence[Verification]) -> None:
-    """Several layouts: a row each."""
+    """Show several layouts, a row each."""
     from weft.run.proof.verification import notes, table
 
     columns, rows = table(results)
-    one = results[0]
-    title = f"{model}: worst {one.unit} over {one.steps} steps in {one.dtype}, tolerance {one.tolerance:.0e}"
+    first = results[0]
+    title = f"{model}: worst {first.unit} over {first.steps} steps in {first.dtype}, tolerance {first.tolerance:.0e}"
     out.table(Table(title, columns, tuple(rows), right=tuple(range(2, len(columns)))))
     for text in notes(results):
         out.text(text)

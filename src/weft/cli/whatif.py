@@ -1,4 +1,4 @@
-"""`weft whatif`: a plan with something changed. In: a plan, changes. Out: a table, one row a change, all priced by the same machinery."""
+"""`weft whatif`: price a plan under changes, one row per change, and optionally the best plan under each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whatif(
 
 
 def say_changes(plan: Plan, setting: Setting, wanted: tuple[Change, ...], out: Output, replan: bool, name: str) -> list[Variant]:
-    """The plan as it is, with each change, and with all of them; with `replan` the best plan beside each."""
+    """Price and show the plan as it is, with each change, and with all of them; with `replan` also the best plan for each."""
     from weft.cli.variants import record, variants_table
 
     with out.working(f"pricing {len(wanted)} changes of {name}"):
@@ -68,29 +68,29 @@ def say_changes(plan: Plan, setting: Setting, wanted: tuple[Change, ...], out: O
         groups = [(change,) for change in wanted] + ([wanted] if len(wanted) > 1 else [])
         rows = [base]
         for group in groups:
-            one = _changed(plan, setting, group, " ".join(map(str, group)) if len(group) < 2 else "all together")
-            rows.append(one)
+            variant = _changed(plan, setting, group, " ".join(map(str, group)) if len(group) < 2 else "all together")
+            rows.append(variant)
             if replan:
-                rows.append(_best(one, "best with it" if len(group) < 2 else "best with all"))
+                rows.append(_best(variant, "best with it" if len(group) < 2 else "best with all"))
     out.table(variants_table(f"{plan.model} on {setting.cluster.name}, with changes", "change", rows, base, with_layout=False))
     out.answer({"plan": name, "rows": [record(v, base) for v in rows]})
     return rows
 
 
 def _changed(plan: Plan, setting: Setting, changes: tuple[Change, ...], name: str) -> Variant:
-    """The plan with these changes; where sizes do not divide, the row says so."""
+    """Price the plan with these changes; where sizes do not divide, the note says so."""
     from weft.cli.changes import apply
     from weft.cli.setting import Variant
 
     try:
-        other, layout, moved = apply(plan, setting, changes)
+        changed_setting, layout, adapted = apply(plan, setting, changes)
     except Infeasible as error:
         return Variant(name, setting, plan.layout, None, str(error), False)
-    return other.price(layout, plan, name, moved)
+    return changed_setting.price(layout, plan, name, adapted)
 
 
 def _best(variant: Variant, name: str) -> Variant:
-    """What the search chooses in a variant's setting."""
+    """Return the search's choice in a variant's context."""
     from weft.report.tables import layout_words
 
     best = variant.setting.best(name)

@@ -1,1 +1,1 @@
-"""What a model trains on: devices, links, hierarchy, prices. From a catalogue, a TOML file, or measured here."""
+"""Cluster descriptions: devices, links, hierarchy and prices, from a catalogue, a TOML file or a local measurement."""

@@ -1,6 +1,6 @@
-"""The transformer layers that the probe times whole, by their sizes; what they cost operator by operator is `weft.cost.devices.compute`'s.
+"""Sizes of the transformer layers that the probe times as a whole; `weft.cost.devices.compute` prices them operator by operator.
 
-Operators one by one do not show what a step does to caches, to memory and to the threads that wait for one another.
+Operators timed one by one miss the effects of a step on caches, memory and waiting threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Layers of a GPT without dropout. `sequences`: in a batch, for each thread of the rank; a thread of `FEW` has all of them."""
+    """Layers of a GPT without dropout. `sequences`: per batch and thread of the rank; `SMALL_BLOCK` has them on one thread."""
 
     name: str
     layers: int
@@ -20,9 +20,9 @@ class Block:
     sequences: int
 
     def rate(self, precision: str) -> str:
-        """Under which name of `Speed.rates` the blocks/s of one thread's batch are kept: two threads have twice the batch in a block."""
+        """Return the key in `Speed.rates` of the blocks/s of one thread's batch: two threads have twice the batch in a block."""
         return f"{self.name}.{precision}"
 
 
 TRANSFORMER = Block("block", layers=2, hidden=384, heads=6, sequence=256, sequences=2)
-FEW = Block("few", layers=2, hidden=64, heads=2, sequence=16, sequences=1)  # of which nearly all is the beginning of its operators
+FEW = Block("few", layers=2, hidden=64, heads=2, sequence=16, sequences=1)  # dominated by launch times

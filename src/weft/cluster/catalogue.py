@@ -1,7 +1,7 @@
-"""Clusters by name and by file: strict TOML in, `Cluster` out, and back.
+"""Catalogue of devices, links and machines, and cluster files: strict TOML to `Cluster`, and back.
 
-An unknown key is an error that names the nearest known one and, where it can, the line. `A+B` is a mixed cluster, a file with [[part]]
-as well; what joins the parts is the slower of their networks, or the file's [between].
+An unknown key is an error with the nearest known one and, if possible, the line. `A+B` is a heterogeneous cluster, and so is a file with
+[[part]]; the link between parts is the slower of their networks, or the file's [between].
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", 
 
 
 def find(text: str) -> Cluster:
-    """The cluster that `text` names; see `Cluster.parse`."""
+    """Find the cluster that `text` names; see `Cluster.parse`."""
     if text == "here":
-        from weft.cluster.probe import probe  # needs torch, and nothing else here does
+        from weft.cluster.probe import probe  # keeps torch optional: only the probe needs it
 
         return probe()
     if part := re.fullmatch(r"(\d+) devices? of (.+)", text):
@@ -59,7 +59,7 @@ def _mixed(text: str) -> Cluster:
 
 
 def _network(cluster: Cluster) -> Link:
-    """What joins nodes of this kind, also where there is only one."""
+    """Return the network link between nodes of this kind, even if the cluster has only one."""
     if len(cluster.levels) > 1:
         return cluster.levels[-1].link
     catalogue = _catalogue()
@@ -71,18 +71,18 @@ def _network(cluster: Cluster) -> Link:
 
 
 def names(table: str = "node") -> tuple[str, ...]:
-    """What the catalogue has: machines (`node`), devices (`device`), links (`link`)."""
+    """Return the catalogue's names of machines (`node`), devices (`device`) or links (`link`)."""
     return tuple(_catalogue()[table])
 
 
 def section(table: str) -> Mapping[str, Any]:
-    """The figures of all that the catalogue has of a kind, by name."""
+    """Return the figures of all entries of a catalogue table, by name."""
     entries: Mapping[str, Any] = _catalogue()[table]
     return entries
 
 
 def entry(table: str, name: str, where: str = "") -> dict[str, Any]:
-    """The figures of a device or a link by its name in the catalogue, a machine's by the names of what it has.
+    """Return the catalogue's figures of a device or link, or of a machine with the names of its device and links.
 
     >>> entry("node", "dgx-h100")["link"], entry("device", "H100")["memory_bytes"]
     ('nvlink4', 85000000000.0)
@@ -118,7 +118,7 @@ def _machine(text: str, count: int, name: str) -> Cluster:
 
 
 def _machines_with(device: str) -> str:
-    """What to say to who names a device, such as H100 or a100, instead of a machine; nothing where it is none."""
+    """Return a hint for a user who names a device, such as H100 or a100, instead of a machine; "" if it is no device."""
     nodes = {name: node for name, node in _catalogue()["node"].items() if node["device"].lower().startswith(device.lower())}
     if not nodes:
         return ""
@@ -133,7 +133,7 @@ def load(path: Path) -> Cluster:
 
 
 def loads(text: str, where: str = "cluster") -> Cluster:
-    """A cluster from TOML text; `where` names it in errors."""
+    """Parse a cluster from TOML text; `where` names it in errors."""
     data = toml.parse(text, where)
     version = data.pop("format", FORMAT)
     _check_type(where, "format", version, "int")
@@ -153,7 +153,7 @@ def loads(text: str, where: str = "cluster") -> Cluster:
 
 
 def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
-    """A cluster of one kind, from its tables."""
+    """Build a homogeneous cluster from its tables."""
     toml.only(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
     for key in ("name", "device"):
         if key not in data:
@@ -188,7 +188,7 @@ def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
 
 
 def _device(where: str, entry_or_name: Any, name: str, text: str) -> Device:
-    """A device by its name in the catalogue, by its figures, or `like` one of the catalogue but for some of them."""
+    """Build a device by its name in the catalogue, by its figures, or `like` one of the catalogue with some figures replaced."""
     if isinstance(entry_or_name, str):
         entry_or_name = {"like": entry_or_name}
     if not isinstance(entry_or_name, dict):
@@ -202,7 +202,7 @@ def _device(where: str, entry_or_name: Any, name: str, text: str) -> Device:
 
 
 def _link(where: str, table: Mapping[str, Any], text: str) -> Link:
-    """A link by its figures, those of `link` in the catalogue where they are not given."""
+    """Build a link from its figures, with those of `link` in the catalogue as defaults."""
     name = table.get("link")
     if name is not None:
         _check_type(where, "link", name, "str")
@@ -212,7 +212,7 @@ def _link(where: str, table: Mapping[str, Any], text: str) -> Link:
 
 
 def _points(where: str, value: Any) -> tuple[tuple[float, float], ...]:
-    """The points of a measured table: pairs of bytes and seconds."""
+    """Return the points of a measured table: pairs of bytes and seconds."""
     rows = value if isinstance(value, list) else [value]
     for row in rows:
         numbers = row if isinstance(row, list) else []
@@ -222,7 +222,7 @@ def _points(where: str, value: Any) -> tuple[tuple[float, float], ...]:
 
 
 def dump(cluster: Cluster) -> str:
-    """A cluster as TOML text, numbers in SI units."""
+    """Return a cluster as TOML text, numbers in SI units."""
     if cluster.parts and cluster.between is not None:
         lines = [f"format = {FORMAT}", f"name = {_value(cluster.name)}", "", "[between]", *_fields(cluster.between)]
         for part in cluster.parts:
@@ -232,7 +232,7 @@ def dump(cluster: Cluster) -> str:
 
 
 def _tables(cluster: Cluster, prefix: str) -> list[str]:
-    """The lines of a cluster of one kind; `prefix` stands before the names of its tables."""
+    """Return the lines of a homogeneous cluster; `prefix` is put before the names of its tables."""
     lines = [f"name = {_value(cluster.name)}"]
     for key in (*NUMBERS, *WORDS[1:]):
         if getattr(cluster, key):
@@ -272,7 +272,7 @@ def _check_type(where: str, key: str, value: Any, kind: str) -> None:
 
 
 def _build(kind: Any, where: str, table: Mapping[str, Any], text: str) -> Any:
-    """An instance of a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
+    """Build a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
     types = {f.name: str(f.type) for f in fields(kind)}
     toml.only(where, table, set(types), text)
     values: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""`Cluster`: what a model trains on. In: a name with a count, a TOML file, or `here`. Out: frozen numbers in SI units.
+"""`Cluster`: hardware description of devices and links, from a name with a count, a TOML file, or `here`; frozen numbers in SI units.
 
 A cluster is one kind of device and a hierarchy of links, innermost first: 8 GPUs to a node over NVLink, 4 nodes over InfiniBand;
-or several such parts, joined by one more link. On processors the device is one core, and a rank is as many cores as it has threads.
+or several such parts, joined by one more link. On CPUs the device is one core, and a rank has as many cores as threads.
 
-Not modelled: links of different speed on one level of a part, the routes inside a switch, and other people's traffic.
+Not modelled: links of different speed on one level of a part, routes inside a switch, and other users' traffic.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from weft.cluster.kind import KINDS, Kind
 from weft.errors import ConfigError, Infeasible
 from weft.plan.precision import PRECISIONS as LAYOUTS
 
-START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
-SCORES = "scores."  # with a precision behind it
-BESIDES = "besides."  # with a kind and a precision behind it
-GROUPED = "grouped."  # with channels and a precision behind it
+START, WEIGHTS = "start.", "weights."  # prefixes of keys in `Speed.rates`, followed by a kind
+SCORES = "scores."  # followed by a precision
+BESIDES = "besides."  # followed by a kind and a precision
+GROUPED = "grouped."  # followed by channels and a precision
 STEPPED = "stepped"
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
 def positive(what: str, **values: float) -> None:
-    """Raise `ConfigError` naming `what`, the field and its value for the first value that is not finite and above zero."""
+    """Raise `ConfigError` with `what`, the field and its value for the first value that is not finite and above zero."""
     for key, value in values.items():
         if not 0 < value < float("inf"):
             raise ConfigError(f"{what}: {key} = {value:g}; it must be above zero")
 
 
 def not_negative(what: str, **values: float) -> None:
-    """Raise `ConfigError` naming `what`, the field and its value for the first value that is not finite, or below zero."""
+    """Raise `ConfigError` with `what`, the field and its value for the first value that is not finite, or below zero."""
     for key, value in values.items():
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{what}: {key} = {value:g}; it is zero or more, and finite")
@@ -42,8 +42,8 @@ class Device:
     """One processor core, GPU or TPU chip.
 
     `peak_flops`: FLOP/s by precision. `memory_bytes`: for a core, its share of the machine's. `memory_bandwidth_bytes_per_s`: to that
-    memory. `matmul_efficiency`: part of the peak that large matrix products reach in training. `launch_s`: host time of one operator.
-    `scratch_bytes`: what a process holds before it has any tensor (context, libraries).
+    memory. `matmul_efficiency`: fraction of the peak that large matrix products reach in training. `launch_s`: host time of one operator.
+    `scratch_bytes`: memory of a process without tensors (context, libraries).
     """
 
     name: str
@@ -72,12 +72,12 @@ class Device:
         not_negative(f"device {self.name}", launch_s=self.launch_s, scratch_bytes=self.scratch_bytes)
         if self.scratch_bytes >= self.memory_bytes and not KINDS[self.kind].shares_hosts:
             raise ConfigError(
-                f"device {self.name}: scratch_bytes = {self.scratch_bytes:g} of memory_bytes = {self.memory_bytes:g}; what a process holds "
-                "before it has any tensor leaves it none"
+                f"device {self.name}: scratch_bytes = {self.scratch_bytes:g} of memory_bytes = {self.memory_bytes:g}; the memory of "
+                "a process without tensors leaves none for them"
             )
 
     def peak(self, precision: str) -> float:
-        """FLOP/s at `precision`; on a processor that was not measured in it those of what it computes in there.
+        """Return FLOP/s at `precision`; for an unmeasured precision on a CPU those of its substitute.
 
         Raises:
             Infeasible: the device does not have it.
@@ -93,11 +93,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins the units of one level: each unit's port, one direction.
+    """Link between the units of one level: each unit's port, one direction.
 
-    `latency_s`: one message of no size. `bandwidth_bytes_per_s`: of one unit's port, datasheet. `ports`: equal ports that make
-    it up; one message uses one. `efficiency`: part of the bandwidth that large collectives reach. `protocol`: whose rules collectives
-    follow, by the catalogue's name.
+    `latency_s`: of an empty message. `bandwidth_bytes_per_s`: of one unit's port, datasheet. `ports`: number of equal ports that share
+    it; one message uses one. `efficiency`: fraction of the bandwidth that large collectives reach. `protocol`: catalogue name of the
+    collective library's protocols.
     """
 
     latency_s: float
@@ -129,17 +129,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one rank gets while `ranks` ranks of a node, of `threads` threads each, work at once (threads 0: a GPU).
+    """Measured speed of one rank while `ranks` ranks of a node, of `threads` threads each, work concurrently (threads 0: a GPU).
 
     `flops`: FLOP/s of large matrix products by precision. `memory_bandwidth_bytes_per_s`: of elementwise operators.
-    `launch_s`: host time of one operator. `rates`: what other kinds of operator reach, by kind ("norm", "attention.bfloat16"):
-    bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest. With the
-    kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
-    product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then; `BESIDES`
-    with kind and precision: bytes/s of what a product reads and writes besides weights, beside its FLOPs. `GROUPED` with
-    channels and precision: FLOP/s of convolutions in groups of so many; `STEPPED`: steps/s of a small GRU, forward
-    and two of backward alike. `waits`: by what part longer the ranks compute where they meet
-    inside layers.
+    `launch_s`: host time of one operator. `rates`: of other kinds of operators, by kind ("norm", "attention.bfloat16"):
+    bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a missing kind runs at the roofline of the rest. Prefixed keys:
+    `LAUNCH_RATE` with a kind: nearly empty calls/s, one forward and two backward; `WEIGHT_RATE` with a kind: bytes/s at which a product
+    packs its weights; `SCORE_RATE` with a precision: scores/s of attention besides its FLOPs, which then run at "attention";
+    `TRAFFIC_RATE` with kind and precision: bytes/s of a product's operands other than weights, besides its FLOPs; `GROUPED_RATE` with
+    channels and precision: FLOP/s of convolutions in groups of that many; `STEP_RATE`: steps/s of a small GRU, one forward
+    and two backward. `waits`: fraction by which compute grows if ranks synchronise inside layers.
     """
 
     ranks: int
@@ -153,14 +152,14 @@ class Speed:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 0:
             raise ConfigError(
-                f"speed: ranks = {self.ranks}, threads = {self.threads}; it is of 1 rank or more, of 0 threads (GPUs) or more"
+                f"speed: ranks = {self.ranks}, threads = {self.threads}; use 1 rank or more, and 0 threads (GPUs) or more"
             )
         not_negative("speed", waits=self.waits, launch_s=self.launch_s)
         positive("speed", **{f"flops.{p}": v for p, v in self.flops}, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
         positive("speed", **{f"rates.{kind}": v for kind, v in self.rates})
 
     def scaled(self, ranks: int, threads: int, by: float, launch_s: float) -> Speed:
-        """The same with every rate times `by`."""
+        """Return the speed with every rate times `factor`."""
         return Speed(
             ranks,
             threads,
@@ -186,7 +185,7 @@ class Table:
             raise ConfigError(f"table {self.collective} of {self.ranks} ranks: sizes must ascend, and sizes and seconds be above zero")
 
     def seconds(self, size_bytes: float) -> float:
-        """Interpolated in log size and log time between points, at constant latency below them, at constant bandwidth above."""
+        """Return seconds interpolated in log size and log time between points, constant below them, at constant bandwidth above."""
         (first, least), (last, most) = self.points[0], self.points[-1]
         if size_bytes <= first:
             return least
@@ -201,9 +200,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`device`s joined by `levels`, innermost first. Prices in dollars, power in watts, both of the whole cluster; 0 is unknown.
+    """Devices joined by `levels`, innermost first. Prices in dollars, power in watts, both of the whole cluster; 0 is unknown.
 
-    `speeds` and `tables` are measured (`weft probe`) and win over what follows from `device` and `levels`.
+    `speeds` and `tables` are measured (`weft probe`) and take precedence over the figures of `device` and `levels`.
 
     >>> Cluster.parse("8xp3.16xlarge").num_devices
     64
@@ -217,13 +216,13 @@ class Cluster:
     speeds: tuple[Speed, ...] = ()
     tables: tuple[Table, ...] = ()
     fingerprint: str = ""  # of the measured machine and software
-    stack: str = ""  # the efficiency set that GPUs are priced with, by the catalogue's name; by default the device's own
-    parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
-    between: Link | None = None  # joins the nodes of different parts
-    part_of: int = 0  # of a part of processors: the devices of the whole, over which a job's ranks are spread evenly
-    memory_limit_bytes: float = 0.0  # what a rank may use at most, where that is less than it has; 0: all
-    priced: str = ""  # whose price it is, and of when
-    # How `parse` finds it again, where its name does not say: a file, a part of one, or its parts in another order.
+    stack: str = ""  # catalogue name of the GPUs' efficiency set; by default the device's own
+    parts: tuple[Cluster, ...] = ()  # of a heterogeneous cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
+    between: Link | None = None  # between the nodes of different parts
+    part_of: int = 0  # of a CPU part: the devices of the whole cluster, over which a job's ranks are spread evenly
+    memory_limit_bytes: float = 0.0  # a rank's memory limit, if less than its memory; 0: none
+    priced: str = ""  # source and date of the price
+    # The text from which `parse` finds it, if not its name: a file, a part of one, or its parts in another order.
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +234,7 @@ class Cluster:
 
     @property
     def found_by(self) -> str:
-        """What `parse` makes this cluster from, where something does."""
+        """The text that `parse` turns into this cluster, if there is one."""
         return self.origin or self.name
 
     @property
@@ -244,7 +243,7 @@ class Cluster:
 
     @property
     def node_size(self) -> int:
-        """Devices of one innermost unit."""
+        """Number of devices of one innermost unit."""
         return self.levels[0].size
 
     @property
@@ -253,64 +252,64 @@ class Cluster:
 
     @property
     def kind(self) -> Kind:
-        """What follows from the kind of its devices."""
+        """Properties of its kind of devices."""
         return KINDS[self.device.kind]
 
     def threads_of(self, num_ranks: int, threads: int = 0) -> int:
-        """Threads of each of `num_ranks` ranks: as asked for, or an equal share of its node's cores (at least 1); 0 on GPUs."""
+        """Return the threads of each of `num_ranks` ranks: `threads`, or an equal share of its node's cores (at least 1); 0 on GPUs."""
         if not self.kind.shares_hosts:
             return 0
         return threads or max(1, self.node_size // self.ranks_per_node(max(1, num_ranks)))
 
     def memory_of(self, num_ranks: int) -> float:
-        """Bytes that one of `num_ranks` ranks may use: the device's, or its node's shared equally by the ranks on it."""
+        """Return the bytes that one of `num_ranks` ranks may use: the device's, or an equal share of its node's."""
         have = self.device.memory_bytes
         if self.kind.shares_hosts:
             have *= self.node_size / min(self.node_size, self.ranks_per_node(num_ranks))
         return min(have, self.memory_limit_bytes or have)
 
     def limited(self, size_bytes: float) -> Cluster:
-        """The same machines where a rank's tensors may take `size_bytes`; what its process holds before it has any comes on top."""
+        """Return the cluster with a limit of `size_bytes` for a rank's tensors; its process's own memory comes on top."""
         if size_bytes <= 0:
             return self
         parts = tuple(part.limited(size_bytes) for part in self.parts)
         return replace(self, memory_limit_bytes=size_bytes + self.device.scratch_bytes, parts=parts)
 
     def ranks_per_node(self, num_ranks: int) -> int:
-        """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""
+        """Return the number of ranks on one node if `num_ranks` fill nodes in order (CPUs: are spread evenly over them)."""
         if not self.kind.shares_hosts:
             return min(num_ranks, self.node_size)
         return -(-self._ranks_here(num_ranks) // self.nodes_of(num_ranks))
 
     def _ranks_here(self, num_ranks: int) -> int:
-        """Those of a job's ranks that this cluster has: all, or its share of the whole that it is a part of."""
+        """Return the number of a job's ranks on this cluster: all, or its share if it is a part."""
         return max(1, -(-num_ranks * self.num_devices // self.part_of)) if self.part_of else num_ranks
 
     def nodes_of(self, num_ranks: int) -> int:
-        """Nodes that hold one of `num_ranks` ranks."""
+        """Return the number of nodes that `num_ranks` ranks occupy."""
         return min(self.num_nodes, self._ranks_here(num_ranks) if self.kind.shares_hosts else -(-num_ranks // self.node_size))
 
     def speed(self, num_ranks: int, threads: int = 0) -> Speed:
-        """What one rank gets when `num_ranks` work at once; measured where it was measured, else scaled from what was.
+        """Return the speed of one rank when `num_ranks` work concurrently: as measured, or scaled from the nearest measurement.
 
         Cores that do not exist are shared: 4 ranks on 2 cores get half a core each.
         """
-        here = self.ranks_per_node(num_ranks)
+        ranks_on_node = self.ranks_per_node(num_ranks)
         threads = self.threads_of(num_ranks, threads)
         for speed in self.speeds:
-            if (speed.ranks, speed.threads) == (here, threads):
+            if (speed.ranks, speed.threads) == (ranks_on_node, threads):
                 return speed
         if self.speeds:
-            # The nearest measurement with as many busy cores, scaled by the cores that a rank really gets.
-            per_rank = min(threads, self.node_size / here)
-            busy = min(here * threads, self.node_size)
-            near = min(self.speeds, key=lambda s: (abs(log(s.ranks * s.threads / busy)), abs(log(s.threads / threads))))
-            by = per_rank / min(near.threads, self.node_size / near.ranks)
-            return near.scaled(here, threads, by, near.launch_s * max(1.0, here * threads / self.node_size))
-        per_rank = 1.0 if not self.kind.shares_hosts else min(threads, self.node_size / here)
+            # The nearest measurement with as many busy cores, scaled by the cores that a rank gets.
+            per_rank = min(threads, self.node_size / ranks_on_node)
+            busy = min(ranks_on_node * threads, self.node_size)
+            nearest = min(self.speeds, key=lambda s: (abs(log(s.ranks * s.threads / busy)), abs(log(s.threads / threads))))
+            factor = per_rank / min(nearest.threads, self.node_size / nearest.ranks)
+            return nearest.scaled(ranks_on_node, threads, factor, nearest.launch_s * max(1.0, ranks_on_node * threads / self.node_size))
+        per_rank = 1.0 if not self.kind.shares_hosts else min(threads, self.node_size / ranks_on_node)
         device = self.device
         return Speed(
-            here,
+            ranks_on_node,
             threads,
             tuple((p, v * device.matmul_efficiency * per_rank) for p, v in device.peak_flops),
             device.memory_bandwidth_bytes_per_s * per_rank,
@@ -318,7 +317,7 @@ class Cluster:
         )
 
     def table(self, collective: str, ranks: int) -> Table | None:
-        """The measured table of `collective` between exactly `ranks` ranks of a node."""
+        """Return the measured table of `collective` between exactly `ranks` ranks of a node; None if there is none."""
         for table in self.tables:
             if (table.collective, table.ranks) == (collective, ranks):
                 return table
@@ -326,19 +325,19 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """`8xp3.16xlarge`, `dgx-h100`, `path/cluster.toml`; `here` is measured by `weft.cluster.probe`, which needs torch.
+        """Parse `8xp3.16xlarge`, `dgx-h100`, `path/cluster.toml`; `here` is measured by `weft.cluster.probe`, which needs torch.
 
-        `4 devices of ...` is a part of any of them, `path/cluster.toml:b+a` a mixed one with its parts in this order.
+        `4 devices of ...` is a part of any of them, `path/cluster.toml:b+a` a heterogeneous one with its parts in this order.
 
         Raises:
-            UsageError: an unknown name (names the nearest), a count below 1, parts that do not mix, a file that cannot be read.
+            UsageError: an unknown name (with the nearest), a count below 1, incompatible parts, an unreadable file.
         """
         from weft.cluster.catalogue import find
 
         return find(text)
 
     def to_toml(self) -> str:
-        """The cluster as text that `Cluster.parse` reads back from a file."""
+        """Return the cluster as text that `Cluster.parse` reads back from a file."""
         from weft.cluster.catalogue import dump
 
         return dump(self)

@@ -1,6 +1,6 @@
-"""What works on this machine. In: nothing. Out: checks, each with what was found and the remedy where it is not well.
+"""Checks of this machine's environment, each with its finding and, if it fails, a remedy.
 
-Only looks; it starts no processes and changes nothing. What it cannot see: a firewall between hosts, a full disk elsewhere.
+Read-only: starts no processes and changes nothing. Not checked: a firewall between hosts, disks of other hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_SHARED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. `needed`: weft does not run without it; the others only cost speed or a feature."""
+    """One check. `needed`: weft does not run without it; the others only cost speed or a feature."""
 
     name: str
     ok: bool
@@ -31,13 +31,13 @@ class Check:
 
 
 def doctor() -> tuple[Check, ...]:
-    """Every check, the needed ones first.
+    """Run every check, the needed ones first.
 
     >>> doctor()[0].name
     'python'
     """
-    looked = (_python(), *_packages(), _loopback(), _shared_memory(), _network(), _files(), *_hardware(), _allocator(), _compiler())
-    return (*looked, _transformers())
+    checks = (_python(), *_packages(), _loopback(), _shared_memory(), _network(), _files(), *_hardware(), _allocator(), _compiler())
+    return (*checks, _transformers())
 
 
 def _python() -> Check:
@@ -46,7 +46,7 @@ def _python() -> Check:
 
 
 def _packages() -> list[Check]:
-    """weft's own requirements against what is installed; only lower and upper bounds of plain numbers are compared."""
+    """Check weft's requirements against the installed packages; only lower and upper bounds of plain numbers are compared."""
     checks = []
     try:
         wanted = [r for r in requires("weft") or () if "extra ==" not in r]
@@ -54,8 +54,8 @@ def _packages() -> list[Check]:
         return [Check("weft", False, "not installed", "pip install . in weft's folder")]
     for text in wanted:
         name = text.split(";")[0].strip()
-        cut = next((i for i, c in enumerate(name) if c in "<>=!~ "), len(name))
-        name, bounds = name[:cut], name[cut:]
+        name_end = next((i for i, c in enumerate(name) if c in "<>=!~ "), len(name))
+        name, bounds = name[:name_end], name[name_end:]
         try:
             have = version(name)
         except PackageNotFoundError:
@@ -83,7 +83,7 @@ def _loopback() -> Check:
             with socket.create_connection(server.getsockname(), timeout=2):
                 pass
     except OSError as error:
-        return Check("loopback", False, str(error), "ranks talk over 127.0.0.1; bring the loopback interface up (ip link set lo up)")
+        return Check("loopback", False, str(error), "ranks communicate over 127.0.0.1; bring the loopback interface up (ip link set lo up)")
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -96,14 +96,14 @@ def _shared_memory() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check("shared memory", False, "no /dev/shm", "ranks will talk through sockets, which is slower", needed=False)
+        return Check("shared memory", False, "no /dev/shm", "ranks will communicate through sockets, which is slower", needed=False)
     ok = free >= LEAST_SHARED_BYTES
     free_words = f"{free / 2**20:.0f} MiB free in /dev/shm"
     return Check("shared memory", ok, free_words, "start the container with --shm-size=1g or more", needed=False)
 
 
 def _network(control: Path = Path("/proc/sys/net/ipv4/tcp_congestion_control")) -> Check:
-    """How TCP paces what it sends to other hosts: BBR made one step in five of two hosts' ranks 60 ms longer (`scripts/bench planned`)."""
+    """Check TCP congestion control between hosts: BBR made one step in five of two hosts' ranks 60 ms longer (`scripts/bench planned`)."""
     try:
         control_name = control.read_text().strip()
     except OSError:
@@ -131,7 +131,7 @@ def _hardware() -> list[Check]:
     memory = machine.memory_bytes()
     return [
         Check("cores", True, f"{machine.num_cores()} usable of {os.cpu_count()}", needed=False),
-        Check("memory", memory >= 2 << 30, f"{memory / 2**30:.1f} GiB", "2 GiB is the least that trains anything of use", needed=False),
+        Check("memory", memory >= 2 << 30, f"{memory / 2**30:.1f} GiB", "training needs at least 2 GiB", needed=False),
         Check("gloo", able["gloo"], "available" if able["gloo"] else "missing", "install a torch built with distributed support"),
         Check("GPUs", True, f"{able['gpus']}: {able['gpu']}" if able["gpus"] else "none; training runs on processors", needed=False),
         Check("nccl", bool(able["nccl"] or not able["gpus"]), "available" if able["nccl"] else "missing", "install a CUDA torch", False),
@@ -145,7 +145,7 @@ def _hardware() -> list[Check]:
 def _allocator() -> Check:
     library, number = platform.libc_ver()
     if library != "glibc":
-        return Check("allocator", False, f"{library or 'not glibc'}: freed tensors go back to the system", "use glibc", needed=False)
+        return Check("allocator", False, f"{library or 'not glibc'}: the system reclaims freed tensors", "use glibc", needed=False)
     return Check("allocator", True, f"glibc {number}: ranks keep the memory of freed tensors", needed=False)
 
 
@@ -162,7 +162,7 @@ def _transformers() -> Check:
 
 
 def writable(path: Path) -> Check:
-    """Whether runs can be kept in `path` (it, or the nearest folder above that exists)."""
+    """Check whether runs can be stored in `path` (it, or the nearest existing folder above)."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -1,6 +1,6 @@
-"""What in a cluster's figures is possible and yet unlikely. In: a cluster. Out: sentences, each with the key and what it may have meant.
+"""Plausibility checks of a cluster's figures. In: a cluster. Out: warnings, each with the key and a typical value.
 
-Figures that cannot be are refused when a file is read. These are mistakes of units and of order, which no type can see.
+Impossible figures are refused when a file is read; these checks find mistakes of units and of order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from weft.units import format_bytes, format_seconds
 
 
 def doubts(cluster: Cluster) -> tuple[str, ...]:
-    """One sentence for each figure that is far from anything sold.
+    """Return one sentence for each figure that is far from existing hardware.
 
     >>> doubts(Cluster.parse("8xdgx-h100"))
     ()

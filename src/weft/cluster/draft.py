@@ -1,4 +1,4 @@
-"""A cluster file of one's own, by names of the catalogue. In: a device, counts, links. Out: TOML text to fill in."""
+"""Template of a cluster file from catalogue names. In: a device, counts, links. Out: TOML text to edit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def draft(
     price_per_hour: float = 0.0,
     priced: str = "",
 ) -> str:
-    """A file of `nodes` machines of `devices` devices each; `price_per_hour` in dollars, of all of them.
+    """Return a cluster file of `nodes` machines of `devices` devices each; `price_per_hour` in dollars, of all of them.
 
-    Links that are not given are those of the catalogue's first machine with this device.
+    Missing links are those of the catalogue's first machine with this device.
 
     >>> print(draft("ours", "H100", 4, price_per_hour=12.0).splitlines()[2])
     price_per_hour = 12
 
     Raises:
         ConfigError: a device or link that the catalogue lacks.
-        UsageError: no machine of the catalogue has the device, and no link is given.
+        UsageError: no machine of the catalogue has the device, and a link is missing.
     """
     figures = entry("device", device)
-    machine = next((joins for node in names() if (joins := entry("node", node))["device"] == device), None)
+    machine = next((node_entry for node in names() if (node_entry := entry("node", node))["device"] == device), None)
     if machine is None and not (link and (network or nodes == 1)):
         raise UsageError(f"no machine of the catalogue has {device}; say what joins the devices: --link, and --network between machines")
     inner = link or (machine or {})["link"]
@@ -49,13 +49,13 @@ def draft(
         f'# [device] like = "{device}", memory_bytes = 40e9',
         f'device = "{device}"',
     ]
-    for level, size, joined, what in levels:
-        joins = entry("link", joined)
+    for level, size, link_name, what in levels:
+        link_entry = entry("link", link_name)
         lines += [
             "",
-            f"[[level]]  # {what}: {joins['bandwidth_bytes_per_s'] / 1e9:g} GB/s each way, {joins['latency_s'] * 1e6:g} us",
+            f"[[level]]  # {what}: {link_entry['bandwidth_bytes_per_s'] / 1e9:g} GB/s each way, {link_entry['latency_s'] * 1e6:g} us",
             f'name = "{level}"',
             f"size = {size}",
-            f'link = "{joined}"',
+            f'link = "{link_name}"',
         ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,4 @@
-"""What follows from the kind of a cluster's devices, asked by name. In: a kind, as files of clusters have it. Out: its `Kind`.
-
-Seconds and bytes of an operator on each kind are `weft.cost.devices`'.
-"""
+"""Properties of kinds of devices (cpu, gpu, tpu), by the name in cluster files. `weft.cost.devices` prices operators on each kind."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`noun`: what a cluster has many of. `torch`: the device's type in torch. `library`: of collectives, whatever the links say.
+    """Properties of a kind of device. `noun`: plural of its unit. `torch`: device type in torch. `library`: collective library, overriding
+    the links'.
 
-    `shares_hosts`: ranks are spread evenly over hosts and divide their cores (as threads) and memory; there may be more of them than
-    cores. Others have a device each, and fill hosts in order.
-    `times_programs`: what messages of weft's own programs cost is known, so that they are weighed against the library's collectives.
-    `computes_elsewhere`: a precision that was not measured takes as long as what it is elsewhere (`plan/precision`). `splits_backward`:
-    what a backward in two parts costs is less than the idle time that it fills.
+    `shares_hosts`: ranks are spread evenly over hosts and share their cores (as threads) and memory; there may be more ranks than
+    cores. On other kinds every rank has a device, and ranks fill hosts in order.
+    `prices_programs`: the cost of messages of weft's own programs is known, so that they compete with the library's collectives.
+    `substitutes_precisions`: an unmeasured precision costs as much as its substitute (`plan/precision`). `splits_backward`:
+    splitting backward into input and weight gradients costs less than the bubble that it fills.
     """
 
     noun: str

@@ -1,7 +1,7 @@
-"""Mixed clusters. In: parts, each of one kind of device, and the link between them. Out: one `Cluster`.
+"""Heterogeneous clusters. In: parts, each of one kind of device, and the link between them. Out: one `Cluster`.
 
-Its own device and levels are what every rank can count on, whichever part it is on: the least of each figure. Plans whose stages lie on
-one part each are priced part by part (`weft.solve.mixed`). Not modelled: parts that are joined by links of different speeds.
+Its own device and levels are lower bounds that hold for every part: the minimum of each figure. Plans whose stages are each on
+one part are priced part by part (`weft.solve.mixed`). Not modelled: parts joined by links of different speeds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from weft.errors import UsageError
 
 
 def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
-    """One cluster of `parts`, whose ranks count through them in order.
+    """Return one cluster of `parts`, with ranks numbered through them in order.
 
     >>> mixed("both", [Cluster.parse("dgx-h100"), Cluster.parse("2xdgx-a100-80")], Link(1e-5, 25e9)).num_devices
     24
 
     Raises:
-        UsageError: fewer than two parts, a part that is mixed itself, GPUs and processors, precisions of which none is common.
+        UsageError: fewer than two parts, a nested heterogeneous part, GPUs with CPUs, no common precision.
     """
     if len(parts) < 2:
         raise UsageError(f"cluster {name} has {len(parts)} part; a mixed cluster needs 2 or more")
@@ -45,7 +45,7 @@ def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
 
 
 def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
-    """The same machines with their parts in another order; its name, or how it is found, says so where the old one did."""
+    """Return the cluster with its parts in another order, and with the new order in its name or source if the old one had it."""
     parts = [cluster.parts[i] for i in order]
     words = "+".join(part.name for part in parts)
     ordered_already = "+".join(part.name for part in cluster.parts) == cluster.name
@@ -54,18 +54,18 @@ def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
 
 
 def ordered(cluster: Cluster, names: Sequence[str]) -> Cluster:
-    """The same machines with their parts in the order of these names.
+    """Return the cluster with its parts in the order of these names.
 
     Raises:
-        UsageError: names that are not those of its parts, each once.
+        UsageError: the names are no permutation of its parts' names.
     """
-    have = [part.name for part in cluster.parts]
-    if sorted(names) != sorted(have):
-        raise UsageError(f"{'+'.join(names)} is no order of the parts of {cluster.name}, which are {', '.join(have) or 'none'}")
-    left, order = list(enumerate(have)), []
+    part_names = [part.name for part in cluster.parts]
+    if sorted(names) != sorted(part_names):
+        raise UsageError(f"{'+'.join(names)} is no order of the parts of {cluster.name}, which are {', '.join(part_names) or 'none'}")
+    remaining, order = list(enumerate(part_names)), []
     for name in names:
-        next_part = next(item for item in left if item[1] == name)
-        left.remove(next_part)
+        next_part = next(item for item in remaining if item[1] == name)
+        remaining.remove(next_part)
         order.append(next_part[0])
     return reordered(cluster, order)
 

@@ -1,6 +1,6 @@
-"""A cluster with another number of devices. In: a cluster, a number. Out: the same machines, more or fewer of them.
+"""Resizing of a cluster. In: a cluster, a number of devices. Out: a cluster of that many devices of the same machines.
 
-Not modelled: mixed clusters, for which nobody can say which of the kinds are meant.
+Not modelled: heterogeneous clusters, for which the number does not determine the kinds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weft.errors import UsageError, WeftError
 
 
 def resized(cluster: Cluster, num_devices: int) -> Cluster:
-    """`cluster` with `num_devices` devices: whole machines, or a part of one, which is paid for by its share.
+    """Return `cluster` with `num_devices` devices: whole machines, or a part of one at its share of the price.
 
     >>> resized(Cluster.parse("8xp3.16xlarge"), 16).name, resized(Cluster.parse("2xdgx-a100-80"), 1).name
     ('2xp3.16xlarge', '1 device of dgx-a100-80')
 
     Raises:
-        UsageError: below 1, a mixed cluster, or a number that is no whole number of machines.
+        UsageError: below 1, a heterogeneous cluster, or a number that is no whole number of machines.
     """
     if num_devices < 1:
         raise UsageError(f"gpus={num_devices}: a cluster has at least 1 device")
@@ -29,7 +29,7 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
             f"gpus={num_devices}: {cluster.name} has several kinds of machines; name the cluster that you mean, cluster=4xdgx-h100"
         )
     if part := re.fullmatch(r"\d+ devices? of (.+)", cluster.found_by):
-        cluster = _as(cluster, Cluster.parse(part[1]))  # the machine that they are of
+        cluster = _as(cluster, Cluster.parse(part[1]))  # the machine that they belong to
     origin = f"{num_devices} device{'s' if num_devices > 1 else ''} of {cluster.origin}" if cluster.origin else ""
     size, inner = cluster.node_size, cluster.levels[0]
     if num_devices < size:
@@ -52,19 +52,19 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
         try:
             return _as(cluster, Cluster.parse(f"{num_devices // size}x{by_name[2]}"))
         except WeftError:
-            pass  # a cluster of one's own: not in the catalogue
+            pass  # a user's cluster: not in the catalogue
     if len(cluster.levels) == 1 and num_devices != size:
         raise UsageError(
             f"gpus={num_devices}: {cluster.name} is one machine of {size} devices, and its file has no network to join several"
         )
     levels = cluster.levels if len(cluster.levels) == 1 else (*cluster.levels[:-1], replace(cluster.levels[-1], size=num_devices // unit))
-    by = num_devices / cluster.num_devices
+    factor = num_devices / cluster.num_devices
     return replace(
         cluster, name=f"{cluster.name} with {num_devices} devices", levels=levels,
-        price_per_hour=cluster.price_per_hour * by, power_w=cluster.power_w * by, origin=origin,
+        price_per_hour=cluster.price_per_hour * factor, power_w=cluster.power_w * factor, origin=origin,
     )  # fmt: skip
 
 
 def _as(cluster: Cluster, other: Cluster) -> Cluster:
-    """`other` with the limit of memory and the efficiency set of `cluster`."""
+    """Return `other` with the memory limit and the efficiency set of `cluster`."""
     return replace(other, memory_limit_bytes=cluster.memory_limit_bytes, stack=cluster.stack or other.stack)

@@ -1,4 +1,4 @@
-"""The JSON schema of cluster files, for editors. In: the dataclasses that files become. Out: a schema (JSON Schema 2020-12)."""
+"""JSON Schema (2020-12) of cluster files, for editors, generated from the dataclasses that files become."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def schema() -> dict[str, Any]:
-    """What a cluster file may hold.
+    """Return the schema of cluster files.
 
     >>> schema()["$defs"]["cluster"]["properties"]["device"]["anyOf"][0]["enum"][0]
     'V100-16'
@@ -30,7 +30,7 @@ def schema() -> dict[str, Any]:
     level["properties"] = {key: value for key, value in level["properties"].items() if key != "link"} | link["properties"]
     level["anyOf"] = link["anyOf"]
     by_name = {"enum": list(names("device"))}
-    of_cluster = [key for key in _needed(Device) if key != "name"]  # the cluster's, where it has none
+    of_cluster = [key for key in _needed(Device) if key != "name"]  # it defaults to the cluster's
     device = _table(Device, {"like": by_name}, required=[], or_by=("like", of_cluster))
     device["properties"]["peak_flops"] = {"type": "object", "properties": dict.fromkeys(PRECISIONS, _NUMBER), "additionalProperties": False}
     tables = {"level": level, "speed": _table(Speed, {}, _needed(Speed)), "table": _table(Table, {}, _needed(Table))}
@@ -62,7 +62,7 @@ def _needed(kind: type) -> list[str]:
 
 
 def _table(kind: type, more: dict[str, Any], required: list[str], or_by: tuple[str, list[str]] | None = None) -> dict[str, Any]:
-    """A dataclass as a table with the keys `more`; `or_by`: a key that stands for those named."""
+    """Return the schema of a dataclass as a table with additional keys `more`; `or_by`: (a key, the required keys that it replaces)."""
     properties = {f.name: _TYPES.get(str(f.type), {}) for f in fields(kind)} | more
     schema_of: dict[str, Any] = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     if or_by is not None:

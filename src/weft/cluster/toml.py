@@ -1,4 +1,4 @@
-"""TOML files of users, with errors that say where. In: a path or text. Out: tables."""
+"""TOML files of users, with errors that state the position. In: a path or text. Out: tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.plan.toml_text import loads
 
 
 def read(path: str | Path, what: str, remedy: str = "") -> str:
-    """The text of a file. Raises `UsageError` where it cannot be read, `ConfigError` where it is no text."""
+    """Return the text of a file. Raises `UsageError` if it cannot be read, `ConfigError` if it is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -23,7 +23,7 @@ def read(path: str | Path, what: str, remedy: str = "") -> str:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """The tables of a text. Raises `ConfigError`, with the line, where it is not TOML."""
+    """Return the tables of a text. Raises `ConfigError`, with the line, if it is not TOML."""
     try:
         return loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -31,7 +31,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def only(where: str, table: Mapping[str, Any], keys: Collection[str], text: str = "") -> None:
-    """Raise `ConfigError` for a key that is not among the `keys`: the nearest of them, and its line where the `text` is given."""
+    """Raise `ConfigError` for a key that is not among `keys`, with the nearest of them, and with its line if `text` is given."""
     for key in table:
         if key not in keys:
             line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")

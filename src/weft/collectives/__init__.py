@@ -1,6 +1,6 @@
-"""Collective algorithms: from sizes to a `Program`, which is proven, timed, drawn and run like a pipeline's.
+"""Collective algorithms (all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, halo): from sizes to a `Program`.
 
-A new one is a new function and a new line in `ALGORITHMS`. None imports torch.
+The program is proven, timed, drawn and run like a pipeline's. A new algorithm is a function and a line in `ALGORITHMS`. None imports torch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Program]]] = {
     "halo": {"exchange": halo.exchange},
 }
 COLLECTIVES = tuple(ALGORITHMS)
-NESTED = ("hierarchical", "two_level", "exchange")  # take sizes of levels in place of a number of ranks
+NESTED = ("hierarchical", "two_level", "exchange")  # take sizes of levels instead of a number of ranks
 
 
 def build(collective: str, name: str, ranks: int | Sequence[int], **options: int) -> Program:
-    """The program of an algorithm by name, over `ranks` ranks, or for nested ones over the sizes of levels, innermost first.
+    """Return the program of an algorithm by name, over `ranks` ranks, or for nested ones over the sizes of levels, innermost first.
 
     >>> build("all_reduce", "ring", 4).num_actions
     48
 
     Raises:
-        UsageError: an unknown collective or algorithm, an option that it does not have, sizes that it cannot do.
+        UsageError: an unknown collective or algorithm, an unknown option, unsupported sizes.
     """
     if collective not in ALGORITHMS:
         raise UsageError(f"unknown collective {collective}{nearest(collective, COLLECTIVES, 0.4)}; known: {', '.join(COLLECTIVES)}")

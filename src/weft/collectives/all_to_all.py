@@ -1,4 +1,4 @@
-"""All-to-all: `block(s,t)` from rank s to rank t. In: numbers of ranks. Out: programs, direct or in two levels."""
+"""All-to-all: `block(s,t)` goes from rank s to rank t. In: numbers of ranks. Out: programs, direct or in two levels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.plan.program import Held, Program, Value
 
 
 def block(source: int, target: int) -> Value:
-    """What rank `source` has for rank `target`."""
+    """Return the value that rank `source` sends to rank `target`."""
     return Value("block", (source, target))
 
 
 def direct(num_ranks: int) -> Program:
-    """n-1 steps; in step k every rank sends to the k-th after it.
+    """Return the direct all-to-all of n-1 steps; in step k every rank sends to the k-th after it.
 
     >>> from weft.plan.check import check
     >>> check(direct(5))
@@ -27,9 +27,9 @@ def direct(num_ranks: int) -> Program:
 
 
 def two_level(sizes: Sequence[int]) -> Program:
-    """First inside the boxes, to the rank whose number there is the target's; then between those: k + b - 2 messages, not k·b - 1.
+    """Return the two-level all-to-all: inside a host to the rank with the target's local index, then between hosts.
 
-    `sizes`: ranks of a box, and boxes. What crosses between two boxes goes in messages k times as large.
+    k + b - 2 messages instead of k·b - 1, for `sizes` (k ranks a host, b hosts). Messages between two hosts are k times as large.
 
     >>> from weft.plan.check import check
     >>> check(two_level([4, 3]))
@@ -39,22 +39,22 @@ def two_level(sizes: Sequence[int]) -> Program:
     """
     if len(sizes) != 2 or min(sizes) < 1:
         raise UsageError(f"two levels of 1 rank or more are needed, not {', '.join(map(str, sizes))}")
-    width, boxes = sizes
-    n = width * boxes
+    width, hosts = sizes
+    n = width * hosts
     steps = Steps(n)
     for k in range(1, width):
         moves = []
         for r in range(n):
-            box, place = divmod(r, width)
-            there = (place + k) % width
-            moves.append(Move(r, box * width + there, tuple(block(r, b * width + there) for b in range(boxes))))
+            host, local_rank = divmod(r, width)
+            target = (local_rank + k) % width
+            moves.append(Move(r, host * width + target, tuple(block(r, b * width + target) for b in range(hosts))))
         steps.together(moves)
-    for k in range(1, boxes):
+    for k in range(1, hosts):
         moves = []
         for r in range(n):
-            box, place = divmod(r, width)
-            there = (box + k) % boxes
-            moves.append(Move(r, there * width + place, tuple(block(box * width + s, there * width + place) for s in range(width))))
+            host, local_rank = divmod(r, width)
+            target_rank = (host + k) % hosts * width + local_rank
+            moves.append(Move(r, target_rank, tuple(block(host * width + s, target_rank) for s in range(width))))
         steps.together(moves)
     return _program(steps, "two_level")
 

@@ -1,4 +1,4 @@
-"""Bruck's all-gather: log2 n steps for any number of ranks. In: numbers of ranks. Out: programs.
+"""Bruck's all-gather: ceil(log2 n) steps for any number of ranks. In: numbers of ranks. Out: programs.
 
 Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
 """
@@ -11,7 +11,7 @@ from weft.plan.program import Program
 
 
 def all_gather(num_ranks: int) -> Program:
-    """ceil(log2 n) steps, M(n-1)/n a rank: what a rank has doubles in every step but the last, which brings what is left.
+    """Return the program of ceil(log2 n) steps, M(n-1)/n a rank: a rank's chunks double in every step but the last, which adds the rest.
 
     >>> from weft.plan.check import check
     >>> [check(all_gather(n)) for n in (1, 5, 8)]

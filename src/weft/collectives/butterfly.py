@@ -1,8 +1,8 @@
-"""Butterflies: in step k a rank meets the one whose number differs in bit k. In: numbers of ranks. Out: programs.
+"""Butterfly all-reduce: in step k a rank exchanges with the one whose number differs in bit k. In: numbers of ranks. Out: programs.
 
-Recursive doubling exchanges everything, recursive halving and doubling halves it (Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005). Where there is no power of two, the ranks beyond it are folded into the first ones,
-whose results they get at the end.
+Recursive doubling exchanges the whole tensor, recursive halving and doubling halves it (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005). For other numbers than powers of two, the ranks beyond the power of two are folded
+into the first ones, which send them the result at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.plan.program import Program, Value
 
 
 def power_of_two(num_ranks: int) -> int:
-    """The largest power of two that is not above.
+    """Return the largest power of two that is at most `num_ranks`.
 
     >>> [power_of_two(n) for n in (1, 3, 4, 33)]
     [1, 2, 4, 32]
@@ -25,7 +25,7 @@ def power_of_two(num_ranks: int) -> int:
 
 
 def recursive_doubling(num_ranks: int) -> Program:
-    """log2 n steps of M; the least latency.
+    """Return the all-reduce of log2 n steps of M, which has the least latency.
 
     >>> from weft.plan.check import check
     >>> check(recursive_doubling(8)), check(recursive_doubling(6))
@@ -43,7 +43,7 @@ def recursive_doubling(num_ranks: int) -> Program:
 
 
 def halving_doubling(num_ranks: int) -> Program:
-    """2·log2 n steps, 2M(n-1)/n a rank: a ring's bytes with a tree's latency, between ranks that may lie far apart.
+    """Return the all-reduce of 2·log2 n steps, 2M(n-1)/n a rank: a ring's bytes with a tree's latency, but between distant ranks.
 
     >>> from weft.plan.check import check
     >>> check(halving_doubling(8)), check(halving_doubling(11))
@@ -59,10 +59,10 @@ def halving_doubling(num_ranks: int) -> Program:
 
 
 def reduce_scatter(num_ranks: int) -> Program:
-    """log2 n steps of M/2, M/4, ...
+    """Return the reduce-scatter of log2 n steps of M/2, M/4, ...
 
     Raises:
-        UsageError: no power of two.
+        UsageError: not a power of two.
     """
     steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
     halving(steps, range(num_ranks), parts)
@@ -70,10 +70,10 @@ def reduce_scatter(num_ranks: int) -> Program:
 
 
 def all_gather(num_ranks: int) -> Program:
-    """log2 n steps of M/n, 2M/n, ...
+    """Return the all-gather of log2 n steps of M/n, 2M/n, ...
 
     Raises:
-        UsageError: no power of two.
+        UsageError: not a power of two.
     """
     steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
     doubling(steps, range(num_ranks), parts)
@@ -81,7 +81,7 @@ def all_gather(num_ranks: int) -> Program:
 
 
 def halving(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
-    """Sums of `parts[i]` end on `ranks[i]`: each sends the half of what it still sums that its partner keeps."""
+    """Add the steps that reduce `parts[i]` onto `ranks[i]`: each sends its partner the partner's half of the remaining chunks."""
     _check(ranks)
     distance = len(ranks) // 2
     while distance:
@@ -90,7 +90,7 @@ def halving(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]]) 
 
 
 def doubling(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
-    """`parts[i]` of `ranks[i]` come to all: each sends all that it has."""
+    """Add the steps that gather `parts[i]` of `ranks[i]` on all ranks: each sends all chunks that it has."""
     _check(ranks)
     distance = 1
     while distance < len(ranks):
@@ -99,7 +99,7 @@ def doubling(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]])
 
 
 def _span(parts: Sequence[Sequence[int]], index: int, width: int) -> tuple[Value, ...]:
-    """The pieces of the aligned group of `width` positions that `index` lies in."""
+    """Return the chunks of the aligned group of `width` positions that contains `index`."""
     start = index // width * width
     return chunks(c for part in parts[start : start + width] for c in part)
 
@@ -109,9 +109,9 @@ def _check(ranks: Sequence[int]) -> None:
         raise UsageError(f"recursive halving and doubling of {len(ranks)} ranks; it needs a power of two, so use ring")
 
 
-def _fold_in(steps: Steps, core: int, pieces: Sequence[int]) -> None:
-    steps.together(Move(r, r - core, chunks(pieces), add=True) for r in range(core, steps.num_ranks))
+def _fold_in(steps: Steps, core: int, indices: Sequence[int]) -> None:
+    steps.together(Move(r, r - core, chunks(indices), add=True) for r in range(core, steps.num_ranks))
 
 
-def _fold_out(steps: Steps, core: int, pieces: Sequence[int]) -> None:
-    steps.together(Move(r - core, r, chunks(pieces)) for r in range(core, steps.num_ranks))
+def _fold_out(steps: Steps, core: int, indices: Sequence[int]) -> None:
+    steps.together(Move(r - core, r, chunks(indices)) for r in range(core, steps.num_ranks))

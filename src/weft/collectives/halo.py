@@ -1,7 +1,7 @@
-"""Halo exchange: the borders of a tensor that is cut in space go to the neighbours. In: sizes of the grid. Out: a program.
+"""Halo exchange: each rank sends the borders of its spatial shard to its neighbours. In: sizes of the grid. Out: a program.
 
-`edge(r,d,s)` is rank r's border along dimension d towards its lower (s = 0) or higher (s = 1) neighbour. Dimensions follow one another, so
-that what a neighbour got along the first goes on along the second: corners need no messages of their own.
+`edge(r,d,s)` is rank r's border along dimension d towards its lower (s = 0) or higher (s = 1) neighbour. Dimensions are exchanged one after
+the other, so that borders received along the first are forwarded along the second: corners need no messages of their own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weft.plan.program import Held, Program, Value
 
 
 def edge(rank: int, dim: int, side: int) -> Value:
-    """Rank `rank`'s border along `dim`."""
+    """Return the value of rank `rank`'s border along `dim`, lower (`side` 0) or higher (1)."""
     return Value("edge", (rank, dim, side))
 
 
 def exchange(sizes: Sequence[int]) -> Program:
-    """Both borders along every dimension of a grid of ranks, the last dimension's neighbours next in number; ends do not wrap.
+    """Return the exchange of both borders along every dimension of a grid of ranks (row-major, last dimension fastest), without wrapping.
 
     >>> from weft.plan.check import check
     >>> check(exchange([2, 3]))
@@ -37,10 +37,10 @@ def exchange(sizes: Sequence[int]) -> Program:
         stride = prod(sizes[dim + 1 :])
         moves = []
         for rank in range(steps.num_ranks):
-            at = rank // stride % sizes[dim]
-            for side, there in ((0, at - 1), (1, at + 1)):
-                if 0 <= there < sizes[dim]:
-                    neighbour = rank + (there - at) * stride
+            position = rank // stride % sizes[dim]
+            for side, next_position in ((0, position - 1), (1, position + 1)):
+                if 0 <= next_position < sizes[dim]:
+                    neighbour = rank + (next_position - position) * stride
                     initial[rank] = {**initial[rank], edge(rank, dim, side): {rank: 1}}
                     wants[neighbour] = {**wants[neighbour], edge(rank, dim, side): {rank: 1}}
                     moves.append(Move(rank, neighbour, (edge(rank, dim, side),)))

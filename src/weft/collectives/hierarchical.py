@@ -1,6 +1,6 @@
-"""All-reduce over nested levels: inside a box, between boxes, and so on. In: sizes of the levels. Out: a program.
+"""Hierarchical all-reduce over nested levels: inside a host, between hosts, and so on. In: sizes of the levels. Out: a program.
 
-Every rank of a box has its share of what goes between boxes, so that all of a box's rails are used; nothing else than that share does.
+Every rank of a host reduces its own shard between hosts, so that all network rails of a host are used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.plan.program import Program
 
 
 def all_reduce(sizes: Sequence[int]) -> Program:
-    """`sizes`: ranks of a box, boxes of a rack, and so on, innermost first; neighbours in number share a box.
+    """Return the hierarchical all-reduce; `sizes`: ranks of a host, hosts of a rack, ..., innermost first; neighbours share a host.
 
-    Inside, rings scatter sums; every rank sums its piece with those of its like in the other boxes; rings gather. Between boxes go
-    2M(b-1)/(k·b) a rank, of b boxes of k ranks, and the latencies are 2(k-1) near ones and 2(b-1) far ones.
+    A ring reduce-scatter inside the host, an all-reduce of each rank's shard with its peers in the other hosts, a ring all-gather. Between
+    hosts go 2M(b-1)/(k·b) a rank, of b hosts of k ranks, with 2(k-1) latencies inside hosts and 2(b-1) between them.
 
     >>> from weft.plan.check import check
     >>> check(all_reduce([4, 2])), check(all_reduce([3, 2, 2]))
@@ -35,16 +35,16 @@ def all_reduce(sizes: Sequence[int]) -> Program:
     return spec.all_reduce(steps, "hierarchical", steps.num_ranks)
 
 
-def _levels(steps: Steps, ranks: list[int], pieces: list[int], sizes: list[int]) -> None:
-    """Sum `pieces` over `ranks`, whose boxes are of sizes[0] neighbours."""
-    width, rest = sizes[0], sizes[1:]
-    share = len(pieces) // width
-    parts = [pieces[i * share : (i + 1) * share] for i in range(width)]
-    boxes = [ranks[i : i + width] for i in range(0, len(ranks), width)]
-    for box in boxes:
-        ring.scatter_steps(steps, box, parts)
-    if rest:
+def _levels(steps: Steps, ranks: list[int], indices: list[int], sizes: list[int]) -> None:
+    """Add the steps that all-reduce the chunks `indices` over `ranks`, of which sizes[0] neighbours share a host."""
+    width, outer_sizes = sizes[0], sizes[1:]
+    count = len(indices) // width
+    parts = [indices[i * count : (i + 1) * count] for i in range(width)]
+    hosts = [ranks[i : i + width] for i in range(0, len(ranks), width)]
+    for host in hosts:
+        ring.scatter_steps(steps, host, parts)
+    if outer_sizes:
         for i in range(width):
-            _levels(steps, [box[i] for box in boxes], parts[i], rest)
-    for box in boxes:
-        ring.gather_steps(steps, box, parts)
+            _levels(steps, [host[i] for host in hosts], parts[i], outer_sizes)
+    for host in hosts:
+        ring.gather_steps(steps, host, parts)

@@ -1,4 +1,4 @@
-"""Everyone sends everything to everyone: one step, and as many bytes as can be. In: numbers of ranks. Out: programs."""
+"""Naive collectives: every rank sends directly to every other, in one step with the most bytes. In: numbers of ranks. Out: programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.plan.program import Program
 
 
 def all_reduce(num_ranks: int) -> Program:
-    """n-1 messages of M from each rank, n(n-1)M in all; nothing waits for anything but its own messages.
+    """Return the all-reduce of n-1 messages of M from each rank, n(n-1)M in all; no message depends on another.
 
     >>> from weft.plan.check import check
     >>> check(all_reduce(4))
@@ -19,7 +19,7 @@ def all_reduce(num_ranks: int) -> Program:
 
 
 def reduce_scatter(num_ranks: int) -> Program:
-    """Each piece straight to the rank that keeps it: n-1 messages of M/n from each rank."""
+    """Return the reduce-scatter that sends each chunk to its final rank: n-1 messages of M/n from each rank."""
     steps = Steps(num_ranks)
     for k in range(1, num_ranks):
         steps.together(Move(r, (r + k) % num_ranks, chunks([(r + k) % num_ranks]), add=True) for r in range(num_ranks))
@@ -27,7 +27,7 @@ def reduce_scatter(num_ranks: int) -> Program:
 
 
 def all_gather(num_ranks: int) -> Program:
-    """Each piece straight to all: n-1 messages of M/n from each rank."""
+    """Return the all-gather that sends each chunk directly to all: n-1 messages of M/n from each rank."""
     steps = Steps(num_ranks)
     for k in range(1, num_ranks):
         steps.together(Move(r, (r + k) % num_ranks, chunks([r])) for r in range(num_ranks))
@@ -35,7 +35,7 @@ def all_gather(num_ranks: int) -> Program:
 
 
 def broadcast(num_ranks: int) -> Program:
-    """Rank 0 sends M to each of the others."""
+    """Return the broadcast in which rank 0 sends M to each other rank."""
     steps = Steps(num_ranks)
     steps.together(Move(0, r, chunks([0])) for r in range(1, num_ranks))
     return spec.broadcast(steps, "naive", 1, 0)

@@ -1,4 +1,4 @@
-"""Servers sum and send back (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
+"""Parameter-server all-reduce (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
 
 In: numbers of ranks and of servers, which are ranks too. Out: the program of one synchronous exchange.
 """
@@ -12,9 +12,9 @@ from weft.plan.program import Program
 
 
 def all_reduce(num_ranks: int, servers: int = 1) -> Program:
-    """Keys lie on ranks 0 to `servers` - 1, M/servers each. Workers push, servers add, workers pull: 2M(n-1) in all.
+    """Return the exchange in which workers push, servers reduce and workers pull: 2M(n-1) in all.
 
-    A server carries 2M(n-1)/servers, which is why one is not enough for many workers.
+    Ranks 0 to `servers` - 1 are the servers, M/servers of the keys each. A server carries 2M(n-1)/servers: many workers need several.
 
     >>> from weft.plan.check import check
     >>> check(all_reduce(4)), check(all_reduce(5, servers=3))

@@ -1,4 +1,4 @@
-"""Rings: every rank sends to the next one only, pieces of 1/n. In: numbers of ranks. Out: programs, and their steps over any ranks.
+"""Ring collectives: every rank sends chunks of 1/n to the next rank. In: numbers of ranks. Out: programs, and their steps over any ranks.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
@@ -11,25 +11,25 @@ from weft.collectives import steps as spec
 from weft.collectives.steps import Move, Steps, chunks
 from weft.plan.program import Program
 
-Parts = Sequence[Sequence[int]]  # [position in the ring] -> the pieces that it ends, or begins, with
+Parts = Sequence[Sequence[int]]  # [position in the ring] -> the chunks that it ends, or begins, with
 
 
 def scatter_steps(steps: Steps, ranks: Sequence[int], parts: Parts) -> None:
-    """Sums of `parts[i]` over `ranks` end on `ranks[i]`, in len(ranks) - 1 steps."""
+    """Add the len(ranks) - 1 steps that reduce-scatter: the sum of `parts[i]` over `ranks` ends on `ranks[i]`."""
     n = len(ranks)
     for step in range(1, n):
         steps.together(Move(ranks[i], ranks[(i + 1) % n], chunks(parts[(i - step) % n]), add=True) for i in range(n))
 
 
 def gather_steps(steps: Steps, ranks: Sequence[int], parts: Parts) -> None:
-    """`parts[i]` of `ranks[i]` come to all of `ranks`, in len(ranks) - 1 steps."""
+    """Add the len(ranks) - 1 steps that all-gather `parts[i]` of `ranks[i]` on all of `ranks`."""
     n = len(ranks)
     for step in range(n - 1):
         steps.together(Move(ranks[i], ranks[(i + 1) % n], chunks(parts[(i - step) % n])) for i in range(n))
 
 
 def all_reduce(num_ranks: int) -> Program:
-    """2(n-1) steps of M/n: 2M(n-1)/n a rank, the least that there is, and as many latencies.
+    """Return the all-reduce of 2(n-1) steps of M/n: 2M(n-1)/n a rank, which is optimal, with 2(n-1) latencies.
 
     >>> from weft.plan.check import check
     >>> check(all_reduce(5))
@@ -41,21 +41,21 @@ def all_reduce(num_ranks: int) -> Program:
 
 
 def reduce_scatter(num_ranks: int) -> Program:
-    """n-1 steps of M/n."""
+    """Return the reduce-scatter of n-1 steps of M/n."""
     steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
     scatter_steps(steps, range(num_ranks), parts)
     return spec.reduce_scatter(steps, "ring", parts)
 
 
 def all_gather(num_ranks: int) -> Program:
-    """n-1 steps of M/n."""
+    """Return the all-gather of n-1 steps of M/n."""
     steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
     gather_steps(steps, range(num_ranks), parts)
     return spec.all_gather(steps, "ring", parts)
 
 
 def broadcast(num_ranks: int, pieces: int = 8) -> Program:
-    """A chain from rank 0 on, in pieces: n - 2 + pieces steps of M/pieces."""
+    """Return the pipelined chain from rank 0: n - 2 + `pieces` steps of M/`pieces`."""
     steps = Steps(num_ranks)
     for step in range(num_ranks - 2 + pieces):
         steps.together(Move(r, r + 1, chunks([step - r])) for r in range(num_ranks - 1) if 0 <= step - r < pieces)

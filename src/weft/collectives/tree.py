@@ -1,8 +1,8 @@
-"""Trees: up to a root and down again, whole or in pieces that follow one another. In: numbers of ranks. Out: programs.
+"""Tree all-reduce: reduce to a root and broadcast from it, whole or pipelined in chunks. In: numbers of ranks. Out: programs.
 
 `tree` is binomial: 2·log2 n steps of M, each rank sending once up. `double_tree` has two binary trees, each for half of the tensor, in
-which no rank is inside both (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009), and
-sends it in pieces, so that all ranks send and receive at once.
+which no rank is an inner node of both (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+2009), and sends chunks, so that all ranks send and receive at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.plan.program import Program
 
 @dataclass(frozen=True)
 class Tree:
-    """[rank] -> its parent (None for the root), and its children, the one that takes longest first."""
+    """[rank] -> its parent (None for the root), and its children, the slowest subtree first."""
 
     parent: tuple[int | None, ...]
     children: tuple[tuple[int, ...], ...]
@@ -27,7 +27,7 @@ class Tree:
         return self.parent.index(None)
 
     def depth(self) -> list[int]:
-        """[rank] -> links to the root."""
+        """Return [rank] -> number of links to the root."""
         depths = [0] * len(self.parent)
         todo = [self.root]
         while todo:
@@ -38,7 +38,7 @@ class Tree:
         return depths
 
     def height(self) -> list[int]:
-        """[rank] -> links to the farthest leaf below."""
+        """Return [rank] -> number of links to the farthest leaf below."""
         heights, depth = [0] * len(self.parent), self.depth()
         for rank in sorted(range(len(depth)), key=depth.__getitem__, reverse=True):
             parent = self.parent[rank]
@@ -56,12 +56,12 @@ def _tree(parent: Sequence[int | None]) -> Tree:
 
 
 def binomial(num_ranks: int) -> Tree:
-    """Rank r hangs on r without its lowest bit: after k steps 2^k ranks have sent, or been reached."""
+    """Return the tree in which rank r's parent is r without its lowest set bit: after k steps 2^k ranks have sent, or been reached."""
     return _tree([None, *(r & (r - 1) for r in range(1, num_ranks))])
 
 
 def binary(num_ranks: int, shift: int = 0) -> Tree:
-    """In order: even ranks are leaves, and rank r's height is how many ones its number ends with. Ranks are shifted by `shift`."""
+    """Return the in-order binary tree: even ranks are leaves, rank r's height is its number of trailing ones. `shift` rotates the ranks."""
     parent: list[int | None] = [None] * num_ranks
 
     def hang(node: int, level: int, above: int | None) -> None:
@@ -79,7 +79,7 @@ def binary(num_ranks: int, shift: int = 0) -> Tree:
 
 
 def all_reduce(num_ranks: int, pieces: int = 1) -> Program:
-    """2·log2 n steps of M at least; with `pieces` they follow one another, and it is log2 n + pieces steps of M/pieces each way.
+    """Return the all-reduce of at least 2·log2 n steps of M; pipelined in `pieces`, log2 n + pieces steps of M/pieces each way.
 
     >>> from weft.plan.check import check
     >>> check(all_reduce(6)), check(all_reduce(7, pieces=3))
@@ -91,7 +91,7 @@ def all_reduce(num_ranks: int, pieces: int = 1) -> Program:
 
 
 def double_tree(num_ranks: int, pieces: int = 8) -> Program:
-    """Two binary trees of `pieces` pieces each, at once.
+    """Return the all-reduce over two concurrent binary trees of `pieces` chunks each.
 
     >>> from weft.plan.check import check
     >>> check(double_tree(9, pieces=4))
@@ -102,7 +102,7 @@ def double_tree(num_ranks: int, pieces: int = 8) -> Program:
 
 
 def broadcast(num_ranks: int, pieces: int = 1) -> Program:
-    """From rank 0 down the binomial tree: log2 n steps of M."""
+    """Return the broadcast from rank 0 down the binomial tree: log2 n steps of M."""
     steps = Steps(num_ranks)
     tree = binomial(num_ranks)
     depth = _arrivals(tree)
@@ -112,7 +112,7 @@ def broadcast(num_ranks: int, pieces: int = 1) -> Program:
 
 
 def _up_and_down(steps: Steps, trees: Sequence[tuple[Tree, range]]) -> None:
-    """Pieces up to the roots, summed on the way, and down again: in the order of the step at which each can go."""
+    """Add the transfers that reduce chunks to the roots and broadcast the sums, in the order of the earliest step of each."""
     moves: list[tuple[int, int, Move]] = []
     for tree, pieces in trees:
         ready = _readiness(tree)
@@ -122,7 +122,7 @@ def _up_and_down(steps: Steps, trees: Sequence[tuple[Tree, range]]) -> None:
             for rank, parent in enumerate(tree.parent):
                 if parent is not None:
                     moves.append((ready[rank] + number, piece, Move(rank, parent, chunks([piece]), add=True)))
-        # Down comes after up where both could go: what is summed must have arrived.
+        # In one step, transfers down follow transfers up: the sum must be complete.
         moves += _down(tree, pieces, lambda rank, number, top=top, down=down: top + down[rank] + number)  # type: ignore[misc]
     for _, _, move in sorted(moves, key=lambda item: item[:2]):
         steps.together([move])
@@ -138,7 +138,7 @@ def _down(tree: Tree, pieces: range, when: Callable[[int, int], int]) -> list[tu
 
 
 def _readiness(tree: Tree) -> list[int]:
-    """[rank] -> the step after which it has the sum of all below, where a rank takes one message a step, the earliest first."""
+    """Return [rank] -> the step after which it has its subtree's sum, if a rank receives one message a step, the earliest first."""
     steps_of, depth = [0] * len(tree.parent), tree.depth()
     for rank in sorted(range(len(depth)), key=depth.__getitem__, reverse=True):
         at = 0
@@ -149,9 +149,9 @@ def _readiness(tree: Tree) -> list[int]:
 
 
 def _arrivals(tree: Tree) -> list[int]:
-    """[rank] -> the step in which it is reached from the root, where a rank sends one message a step, to the highest child first."""
+    """Return [rank] -> the step in which the root's data reach it, if a rank sends one message a step, to the highest child first."""
     steps_of, height, depth = [0] * len(tree.parent), tree.height(), tree.depth()
     for rank in sorted(range(len(depth)), key=depth.__getitem__):
-        for place, child in enumerate(sorted(tree.children[rank], key=height.__getitem__, reverse=True)):
-            steps_of[child] = steps_of[rank] + place + 1
+        for order, child in enumerate(sorted(tree.children[rank], key=height.__getitem__, reverse=True)):
+            steps_of[child] = steps_of[rank] + order + 1
     return steps_of

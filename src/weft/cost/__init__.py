@@ -1,1 +1,1 @@
-"""What a step costs: seconds of compute and of the network, bytes of memory. From a graph, its sharding and a cluster."""
+"""Cost model of a training step: seconds of compute and communication, bytes of memory, from a graph, its sharding and a cluster."""

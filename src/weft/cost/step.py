@@ -1,10 +1,9 @@
-"""Seconds and bytes of one training step. In: a graph's inventory, a cluster, a batch, a layout, its stages. Out: `Prediction`.
+"""Step-time and memory model of one training step. In: a graph's inventory, a cluster, a batch, a layout, its stages. Out: `Prediction`.
 
-A step is: every microbatch forward and backward through the stages, gradients summed, the optimizer. The pipeline is in closed
-form here, (sum of the stages) + (m - 1) x (the slowest rank's), which is exact for equal stages; the search replaces it by the clock of
-the real program. On processors operators cost what `Speed` measured, and nothing hides within a host; on GPUs what the `Stack` of the
-cluster says, with gradient sums behind the last backward where it has them there. Not modelled: the data loader, and a first step
-that compiles.
+A step is forward and backward of every microbatch through the stages, gradient reduction, and the optimizer. The pipeline is in closed
+form here, (sum of the stages) + (m - 1) x (the slowest rank's), which is exact for equal stages; the search replaces it by a simulation of
+the real schedule. On CPUs operators cost what `Speed` measured, and nothing overlaps within a host; on GPUs the efficiency set of the
+cluster decides, which may overlap gradient reduction with the last backward. Not modelled: the data loader, and a first step that compiles.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ NOTHING = StageMemory(Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def _shared(shares: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds of a microbatch, each stage's by the part of the microbatches that the rank has of it."""
+    """Return seconds of a microbatch, each stage weighted by the share of its microbatches that the rank computes."""
     return sum(share * s for share, s in zip(shares, seconds, strict=True))
 
 
 @dataclass
 class Pricer(OperatorPricer):
-    """Prices layouts of one graph on one cluster for one batch, from their operators up."""
+    """Cost model of the layouts of one graph on one cluster for one batch, from operators up."""
 
-    balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
-    places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
-    handed: dict[tuple[object, ...], float] = field(default_factory=dict)  # what its bounds count of handing on, by layout
-    before: int = 0  # of a part of a mixed cluster: how many ranks lie on those before it
+    balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # first operators of balanced stages, by layout
+    places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by the number it needs
+    handed: dict[tuple[object, ...], float] = field(default_factory=dict)  # lower bounds of send times, by layout
+    before: int = 0  # first rank of this part of a heterogeneous cluster
     _kinds: dict[tuple[object, ...], Kinds] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Sections] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
@@ -64,20 +63,20 @@ class Pricer(OperatorPricer):
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """Places where a stage may begin, the first operator's not among them."""
+        """Positions at which a stage may begin, without the graph's first operator."""
         return tuple(cut for cut in cuts(self.graph) if cut.index > 0)
 
     def cuts_of(self, layout: Layout) -> tuple[Cut, ...]:
-        """Those of a layout: none between branches of one region, which ranks of the same stage run."""
+        """Return the cuts that a layout allows: none inside a region of branches, which ranks of one stage run in parallel."""
         sharding = self.sharding(layout)
         if sharding is None or not sharding.regions:
             return self.cuts
-        place = {op.name: i for i, op in enumerate(self.graph.operators)}
-        spans = [(min(numbers), max(numbers)) for r in sharding.regions if (numbers := [place[name] for name in r.ranks])]
+        position = {op.name: i for i, op in enumerate(self.graph.operators)}
+        spans = [(min(positions), max(positions)) for r in sharding.regions if (positions := [position[name] for name in r.ranks])]
         return tuple(cut for cut in self.cuts if not any(first < cut.index <= last for first, last in spans))
 
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
-        """The same with another efficiency set or batch; what follows from the graph is shared."""
+        """Return a pricer with another efficiency set or batch size; what depends on the graph alone is shared."""
         pricer = replace(
             self,
             stack=stack or self.stack,
@@ -92,7 +91,7 @@ class Pricer(OperatorPricer):
         return self._sharing(pricer)
 
     def while_busy(self, ranks: int, threads: int) -> Pricer:
-        """The same on processors of which so many ranks, of so many threads each, compute at once."""
+        """Return a pricer for CPUs on which `ranks` ranks of `threads` threads each compute concurrently."""
         if (ranks, threads) not in self._busy:
             pricer = self.varied()
             pricer.busy = ranks, threads
@@ -100,7 +99,7 @@ class Pricer(OperatorPricer):
         return self._busy[ranks, threads]
 
     def with_buckets(self, bucket_bytes: float) -> Pricer:
-        """The same with gradients summed in buckets of another size."""
+        """Return a pricer with another size of gradient buckets."""
         return self._sharing(replace(self, bucket_bytes=bucket_bytes, _busy={}))
 
     def _sharing(self, varied: Pricer) -> Pricer:
@@ -109,7 +108,7 @@ class Pricer(OperatorPricer):
         return varied
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
-        """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
+        """Return (number of smaller microbatches, their pricer) if the batch does not divide into equal microbatches, else (0, None)."""
         data = layout.replicas // layout.branch if layout.inner else layout.data
         each, more = divmod(-(-self.batch_size // data), layout.microbatches)
         if not more or not each or layout.shares:
@@ -121,7 +120,7 @@ class Pricer(OperatorPricer):
         return layout.microbatches - more, self._smaller[batch]
 
     def split(self, sites: Sequence[str]) -> tuple[Stage, ...]:
-        """The stages that begin at `sites`; one of the whole graph where there are none."""
+        """Return the stages that begin at `sites`; one stage of the whole graph if there are none."""
         key = tuple(sites)
         if key not in self._splits:
             self._splits[key] = split(self.graph, key)
@@ -142,9 +141,9 @@ class Pricer(OperatorPricer):
         return frozenset(expert_weights(self.graph))
 
     def even(self, layout: Layout) -> tuple[str, ...]:
-        """Where stages of equally many numbered blocks begin, as frameworks for GPUs divide a model; () where they do not divide so.
+        """Return the first sites of stages with equal numbers of blocks, as GPU frameworks split a model; () if blocks do not divide.
 
-        All blocks hand on equally much: in a model with several kinds of them, stages are balanced instead.
+        All blocks must send equally many bytes: in a model with several kinds of blocks stages are balanced instead.
         """
         if not self.devices.even_stages or self.cluster.parts or layout.begins:
             return ()
@@ -153,59 +152,59 @@ class Pricer(OperatorPricer):
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None
     ) -> tuple[StageCost, ...]:
-        """Every stage's cost, or that of `only` some. `sites`: where stages after the first begin. `place`: each as if it were that
-        stage of the pipeline.
+        """Return the cost of every stage, or of the stages `only`. `sites`: first sites of the stages after the first. `place`: price each
+        as if it were that stage of the pipeline.
 
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        apart = layout.residency.picks or schedule_of(layout).has_replicas  # where stages that are alike may still differ
+        is_distinct = layout.residency.picks or schedule_of(layout).has_replicas  # equal stages may still differ
         cache: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
-        costs = []
+        stage_costs = []
         for i, base in self._bases_of(layout, sites, only):
             index = i if place is None else place
-            key = (i, index) if apart else (base.first, index // layout.pipeline)
+            key = (i, index) if is_distinct else (base.first, index // layout.pipeline)
             if key not in cache:
                 cache[key] = self._seconds(layout, index, base)
-            costs.append(StageCost(*cache[key], self._memory(layout, index, base), base.weight_s))
-        return tuple(costs)
+            stage_costs.append(StageCost(*cache[key], self._memory(layout, index, base), base.weight_s))
+        return tuple(stage_costs)
 
     def single_stage(self, layout: Layout) -> StageCost:
-        """All of the model as one stage, without what it holds: for bounds."""
+        """Return the cost of the whole model as one stage, without its memory: for bounds."""
         ((_, base),) = self._bases_of(layout, (), None)
         return StageCost(*self._seconds(layout, 0, base), NOTHING, base.weight_s)
 
     def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
-        """What `only` some stages hold, without their seconds."""
+        """Return the memory of the stages `only`, without their seconds."""
         return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
 
     def loads(self, layout: Layout, sites: Sequence[str], stage: int) -> tuple[Load, ...]:
-        """Layers of a stage that can be computed again or moved, in order; in a stage without any it is one."""
+        """Return the layers of a stage that can be recomputed or offloaded, in order; a stage without numbered blocks is one layer."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return base.loads()
 
     def ends(self, layout: Layout, sites: Sequence[str], stage: int) -> Ends:
-        """What stands before and behind those layers."""
+        """Return the cost of what lies before and after those layers."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return base.ends()
 
     def state(self, layout: Layout, sites: Sequence[str], stage: int) -> StageState:
-        """What a stage holds of one microbatch, by what its layers do."""
+        """Return the memory of a stage for one microbatch under the layout's recomputation and offload."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return self._state(layout, base)
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
-        places = self._stage_places(layout)
+        positions = self._stage_places(layout)
         key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
-               layout.batch_norm, layout.shares, tuple(sites), places, layout.begins)  # fmt: skip
-        bases, split = self._bases.setdefault(key, {}), self.split(sites)
-        wanted = only or range(len(split))
+               layout.batch_norm, layout.shares, tuple(sites), positions, layout.begins)  # fmt: skip
+        bases, stages = self._bases.setdefault(key, {}), self.split(sites)
+        wanted = only or range(len(stages))
         if any(i not in bases for i in wanted):
             sections = self._sections_of(layout, tuple(sites))
-            firsts = self._first_equal(layout, split, sections.first, places) if len(split) == len(places) else sections.first
+            firsts = self._first_equal(layout, stages, sections.first, positions) if len(stages) == len(positions) else sections.first
 
             def base_at(i: int) -> Base:
-                return base_of(self, layout, split[i], sections.of(i))
+                return base_of(self, layout, stages[i], sections.of(i))
 
             def names(i: int) -> Sequence[str]:
                 return sections.of(i).groups.names
@@ -219,29 +218,29 @@ class Pricer(OperatorPricer):
         return [(i, bases[i]) for i in wanted]
 
     def _stage_places(self, layout: Layout) -> tuple[int, ...]:
-        """[stage] -> its place in the pipeline, as the schedule has it; () where that does not matter."""
+        """[stage] -> its pipeline rank under the schedule; () if that does not affect costs."""
         matters = layout.pipeline > 1 and self.devices.exposed_sends
         return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if matters else ()
 
     def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
-        """The first stage that is like each: of the same operators (`first`) and as far from those that it hands to and takes from."""
+        """[stage] -> the first equal stage: with equal operators (`first`) and equal distances to the stages it exchanges values with."""
         firsts: dict[tuple[object, ...], int] = {}
         numbers = []
         for i, stage in enumerate(split):
             ends = (stage.sends, stage.receives)
-            far = tuple(tuple(self.apart(layout, places[i], places[other]) for other, _ in one) for one in ends)
-            numbers.append(firsts.setdefault((first[i], far), i))
+            distances = tuple(tuple(self.apart(layout, places[i], places[peer]) for peer, _ in links) for links in ends)
+            numbers.append(firsts.setdefault((first[i], distances), i))
         return numbers
 
     @cached_property
     def weighted(self) -> NDArray[np.bool_]:
-        """By operator: whether it is a product with a trainable weight."""
+        """[operator] -> whether it is a matrix product with a trainable weight."""
         trained = {v.value for v in self.graph.parameters if v.trainable and len(v.tensor.shape) > 1}
         works, operators = self.inventory.works, self.graph.operators
         return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
 
     def _seconds(self, layout: Layout, index: int, base: Base) -> tuple[Seconds, Seconds, float, float]:
-        """A stage's compute and collectives of one microbatch, and its sums and optimizer of a step."""
+        """Return (compute, collectives) of a stage for one microbatch, and (gradient reduction, optimizer) of a step."""
         busy, network = base.compute, base.tensor
         widths = self.devices.widths(layout.precision)
         if layout.repeats_layers:
@@ -255,20 +254,20 @@ class Pricer(OperatorPricer):
         optimizer = self.devices.optimizer_s(layout, updated, self.optimizer_states)
         if layout.moves_layers:
             busy = self.devices.copies(layout).around(busy, self._state(layout, base).moved_bytes)
-        # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
-        each = busy.backward + network.backward
-        window = each * (layout.pipeline if index >= layout.pipeline else 1)
+        # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches.
+        backward_s = busy.backward + network.backward
+        window = backward_s * (layout.pipeline if index >= layout.pipeline else 1)
         step = layout.microbatches * (busy + network).total + optimizer
-        summing, inside = summing_s(self, layout, base.sums, widths, window, each, step)
+        summing, inside = summing_s(self, layout, base.sums, widths, window, backward_s, step)
         summing += exchange_s(self, layout, index, base.sums, widths) + self._statistics_s(layout)
         network += inside
-        if network.total > 0:  # ranks meet inside layers
+        if network.total > 0:  # ranks synchronise inside layers
             waits = self.devices.talk(layout).waits
             network += Seconds(waits * busy.forward, waits * busy.backward)
         return busy, network, summing, optimizer
 
     def _statistics_s(self, layout: Layout) -> float:
-        """To put together, after a step, what each replica has of a stage's running statistics (`run/reduce/buffers`)."""
+        """Seconds of reducing a stage's running statistics over replicas after a step (`run/reduce/buffers`)."""
         if not layout.local_statistics:
             return 0.0
         size = 4.0 * layout.microbatches * self._running / layout.num_stages
@@ -276,7 +275,7 @@ class Pricer(OperatorPricer):
 
     @cached_property
     def _running(self) -> float:
-        """Elements of the running statistics that are written in training."""
+        """Number of elements of the running statistics that training updates."""
         written = {value for op in self.graph.operators for value in statistics(op)}
         return float(sum(self.graph.tensors[value].size for value in written))
 
@@ -287,30 +286,30 @@ class Pricer(OperatorPricer):
 
     def _memory(self, layout: Layout, index: int, base: Base) -> StageMemory:
         state = self._state(layout, base)
-        puts_off = (layout.repeats_layers or layout.moves_layers) and schedule_of(layout).splits_backward
+        defers_weights = (layout.repeats_layers or layout.moves_layers) and schedule_of(layout).splits_backward
         return memory_of(
             state, layout, index, self.devices.widths(layout.precision),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
-            noted_bytes=max(0.0, base.state.kept_bytes - state.kept_bytes) if puts_off else 0.0,
+            noted_bytes=max(0.0, base.state.kept_bytes - state.kept_bytes) if defers_weights else 0.0,
             summed_inside=by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
-        """Bytes of these values, of one whole microbatch, all data replicas together."""
+        """Return the bytes of `values` for one microbatch, summed over data replicas."""
         scale = self.microbatch(layout)
         width = self._width(layout, narrow=False)
-        # What does not follow the samples is each replica's.
+        # Values without a batch dimension exist on each replica.
         return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else layout.data) for v in values)
 
     def least_received(self, layout: Layout) -> NDArray[np.float64]:
-        """By place where a stage may begin: bytes that it receives at the least of one whole microbatch, as `crossing` has them."""
-        follows, fixed = self._first_reads
-        received: NDArray[np.float64] = self._width(layout, narrow=False) * (self.microbatch(layout) * follows + layout.data * fixed)
+        """[cut] -> lower bound of the bytes of one microbatch that a stage beginning there receives, as counted by `boundary_bytes`."""
+        batched, fixed = self._first_reads
+        received: NDArray[np.float64] = self._width(layout, narrow=False) * (self.microbatch(layout) * batched + layout.data * fixed)
         return received
 
     @cached_property
     def _first_reads(self) -> NDArray[np.float64]:
-        """[whether it is each replica's, cut]: bytes made before a cut that operators read between it and the next cut."""
+        """[is on each replica, cut] -> bytes made before a cut that operators read between it and the next cut."""
         tensors, batched, free = self.graph.tensors, self.inventory.batched, self.graph.free
         ends = [*(cut.index for cut in self.cuts[1:]), len(self.graph.operators)]
         received = np.zeros((2, len(self.cuts)))
@@ -321,8 +320,8 @@ class Pricer(OperatorPricer):
         return received
 
     def transfer_s(self, layout: Layout, size_bytes: float, here: int = 0, there: int = 1) -> float:
-        """Seconds to hand one microbatch's `size_bytes` from one place of the pipeline to another, every replica its part; or every
-        rank of it. Of places with unlike numbers of ranks those of the lesser take longest, an equal part each."""
+        """Seconds to send one microbatch's `size_bytes` between two pipeline ranks, every replica (or every rank of it) its shard. Between
+        pipeline ranks of unequal width the narrower decides, with equal shards."""
         if layout.begins:
             fewest = min(end - first for first, end in (layout.span(here), layout.span(there)))
             return send_s(self.cluster, size_bytes / fewest, self.apart(layout, here, there), fewest)
@@ -330,7 +329,7 @@ class Pricer(OperatorPricer):
         return send_s(self.cluster, size_bytes / parts, self.apart(layout, here, there), layout.stage_stride)
 
     def apart(self, layout: Layout, here: int, there: int) -> int:
-        """How far apart two places of the pipeline lie, as `stages_apart` has it."""
+        """Return the distance between two pipeline ranks in global ranks, as `stage_rank_distance` does."""
         if layout.begins:
             begin, end = layout.span(min(here, there))[0], layout.span(max(here, there))[1]
             return ranks_apart(self.cluster, begin - self.before, end - 1 - self.before)
@@ -341,28 +340,28 @@ class Pricer(OperatorPricer):
         self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None,
         smaller: Sequence[StageCost] = (),
     ) -> Prediction:  # fmt: skip
-        """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
-        `smaller`: as `costs`, of the smaller microbatches where they are unequal.
+        """Predict the step. `transfers_s`: seconds of each stage boundary's transfer, one way. `pipeline_s`: simulated time of all
+        microbatches, if known. `remainder_costs`: costs of the smaller microbatches if they are unequal.
 
-        `costs` are of all stages in order; `Schedule.stages_of` says whose they are. With v chunks a rank the bubble is that of one
-        chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many borders.
+        `costs` are of all stages in order; `Schedule.stages_of` maps them to ranks. With v chunks a rank the bubble is that of one
+        chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many boundaries.
         """
         few = self.smaller(layout)[0] if smaller else 0
         m = layout.microbatches - few
         ranks = self.by_rank(layout, costs)
         schedule = schedule_of(layout)
         shares = [[mine[s] for s in sorted(mine)] for mine in schedule.shares] if len(costs) > 1 else [[1.0]]
-        round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in of_rank]) for mine, of_rank in zip(shares, ranks, strict=True)]
-        busy = round_trip.index(max(round_trip))
+        microbatch_s = [_shared(mine, [c.forward_s + c.backward_s for c in of_rank]) for mine, of_rank in zip(shares, ranks, strict=True)]
+        busy = microbatch_s.index(max(microbatch_s))
         busiest, share = ranks[busy], shares[busy]
-        lesser = self.by_rank(layout, smaller or costs)[busy]
+        remainder = self.by_rank(layout, smaller or costs)[busy]
         if pipeline_s is None:
-            once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
-            pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
-            pipeline_s += few * _shared(share, [c.forward_s + c.backward_s for c in lesser])
-        compute = m * _shared(share, [c.compute.total for c in busiest]) + few * _shared(share, [c.compute.total for c in lesser])
-        tensor = m * _shared(share, [c.tensor.total for c in busiest]) + few * _shared(share, [c.tensor.total for c in lesser])
-        compute = min(compute, max(0.0, pipeline_s - tensor))  # less than its own where others lent the rank their cores
+            first_s = sum(microbatch_s) / layout.chunks + max(microbatch_s) * (1 - 1 / layout.chunks)
+            pipeline_s = first_s + (m - 1) * max(microbatch_s) + 2 * sum(transfers_s) / layout.chunks
+            pipeline_s += few * _shared(share, [c.forward_s + c.backward_s for c in remainder])
+        compute = m * _shared(share, [c.compute.total for c in busiest]) + few * _shared(share, [c.compute.total for c in remainder])
+        tensor = m * _shared(share, [c.tensor.total for c in busiest]) + few * _shared(share, [c.tensor.total for c in remainder])
+        compute = min(compute, max(0.0, pipeline_s - tensor))  # less than its own if other ranks lent it their cores
         gradients = max(sum(c.gradients_s for c in of_rank) for of_rank in ranks)
         optimizer = max(sum(c.optimizer_s for c in of_rank) for of_rank in ranks)
         overhead = self.devices.overhead_s(layout, pipeline_s)
@@ -397,13 +396,13 @@ class Pricer(OperatorPricer):
         need = prediction.memory.total
         if need > have:
             m = prediction.memory
-            held = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in (
+            by_kind = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in (
                 ("parameters", m.parameters), ("gradients", m.gradients), ("optimizer", m.optimizer),
                 ("activations", m.activations), ("buffers", m.buffers), ("margin", m.margin)))  # fmt: skip
             remedies = "more microbatches, "
             remedies += "recompute=full, " if layout.recompute != "full" else ""
             remedies += f"zero={layout.zero + 1}, " if layout.zero < 3 and layout.weight_ranks > 1 else ""
             raise Infeasible(
-                f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({held}), and has {have / 2**30:.2f} GiB; "
+                f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({by_kind}), and has {have / 2**30:.2f} GiB; "
                 f"use {remedies}or more devices"
             )

@@ -1,1 +1,1 @@
-"""Workflows at work: what computes an operator, measured here and priced elsewhere; deployments of a plan, and new weights for them."""
+"""Deployment of inference workflows: profiling of operators, serving a plan on Ray Serve, load tests, and weight updates."""

@@ -1,6 +1,6 @@
-"""How many bytes of tensors are alive at once while something runs. In: a function. Out: the most, without what was there before.
+"""Peak bytes of live tensors while a function runs, without those that existed before.
 
-Every tensor that an operator makes is counted once by its storage until that is freed. Not counted: what kernels take for themselves.
+Every tensor that an operator creates is counted once by its storage until that is freed. Not counted: workspace inside kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Alive(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def most_alive_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of tensors that `run` made and held at once.
+    """Return the peak bytes of live tensors that `run` created.
 
     >>> most_alive_bytes(lambda: torch.zeros(100).add_(1))
     400

@@ -1,7 +1,7 @@
-"""What computes an operator. In: a variant's `model` or `call`. Out: a function from requests to answers, several at once.
+"""The runtime of an operator: a batched function from requests to answers, made of a variant's `model` or `call`.
 
-A request is a value for each of the operator's inputs, in their order; a value is an array or tensor, a tuple of such, or what the user's
-function returned. A model sees tensors with one request a row; what it returns is handed on row by row, on the CPU.
+A request is a value for each of the operator's inputs, in their order; a value is an array or tensor, a tuple of such, or any result of a
+user function. A model receives tensors with one request a row; its output is split into rows on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPORT = "export:"
 
 @dataclass(frozen=True)
 class Computing:
-    """`run` answers several requests. `module`: what it calls, None where that is a function; `resolved`: how MODEL makes it."""
+    """`run` answers a batch of requests. `module`: its model, None for a function; `resolved`: the MODEL that built it."""
 
     run: Compute
     module: nn.Module | None = None
@@ -38,27 +38,27 @@ class Computing:
 
 
 def in_folder(text: str, folder: str) -> str:
-    """A MODEL or `file.py:name` whose file lies beside the workflow, with its whole path.
+    """Return a MODEL or `file.py:name` with the full path if its file is in the workflow's folder.
 
     >>> in_folder("resnet-18", "/tmp"), in_folder("hf:/a/config.json", "/tmp")
     ('resnet-18', 'hf:/a/config.json')
     """
     kind = next((k for k in ("hf:", EXPORT) if text.startswith(k)), "")
     path = Path(folder) / text.removeprefix(kind).partition(".py:")[0]
-    there = path if kind else Path(f"{path}.py")
-    return f"{kind}{folder}/{text.removeprefix(kind)}" if folder and there.exists() else text
+    file = path if kind else Path(f"{path}.py")
+    return f"{kind}{folder}/{text.removeprefix(kind)}" if folder and file.exists() else text
 
 
 def function_of(text: str, folder: str) -> Callable[..., Any]:
-    """The function or class of `file.py:name`."""
+    """Load the function or class of `file.py:name`."""
     return load(in_folder(text, folder))[1]
 
 
 def computing(op: Operator, variant: Variant, folder: str) -> Computing:
-    """Ready to run: the model in evaluation mode, with the weights of its factory or folder.
+    """Load the function or model of a variant, in evaluation mode and with the weights of its factory or folder.
 
     Raises:
-        ConfigError: the variant names nothing that computes. ModelError: it cannot be built.
+        ConfigError: the variant has neither model nor call. ModelError: it cannot be built.
     """
     where = f"{op.name}.{variant.name}"
     if variant.call:
@@ -75,7 +75,7 @@ def computing(op: Operator, variant: Variant, folder: str) -> Computing:
 
 
 def example_requests(computer: Computing, size: int) -> list[Request] | None:
-    """Requests of MODEL's own example batch; None of what has none."""
+    """Return requests of MODEL's own example batch; None for a function or an exported program."""
     if computer.resolved is None or computer.module is None:
         return None
     batch = taken(computer.module, computer.resolved.batch(size))
@@ -86,7 +86,7 @@ def example_requests(computer: Computing, size: int) -> list[Request] | None:
 
 
 def inputs_of(requests: Sequence[Request], module: nn.Module) -> tuple[Tensor, ...]:
-    """What a module is called with for these: values stacked, members of tuples one after another, floats in the module's own type."""
+    """Stack requests to a module's arguments: tuples are flattened, floats converted to the module's dtype."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     flat = [[member for value in request for member in (value if isinstance(value, tuple) else (value,))] for request in requests]
     columns = zip(*flat, strict=True)
@@ -95,8 +95,8 @@ def inputs_of(requests: Sequence[Request], module: nn.Module) -> tuple[Tensor, .
 
 
 def rows_of(output: Any) -> list[Any]:
-    """A model's output as one value for each request, arrays that no longer hold the others."""
-    if isinstance(output, Mapping):  # of a library, with names
+    """Split a model's output into one value a request, copied so that each can be freed independently."""
+    if isinstance(output, Mapping):  # a library's output with named fields
         output = next((output[k] for k in ("logits", "last_hidden_state") if k in output), output)
     if isinstance(output, Tensor):
         return [row.copy() for row in output.detach().float().numpy()] if output.is_floating_point() else list(output.numpy())
@@ -106,7 +106,7 @@ def rows_of(output: Any) -> list[Any]:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a value's arrays and text, as they are handed on."""
+    """Bytes of a value's arrays and text, as sent to the next operator."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
-"""When a running workflow is planned anew. In: what was planned, what is seen. Out: another demand or fewer machines, or nothing.
+"""Autoscaling decisions: the demand and machines to replan for, from measured request rates and failed workers.
 
-A machine whose replica died counts as gone: that it starts again elsewhere is Ray's matter, that it is paid for the plan's.
+A machine whose replica died counts as failed: Ray restarts the replica elsewhere, the plan accounts for the cost.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from dataclasses import dataclass, replace
 from weft.serve.assign import Ask
 from weft.serve.workflow import Machines
 
-MOST, LEAST = 1.15, 0.6  # of the planned rate, beyond which a plan no longer fits
-ROOM = 1.05  # of the measured rate, that is planned for
-WINDOW_S, LONG_S = 20.0, 120.0  # that more is looked at, and less
-ENOUGH = 400  # requests that a rate is measured from: of random ones 400 are so many to 5 %
+MOST, LEAST = 1.15, 0.6  # ratios of measured to planned rate beyond which a new plan is made
+ROOM = 1.05  # planned rate over the measured one
+WINDOW_S, LONG_S = 20.0, 120.0  # windows over which a rise and a fall of the rate are measured
+ENOUGH = 400  # fewest requests that a rate is measured from: Poisson arrivals, standard error 5 %
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Requests that came in, by time. `seen`: (seconds, how many by then)."""
+    """Samples of the request counter: (seconds, number of requests so far)."""
 
     seen: tuple[tuple[float, int], ...] = ()
 
     def with_count(self, at_s: float, arrived: int) -> Rates:
-        """One more look; those older than the window are left out, but for one, and those before the first request."""
-        seen = (*(one for one in self.seen if one[1]), (at_s, arrived))
-        while len(seen) > 2 and seen[1][0] <= at_s - LONG_S:
-            seen = seen[1:]
-        return Rates(seen)
+        """Return the rates with one more sample, without those before the first request or (except one) before the long window."""
+        samples = (*(sample for sample in self.seen if sample[1]), (at_s, arrived))
+        while len(samples) > 2 and samples[1][0] <= at_s - LONG_S:
+            samples = samples[1:]
+        return Rates(samples)
 
     def over(self, window_s: float) -> float | None:
-        """Requests/s over so many seconds; None until they are over, or where too few came."""
+        """Requests/s over the last `window_s` seconds; None if the window is not full or has too few requests."""
         if not self.seen:
             return None
         end, last = self.seen[-1]
-        begin, first = next((one for one in reversed(self.seen) if one[0] <= end - window_s), (end, last))
+        begin, first = next((sample for sample in reversed(self.seen) if sample[0] <= end - window_s), (end, last))
         return (last - first) / (end - begin) if last - first >= ENOUGH else None
 
 
 def without(machines: Machines, lost: Mapping[str, str]) -> Machines:
-    """The machines that are left. `lost`: workers' names by what died."""
-    gone = Counter(lost.values())
-    left = tuple(replace(w, count=w.count - gone[w.name]) for w in machines.workers if w.count > gone[w.name])
-    names = {w.name for w in machines.workers} - {w.name for w in left}
-    return Machines(left, tuple(link for link in machines.links if not {link.start, link.end} & names))
+    """Return the machines without failed ones. `failed_workers`: worker names by failed replica."""
+    num_failed = Counter(lost.values())
+    workers = tuple(replace(w, count=w.count - num_failed[w.name]) for w in machines.workers if w.count > num_failed[w.name])
+    names = {w.name for w in machines.workers} - {w.name for w in workers}
+    return Machines(workers, tuple(link for link in machines.links if not {link.start, link.end} & names))
 
 
 def wanted(ask: Ask, lately: float | None, long: float | None) -> Ask:
-    """What is to be planned for: what was, unless the measured rate has lately risen over it, or long been below."""
+    """Return the demand to plan for: unchanged, unless the short-window rate is above it or the long-window rate below it."""
     if lately is not None and lately > MOST * ask.rate:
         return replace(ask, rate=ROOM * lately)
     if long is not None and long < LEAST * ask.rate:

@@ -1,7 +1,7 @@
-"""Where requests come in, as Ray Serve runs it: each goes through the workflow, by the plan's shares. In: HTTP. Out: the answer, counts.
+"""The ingress of a served workflow, an HTTP deployment of Ray Serve: it routes each request through the operators by the plan's shares.
 
-A request whose worker dies is sent to another; it is lost only where none answers in time. Queues are bounded: beyond them a request is
-refused at once (503), not kept. Ray Serve chooses among the replicas of a deployment and watches them; here is chosen which deployment.
+A request whose worker dies is sent to another; it fails only if none answers in time. Queues are bounded: beyond them a request is
+refused at once (503). Ray Serve chooses among the replicas of a deployment and monitors them; the ingress chooses the deployment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.deploy.flow import by_item, requests_of
 from weft.deploy.shares import Shares
 from weft.serve.workflow import Operator, Source, Variant, Workflow
 
-KEPT = 20_000  # latest latencies
+KEPT = 20_000  # number of last latencies
 RETRY_S = 60.0
 
 
@@ -28,11 +28,11 @@ class Refused(Exception):
 
 
 class _Gone(Exception):
-    """A place that is no longer planned for."""
+    """A deployment that the new plan no longer has."""
 
 
 class _Routes:
-    """One plan's places. A request keeps the routes that it began with."""
+    """Routes of one plan. A request uses the routes of its arrival."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         from ray import serve
@@ -56,7 +56,7 @@ class _Routes:
 
 
 class Entrance:
-    """`queue`: requests that may wait for a deployment at most. `delays`: whether links take time. `table`: see `table_of`."""
+    """`queue`: requests that may wait for a deployment. `delays`: whether links are delayed. `table`: see `routing_table_of`."""
 
     def __init__(self, queue: int, delays: bool, table: Mapping[str, Any]) -> None:
         self._queue, self._delays = queue, delays
@@ -71,11 +71,11 @@ class Entrance:
         self._routes = _Routes(table)
 
     def turn_to(self, table: Mapping[str, Any]) -> None:
-        """A new plan, for the requests that come from now on."""
+        """Use a new plan for the requests from now on."""
         self._routes = _Routes(table)
         for place in self._down - set(self._routes.handles):
             if place in self._gone:
-                self._gone[place].set()  # who still waits there goes elsewhere
+                self._gone[place].set()  # requests that wait there are sent elsewhere
         self._down.clear()
 
     async def __call__(self, request: Any) -> Any:
@@ -97,7 +97,7 @@ class Entrance:
         return JSONResponse({"answer": _as_json(answer)})
 
     async def answer(self, values: Mapping[str, Any]) -> Any:
-        """What the workflow answers to a request, a value for each source."""
+        """Compute the workflow's answer to a request, which has a value for each source."""
         routes = self._routes
         tasks: dict[str, asyncio.Task[tuple[Any, Any]]] = {}
         for op in routes.workflow.operators:
@@ -111,17 +111,17 @@ class Entrance:
         return done[0][0] if len(done) == 1 else {n: value for n, (value, _) in zip(routes.table["sinks"], done, strict=True)}
 
     async def _operator(self, routes: _Routes, op: Operator, values: Mapping[str, Any], tasks: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(value, where it was computed); of an operator of items lists of both."""
-        before: dict[str, Any] = {}
+        """Compute an operator and return (value, deployment that computed it); lists of both for an operator on items."""
+        input_values: dict[str, Any] = {}
         starts: list[str] = []
         for name, _ in op.inputs:
             if name in tasks:
-                before[name], place = await tasks[name]
+                input_values[name], place = await tasks[name]
                 starts.append(place[0] if isinstance(place, list) else place)
             else:
-                before[name] = values.get(name)
+                input_values[name] = values.get(name)
                 starts.append(name)
-        requests = _emulated(op, routes.inner, before) or requests_of(op, routes.inner, before)
+        requests = _emulated(op, routes.inner, input_values) or requests_of(op, routes.inner, input_values)
         results = await asyncio.gather(*(self._call(routes, op, request, starts) for request in requests))
         if op.name in routes.inner:
             return [value for value, _ in results], [place for _, place in results] or [starts[0]]
@@ -131,7 +131,7 @@ class Entrance:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-        until = time.monotonic() + RETRY_S
+        deadline = time.monotonic() + RETRY_S
         while True:
             current = self._routes if op.name in self._routes.shares else routes
             place = self._choose(current, op, starts)
@@ -149,14 +149,14 @@ class Entrance:
                 actor = getattr(error, "actor_id", None)
                 if actor and current.workers.get(place):
                     self._lost.setdefault(str(actor), current.workers[place])
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
             finally:
                 self._under_way[place] -= 1
 
     async def _sent(self, place: str, response: Any) -> Any:
-        """The answer. Raises `_Gone` where a new plan has come without the place, whose replica had died."""
+        """Wait for an answer. Raises `_DeploymentRemoved` if a new plan drops the deployment after its replica died."""
 
         async def answer() -> Any:
             return await response
@@ -176,13 +176,13 @@ class Entrance:
     def _choose(self, routes: _Routes, op: Operator, starts: list[str]) -> str:
         sizes = [routes.table["sources"].get(s, routes.sizes.get(s, 0.0)) for s in starts]
         shares = routes.shares[op.name]
-        names = [p["name"] for one in routes.table["operators"] if one["name"] == op.name for p in one["places"]]
+        names = [p["name"] for entry in routes.table["operators"] if entry["name"] == op.name for p in entry["places"]]
         ends = list(zip(starts, sizes, strict=True))
         price = {n: sum(routes.way(s, n)[0] * max(size, 1.0) for s, size in ends) for n in names}
         return shares.take(price, self._down)
 
     async def _travel(self, routes: _Routes, starts: list[str], place: str) -> None:
-        """Count what a message costs where it goes up a tier, and wait as long as it would take."""
+        """Count the cost of messages that go up a tier, and wait for the emulated transfer time."""
         slowest = 0.0
         for start in starts:
             size = routes.table["sources"].get(start, routes.sizes.get(start, 0.0))
@@ -194,7 +194,7 @@ class Entrance:
             await asyncio.sleep(slowest)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the beginning, the latest latencies, and machines whose replicas died."""
+        """Return counts since the start, recent latencies, and workers whose replicas died."""
         now = time.time()
         recent = [s for t, s in self._latencies if t > now - 30]
         return {
@@ -209,18 +209,18 @@ class Entrance:
         }
 
     def check_health(self) -> None:
-        """That this is called at all says that the process answers."""
+        """Do nothing: a returning call shows Ray Serve that the process is alive."""
 
 
 def _emulated(op: Operator, inner: frozenset[str], before: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
-    """Requests where there are no values: as many as the plan counts."""
+    """Return requests without values, as many as the plan counts; None if there are values."""
     if op.name not in inner or any(value is not None for value in before.values()):
         return None
     return [tuple(None for _ in op.inputs)] * max(1, round(max(ratio for _, ratio in op.inputs)))
 
 
 def _values(body: bytes, kind: str) -> dict[str, Any]:
-    """A request's values by source: safetensors, or JSON with lists."""
+    """Parse a request's values by source: safetensors, or JSON with lists."""
     if not body:
         return {}
     if "json" not in kind:
@@ -231,7 +231,7 @@ def _values(body: bytes, kind: str) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert a value to JSON types."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""How requests go through a workflow. In: a workflow. Out: which operators see items of a request; many requests, computed here.
+"""Dataflow of requests through a workflow: which operators process items of a request, and batched evaluation of an operator.
 
-An input of more than one request each (`inputs = { detector = 4 }`) is a list or has a first dimension, whose items are requests of their
-own; an input of less than one (`{ tracker = 0.25 }`) collects them again. What a deployment does request by request is done here for many.
+An input with more than one request each (`inputs = { detector = 4 }`) is a list or an array, whose items are separate requests;
+an input with less than one (`{ tracker = 0.25 }`) collects them again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Run = Callable[[Sequence[tuple[Any, ...]]], list[Any]]
 
 
 def by_item(workflow: Workflow) -> frozenset[str]:
-    """Operators that see the items of a request.
+    """Return the operators that process items of a request.
 
     Raises:
-        ConfigError: items of items, or an operator that sees items of one input and whole requests of another.
+        ConfigError: items of items, or an operator with items of one input and whole requests of another.
     """
     inner: set[str] = set()
     for op in workflow.operators:
         levels = {name: (name in inner) + (ratio > 1) - (ratio < 1) for name, ratio in op.inputs}
         if not all(0 <= level <= 1 for level in levels.values()) or len(set(levels.values())) > 1:
-            said = ", ".join(f"{name} = {ratio:g}" for name, ratio in op.inputs)
+            inputs = ", ".join(f"{name} = {ratio:g}" for name, ratio in op.inputs)
             raise ConfigError(
-                f"operator {op.name}: inputs {said} cannot be run: a request is divided once ({{ detector = 4 }}), every input of an "
+                f"operator {op.name}: inputs {inputs} cannot be run: a request is divided once ({{ detector = 4 }}), every input of an "
                 "operator is divided alike, and { tracker = 0.25 } collects it again"
             )
         if 1 in levels.values():
@@ -36,12 +36,12 @@ def by_item(workflow: Workflow) -> frozenset[str]:
 
 
 def items_of(value: Any) -> list[Any]:
-    """Items of a value: of a list, of an array's first dimension, of a tuple's arrays together."""
+    """Split a value into items: a list, the first dimension of an array, or that of a tuple's arrays together."""
     return list(zip(*value, strict=True)) if isinstance(value, tuple) else list(value)
 
 
 def requests_of(op: Operator, inner: frozenset[str], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What an operator computes of one request: one tuple of inputs, or one for each item."""
+    """Return the operator's inputs for one request: one tuple, or one for each item."""
     if op.name not in inner:
         return [tuple(values[name] for name, _ in op.inputs)]
     columns = [values[name] if name in inner else items_of(values[name]) for name, _ in op.inputs]
@@ -49,7 +49,7 @@ def requests_of(op: Operator, inner: frozenset[str], values: Mapping[str, Any]) 
 
 
 def computed(workflow: Workflow, op: Operator, run: Run, values: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """An operator's values of many requests. `values`: [input][request]."""
+    """Compute an operator on many requests. `values`: [input][request]."""
     inner = by_item(workflow)
     count = len(values[op.inputs[0][0]])
     each = [requests_of(op, inner, {name: values[name][i] for name, _ in op.inputs}) for i in range(count)]

@@ -1,7 +1,4 @@
-"""A load of known kind: requests at random times (Poisson), sent whatever the answers take, so many seconds, so many at once at most.
-
-In: where to send, requests. Out: what came back. An open loop: a server that is slow gets no fewer requests for it.
-"""
+"""An open-loop load generator: Poisson arrivals at a fixed rate, independent of the answers, with a limit on requests in flight."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ WAIT_S = 120.0
 
 @dataclass
 class Answers:
-    """`latency_s` of what was answered; `values`: (number of the request, answer); `refused`: by full queues; `failed`: all else, by why.
-    `held`: not sent, since too many were on their way."""
+    """`latency_s` of answered requests; `answers`: (request number, answer); `num_refused` by full queues; `failures`: reasons of all
+    others; `num_skipped`: not sent, since too many were in flight."""
 
     seconds: float = 0.0
     sent: int = 0
@@ -32,18 +29,18 @@ class Answers:
     failed: list[str] = field(default_factory=list)
 
     def percentile_s(self, percentile: float) -> float:
-        """Seconds within which so many (0 to 1) of the answers came."""
+        """Latency percentile (0 to 1) in seconds."""
         return float(np.quantile(self.latency_s, percentile)) if self.latency_s else float("nan")
 
     @property
     def rate(self) -> float:
-        """Answers a second."""
+        """Answers per second."""
         return len(self.latency_s) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """`rate` requests/s for `seconds`, at most `at_once` on their way."""
+    """`rate` requests/s for `duration_s` seconds, at most `max_in_flight` at once."""
 
     rate: float
     seconds: float
@@ -51,7 +48,7 @@ class Load:
     seed: int = 0
 
     def times(self) -> list[float]:
-        """Seconds after the beginning at which requests are sent."""
+        """Seconds after the start at which requests are sent."""
         rng, at, times = random.Random(self.seed), 0.0, list[float]()
         while (at := at + rng.expovariate(self.rate)) < self.seconds:
             times.append(at)
@@ -59,12 +56,12 @@ class Load:
 
 
 def send(url: str, bodies: Sequence[bytes], load: Load, meanwhile: Sequence[tuple[float, Callable[[], object]]] = ()) -> Answers:
-    """Send and wait for all. `meanwhile`: what is done so many seconds after the beginning."""
+    """Send a load and wait for all answers. `timed_actions`: (seconds after the start, action)."""
     return asyncio.run(_send(url, bodies, load, meanwhile))
 
 
 def body_of(values: Mapping[str, Any]) -> bytes:
-    """A request as it is sent: arrays by source, in safetensors; nothing where there are none."""
+    """Encode a request: arrays by source as safetensors; empty without values."""
     from safetensors.numpy import save
 
     return save({name: np.ascontiguousarray(value) for name, value in values.items()}) if values else b""
@@ -77,7 +74,7 @@ async def _send(url: str, bodies: Sequence[bytes], load: Load, meanwhile: Sequen
     limit = aiohttp.ClientTimeout(total=WAIT_S)
     async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as session:
         begun, number = time.monotonic(), 0
-        others = [asyncio.ensure_future(_later(delay, act)) for delay, act in meanwhile]
+        actions = [asyncio.ensure_future(_later(delay, act)) for delay, act in meanwhile]
         for at in load.times():
             await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
             if len(tasks) >= load.at_once:
@@ -89,7 +86,7 @@ async def _send(url: str, bodies: Sequence[bytes], load: Load, meanwhile: Sequen
             number += 1
         await asyncio.sleep(max(0.0, begun + load.seconds - time.monotonic()))
         answers.sent, answers.seconds = number, time.monotonic() - begun
-        await asyncio.gather(*tasks, *others)
+        await asyncio.gather(*tasks, *actions)
     return answers
 
 

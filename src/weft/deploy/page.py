@@ -1,4 +1,4 @@
-"""A running server's figures: metrics as Prometheus reads them, and a small page. In: what it counts. Out: text, served on loopback."""
+"""Status of a running server as Prometheus metrics and as an HTML page, served on loopback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.deploy.server import Server
 
 Figures = Mapping[str, Any]
 _COUNTS = {
@@ -16,20 +19,20 @@ _COUNTS = {
 }  # fmt: skip
 
 
-def figures_of(server: Any) -> dict[str, Any]:
-    """What a `Server` says of itself: its plan, what it counts, its changes."""
-    stats, placed = server.stats(), server.placed
+def figures_of(server: Server) -> dict[str, Any]:
+    """Return the figures of a server: its plan, its counts, its plan changes."""
+    stats, plan = server.stats(), server.placed
     return {
         "name": server.workflow.name,
         "planned": {
-            "rate": placed.ask.rate,
-            "latency_s": placed.latency_s,
-            "percentile": placed.ask.percentile,
-            "price_per_hour": placed.price_per_hour,
-            "accuracy": placed.accuracy,
+            "rate": plan.ask.rate,
+            "latency_s": plan.latency_s,
+            "percentile": plan.ask.percentile,
+            "price_per_hour": plan.price_per_hour,
+            "accuracy": plan.accuracy,
         },
         "places": [
-            [c.operator, c.variant, s.worker, s.machines, s.load, s.batch, s.busy] for c in placed.choices for s in c.shares
+            [c.operator, c.variant, s.worker, s.machines, s.load, s.batch, s.busy] for c in plan.choices for s in c.shares
         ],
         "stats": stats,
         "changes": [[c.why, c.planned_s, c.seconds] for c in server.changes],
@@ -38,7 +41,7 @@ def figures_of(server: Any) -> dict[str, Any]:
 
 
 def prometheus(figures: Figures) -> str:
-    """Metrics in Prometheus's text format, version 0.0.4."""
+    """Format metrics in Prometheus's text format, version 0.0.4."""
     stats, planned = figures["stats"], figures["planned"]
 
     def lines() -> Iterator[str]:
@@ -65,7 +68,7 @@ def prometheus(figures: Figures) -> str:
 
 
 def page(figures: Figures) -> str:
-    """The same for a person; it loads itself anew."""
+    """Format the figures as an HTML page that reloads itself."""
     stats, planned = figures["stats"], figures["planned"]
     latencies = ", ".join(f"{float(q):.0%} within {s * 1000:.0f} ms" for q, s in stats["latency_s"].items()) or "no answers yet"
     counts = "".join(f"<li>{stats['counts'].get(name, 0)} {words}</li>" for name, words in _COUNTS.items())
@@ -86,14 +89,14 @@ Latest 30 s: {latencies}.</p><p><b>{html.escape(figures["trouble"])}</b></p><ul>
 
 
 def serve_page(figures: Callable[[], Figures], port: int) -> ThreadingHTTPServer:
-    """Serve both on a port of loopback, 0 for any that is free, until `shutdown`."""
+    """Serve page and metrics on a port of loopback, 0 for any free one, until `shutdown`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_metrics = self.path.startswith("/metrics")
             try:
                 text, status = (prometheus if is_metrics else page)(figures()), 200
-            except Exception as error:  # Ray is between two replicas
+            except Exception as error:  # Ray is restarting the ingress
                 text, status = f"{type(error).__name__}: {error}\n", 503
             data = text.encode()
             self.send_response(status)

@@ -1,8 +1,8 @@
-"""Variants measured on this machine, and priced on machines that are not here. In: a workflow, its workers. Out: `Profile`.
+"""Profiling of operator variants: measured on this machine, predicted for devices that are not here.
 
-Measured: seconds of a batch by its size and threads (median, 95th and 99th percentile), bytes of an answer, bytes alive, and the accuracy
-of every choice of variants on the user's labelled requests. Priced: forward of the captured model, as the training side prices it
-(`weft.cost.operators`), without what an answer's way through a server adds. A function of the user's cannot be priced, and says so.
+Measured: seconds of a batch by its size and threads (median, 95th and 99th percentile), bytes of an answer, peak live bytes, and the
+accuracy of every choice of variants on labelled requests. Predicted: forward time of the captured model by the cost model
+(`weft.cost.operators`), without the overhead of serving. A user function cannot be predicted, and is reported as skipped.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from weft.plan.layout import Layout
 from weft.serve.workflow import Machines, Operator, Variant, Workflow
 from weft.units import format_bytes
 
-LEAST, TOGETHER = 5, 16  # runs of a batch at the least; requests computed together for accuracy
+LEAST, TOGETHER = 5, 16  # fewest timed runs of a batch; batch size for measuring accuracy
 Key = tuple[str, str]  # operator, variant
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A batch's seconds: median, of 95 and 99 per cent, and requests/s."""
+    """Seconds of a batch: median, 95th and 99th percentile."""
 
     median_s: float
     p95_s: float
@@ -52,8 +52,8 @@ class Timed:
 
 @dataclass
 class Profile:
-    """`measured`: [operator, variant][threads][batch]. `priced`: seconds, [operator, variant][device][batch]. `skipped`: what could not
-    be priced, and why."""
+    """`measured`: [operator, variant][threads][batch]. `priced`: predicted seconds, [operator, variant][device][batch]. `skipped`: variants
+    without a prediction, and why."""
 
     measured: dict[Key, dict[int, dict[int, Timed]]] = field(default_factory=dict)
     priced: dict[Key, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -63,11 +63,11 @@ class Profile:
     skipped: list[str] = field(default_factory=list)
 
     def latency_s(self, key: Key, machines: Machines) -> dict[str, dict[int, float]]:
-        """By worker and batch; workers that cannot run it, or that nobody can price, are not in it."""
+        """Seconds of a variant by worker and batch, without workers that cannot run it or have no prediction."""
         out: dict[str, dict[int, float]] = {}
         for w in machines.workers:
-            here = {batch: t.median_s for batch, t in self.measured[key].get(w.threads, {}).items()}
-            seconds = here if w.device == "here" else self.priced.get(key, {}).get(w.device, {})
+            measured = {batch: t.median_s for batch, t in self.measured[key].get(w.threads, {}).items()}
+            seconds = measured if w.device == "here" else self.priced.get(key, {}).get(w.device, {})
             if seconds:
                 out[w.name] = seconds
         return out
@@ -75,8 +75,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured: `batches` together, each for so many `seconds`; `devices`: clusters by the names that workers give them;
-    `threads` of what is priced, 0 for as many as there are cores."""
+    """Options of profiling: batch sizes, each measured for `budget_s` seconds; `devices`: clusters by the workers' device names; `threads`
+    of predictions, 0 for the number of cores."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
     seconds: float = 0.5
@@ -85,33 +85,33 @@ class Wanted:
 
 
 def profile(workflow: Workflow, machines: Machines, wanted: Wanted, say: Say = lambda line: None) -> Profile:
-    """Measure and price every variant.
+    """Measure every variant, and predict it for other devices.
 
     Raises:
-        ConfigError: a variant without model or call, labels that are missing. ModelError: one that cannot be run.
+        ConfigError: a variant without model or call, missing labels. ModelError: a variant that cannot be run.
     """
     by_item(workflow)
     computers = {(op.name, v.name): computing(op, v, workflow.folder) for op in workflow.operators for v in op.variants}
     requests, labels = _labelled(workflow)
     figures = Profile()
-    seen = _accuracies(workflow, computers, requests, labels, figures, say) if requests else {}
+    variant_inputs = _accuracies(workflow, computers, requests, labels, figures, say) if requests else {}
     threads = sorted({w.threads for w in machines.workers if w.device == "here"})
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     try:
         for op in workflow.operators:
             for v in op.variants:
                 key = op.name, v.name
-                inputs = seen.get(key) or _examples(op, v, computers[key], max(wanted.batches))
+                inputs = variant_inputs.get(key) or _examples(op, v, computers[key], max(wanted.batches))
                 say(f"measuring {op.name}.{v.name}")
                 _measure(key, computers[key], inputs, threads, wanted, figures)
                 _price(key, computers[key], inputs, wanted, figures)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
     return figures
 
 
 def _labelled(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]:
-    """(requests, labels) of the user's function, nothing where there is none."""
+    """Return (requests, labels) of the user's function; empty if there is none."""
     if not workflow.measure.labelled:
         return [], None
     labelled = function_of(workflow.measure.labelled, workflow.folder)()
@@ -119,25 +119,25 @@ def _labelled(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]:
     if not isinstance(labelled, tuple) or len(labelled) != 2 or not labelled[0] or len(labelled[0]) != len(labelled[1]):
         raise ConfigError(f"{workflow.measure.labelled} returns (requests, labels), two lists of equal length with at least one request")
     requests, labels = labelled
-    if not all(isinstance(one, Mapping) and set(one) == sources for one in requests):
+    if not all(isinstance(request, Mapping) and set(request) == sources for request in requests):
         raise ConfigError(f"a request of {workflow.measure.labelled} is a dict with a value for each of {', '.join(sorted(sources))}")
     return list(requests), labels
 
 
 def scored(workflow: Workflow, answers: Sequence[Any], labels: Sequence[Any]) -> float:
-    """How accurate answers are, by the user's function or as the per cent that are equal to their labels."""
+    """Score answers by the user's function, by default as the percentage that equal their labels."""
     if workflow.measure.score:
         return float(function_of(workflow.measure.score, workflow.folder)(answers, labels))
     return 100.0 * float(np.mean([_choice(a) == _choice(b) for a, b in zip(answers, labels, strict=True)]))
 
 
 def _choice(value: Any) -> Any:
-    """What an answer says: of scores the largest's number."""
+    """Return the class that an answer predicts: the argmax of scores, or the answer itself."""
     return int(np.argmax(value)) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def labelled_requests(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]:
-    """The labelled requests of a workflow. Raises `ConfigError` where it has none."""
+    """Return the labelled requests of a workflow. Raises `ConfigError` if it has none."""
     requests, labels = _labelled(workflow)
     if not requests:
         raise ConfigError(f'{workflow.name} has no requests to send; give [measure] labelled = "file.py:name"')
@@ -147,25 +147,25 @@ def labelled_requests(workflow: Workflow) -> tuple[list[Mapping[str, Any]], Any]
 def _accuracies(
     workflow: Workflow, computers: Mapping[Key, Computing], requests: Sequence[Any], labels: Any, figures: Profile, say: Say
 ) -> dict[Key, list[Request]]:
-    """Every choice of variants on the labelled requests; returns what each variant saw, of the first choice that has it."""
-    inner, seen, computed_already = by_item(workflow), dict[Key, list[Request]](), dict[tuple[Any, ...], list[Any]]()
-    sources = {s.name: [one[s.name] for one in requests] for s in workflow.sources}
-    before = {op.name: _behind(workflow, op) for op in workflow.operators}
+    """Measure the accuracy of every choice of variants. Return the requests that each variant computed, in its first choice."""
+    inner, variant_inputs, cache = by_item(workflow), dict[Key, list[Request]](), dict[tuple[Any, ...], list[Any]]()
+    sources = {s.name: [request[s.name] for request in requests] for s in workflow.sources}
+    upstream = {op.name: _behind(workflow, op) for op in workflow.operators}
     for choice in product(*(op.variants for op in workflow.operators)):
         names = {op.name: v.name for op, v in zip(workflow.operators, choice, strict=True)}
         values: dict[str, Sequence[Any]] = dict(sources)
         for op in workflow.operators:
             key = op.name, names[op.name]
-            asked = (op.name, *(names[one] for one in before[op.name]))
-            if asked not in computed_already:
+            cache_key = (op.name, *(names[name] for name in upstream[op.name]))
+            if cache_key not in cache:
                 say(f"computing {op.name}.{names[op.name]} on {len(requests)} requests")
                 inputs = [{name: values[name][i] for name, _ in op.inputs} for i in range(len(requests))]
-                seen.setdefault(key, [one for each in inputs for one in requests_of(op, inner, each)])
-                computed_already[asked] = computed(workflow, op, partial(_in_parts, computers[key].run), values)
-            values[op.name] = computed_already[asked]
+                variant_inputs.setdefault(key, [request for values_of in inputs for request in requests_of(op, inner, values_of)])
+                cache[cache_key] = computed(workflow, op, partial(_in_parts, computers[key].run), values)
+            values[op.name] = cache[cache_key]
         answers = [tuple(values[name][i] for name in workflow.sinks) for i in range(len(requests))]
         figures.accuracy[tuple(names.values())] = scored(workflow, [a[0] if len(a) == 1 else a for a in answers], labels)
-    return seen
+    return variant_inputs
 
 
 def _in_parts(run: Compute, rows: Sequence[Request]) -> list[Any]:
@@ -173,12 +173,12 @@ def _in_parts(run: Compute, rows: Sequence[Request]) -> list[Any]:
 
 
 def _behind(workflow: Workflow, op: Operator) -> tuple[str, ...]:
-    """Operators that an operator's value follows from, itself included, in order."""
-    needed = {op.name}
+    """Return the operators that an operator's value depends on, including itself, in order."""
+    upstream = {op.name}
     for other in reversed(workflow.operators):
-        if other.name in needed:
-            needed.update(name for name, _ in other.inputs)
-    return tuple(o.name for o in workflow.operators if o.name in needed)
+        if other.name in upstream:
+            upstream.update(name for name, _ in other.inputs)
+    return tuple(o.name for o in workflow.operators if o.name in upstream)
 
 
 def _examples(op: Operator, variant: Variant, computer: Computing, size: int) -> list[Request]:
@@ -191,9 +191,9 @@ def _examples(op: Operator, variant: Variant, computer: Computing, size: int) ->
 def _measure(key: Key, computer: Computing, inputs: Sequence[Request], threads: Sequence[int], wanted: Wanted, figures: Profile) -> None:
     answers = computer.run(inputs[: max(wanted.batches)])
     figures.output_bytes[key] = float(np.mean([size_of(a) for a in answers]))
-    held = [*computer.module.parameters(), *computer.module.buffers()] if computer.module is not None else []
+    weights = [*computer.module.parameters(), *computer.module.buffers()] if computer.module is not None else []
     largest = _batch(inputs, max(wanted.batches), 0)
-    figures.memory_bytes[key] = float(sum(map(size_of, held)) + most_alive_bytes(lambda: computer.run(largest)))
+    figures.memory_bytes[key] = float(sum(map(size_of, weights)) + most_alive_bytes(lambda: computer.run(largest)))
     for count in threads:
         torch.set_num_threads(count)
         by_batch = figures.measured.setdefault(key, {}).setdefault(count, {})
@@ -241,7 +241,7 @@ def _price(key: Key, computer: Computing, inputs: Sequence[Request], wanted: Wan
 
 
 def _graph(computer: Computing, requests: Sequence[Request]) -> Graph:
-    """The module as it evaluates, captured without memory."""
+    """Capture the module in evaluation mode, without allocating its weights."""
     assert computer.module is not None
     assert computer.resolved is not None
     with Deferred() as deferred:
@@ -252,7 +252,7 @@ def _graph(computer: Computing, requests: Sequence[Request]) -> Graph:
 
 
 def forward_s(graph: Graph, cluster: Cluster, batch: int, threads: int = 0) -> float:
-    """Seconds of a graph's forward on one device of a cluster."""
+    """Seconds of a graph's forward on one device of a cluster, by the cost model."""
     if cluster.parts:
         raise UsageError(f"{cluster.name} has several kinds of machines; a worker is one of them")
     pricer = OperatorPricer(graph, cluster, batch)

@@ -1,8 +1,8 @@
-"""New weights for a model that serves. In: pieces from ranks that train, over TCP. Out: the model with them, from one batch to the next.
+"""Live weight updates of a served model: training ranks send shards over TCP, and the model switches between two batches.
 
-A version is staged beside the weights in use until every rank has sent its part, each element once; only when all ranks say so the model
-turns to it, between two batches. What is missing, comes twice or is of another model is refused, and the model keeps what it has.
-A replica that starts, again or beside others, begins with the newest version, of which a file of the server's is kept.
+A version is staged next to the weights in use until every rank has sent its shards, each element once, and all ranks have committed it
+(two-phase commit). Missing or duplicate elements or another model's shards are refused, and the weights stay.
+A replica that starts or restarts loads the newest version from a file of the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAIT_S = 120.0
 
 @dataclass
 class _Staged:
-    """A version on its way: tensors, which of their elements are there, and how many ranks have sent all and committed."""
+    """A version in transfer: tensors, masks of received elements, and how many ranks have sent all and committed."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     there: dict[str, Tensor] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class _Staged:
 
 
 class Receiver:
-    """Listens at a free port of loopback; with a `token` also at `host`, for those that have it (`weft.world.guard`). `lock`: held while
-    the model computes a batch, and while it turns to new weights. `newest`: a file of the newest version, written and read by all
+    """Listens at a free port of loopback; with a `token` also at `host`, for clients that have it (`weft.world.guard`). `lock`: held
+    while the model computes a batch, and while it switches weights. `newest_file`: the newest version, written and read by all
     replicas of the model."""
 
     def __init__(self, module: nn.Module, host: str = "", token: str = "", newest: Path | None = None) -> None:
@@ -61,12 +61,12 @@ class Receiver:
             self._listening.append(socket.create_server((host, 0)))
             guard.serve(self._listening[1], guard.checked(token), self.address[1])
             self.address = self._listening[1].getsockname()[:2]
-        # This replica's own, until all ranks have said so.
+        # This replica's staged file, until all ranks have committed.
         self._new = newest.with_name(f".{self.address[1]}-{newest.name}") if newest is not None else Path()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for listener in self._listening:
             listener.close()
 
@@ -88,12 +88,12 @@ class Receiver:
                     staged = self._staged.setdefault(version, _Staged())
                 try:
                     self._receive(connection, stream, staged, version, head["ranks"], head["pieces"])
-                finally:  # it is the model's, or will not be: ranks may send it anew
+                finally:  # in use or discarded: ranks may send this version again
                     with self._changed:
                         if self._staged.get(version) is staged:
                             del self._staged[version]
             except (OSError, ValueError, KeyError, EOFError):
-                return  # the rank went: nothing is committed
+                return  # the rank failed: nothing is committed
 
     def _receive(self, connection: socket.socket, stream: BinaryIO, staged: _Staged, version: int, ranks: int, pieces: int) -> None:
         for _ in range(pieces):
@@ -109,8 +109,8 @@ class Receiver:
             if staged.sent == ranks:
                 staged.trouble = staged.trouble or _misfit(self.module, staged) or self._write(version, staged.tensors)
             self._changed.notify_all()
-            all_there = self._changed.wait_for(lambda: staged.sent >= ranks, WAIT_S)
-            trouble = staged.trouble or ("" if all_there else "not all ranks sent their part in time")
+            all_sent = self._changed.wait_for(lambda: staged.sent >= ranks, WAIT_S)
+            trouble = staged.trouble or ("" if all_sent else "not all ranks sent their part in time")
         connection.sendall(json.dumps({"error": trouble}).encode() + b"\n")
         committed = json.loads(stream.readline())["commit"]
         with self._changed:
@@ -130,12 +130,12 @@ class Receiver:
 
     def _set(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         with self.lock, torch.no_grad():
-            for name, held in _held(self.module).items():
-                held.copy_(tensors[name])
+            for name, tensor in _held(self.module).items():
+                tensor.copy_(tensors[name])
             self.version = version
 
     def _write(self, version: int, tensors: dict[str, Tensor]) -> str:
-        """A version beside the file that is kept; why it cannot be written."""
+        """Write the staged version to a file; return why that failed, else an empty string."""
         try:
             if self._newest is not None:
                 self._new.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class Receiver:
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, tied ones once, under the name that a trainer has them by."""
+    """Return parameters and buffers, tied ones once, under the trainer's names."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
@@ -154,24 +154,24 @@ def _lay(staged: _Staged, piece: dict[str, Any], data: bytes) -> str:
     name, shape = piece["name"], tuple(piece["shape"])
     values = torch.frombuffer(bytearray(data), dtype=_DTYPES[piece["dtype"]]) if data else torch.empty(0, dtype=_DTYPES[piece["dtype"]])
     tensor = staged.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
-    there = staged.there.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+    is_received = staged.there.setdefault(name, torch.zeros(shape, dtype=torch.bool))
     block = tuple(slice(begin, begin + size) for begin, size in zip(piece["offsets"], piece["block"], strict=True))
     begin, end = piece["flat"] or (0, values.numel())
-    places = torch.arange(there.numel()).view(shape)[block].reshape(-1)[begin:end]
-    if there.view(-1)[places].any():
+    positions = torch.arange(is_received.numel()).view(shape)[block].reshape(-1)[begin:end]
+    if is_received.view(-1)[positions].any():
         return f"{name}: elements came twice"
-    there.view(-1)[places] = True
-    tensor.view(-1)[places] = values
+    is_received.view(-1)[positions] = True
+    tensor.view(-1)[positions] = values
     return ""
 
 
 def _misfit(module: nn.Module, staged: _Staged) -> str:
-    held = _held(module)
-    if missing := sorted(set(held) ^ set(staged.tensors)):
+    expected = _held(module)
+    if missing := sorted(set(expected) ^ set(staged.tensors)):
         return f"the server's model and the trainer's differ in {', '.join(missing[:5])}"
     for name, tensor in staged.tensors.items():
-        if tuple(tensor.shape) != tuple(held[name].shape):
-            return f"{name} is {list(tensor.shape)} for the trainer and {list(held[name].shape)} for the server"
+        if tuple(tensor.shape) != tuple(expected[name].shape):
+            return f"{name} is {list(tensor.shape)} for the trainer and {list(expected[name].shape)} for the server"
         if not staged.there[name].all():
             return f"{name}: {int((~staged.there[name]).sum())} elements did not come"
     return ""

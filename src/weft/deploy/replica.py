@@ -1,6 +1,6 @@
-"""A replica of one operator on one worker, as Ray Serve runs it. In: what it computes, its batch. Out: answers.
+"""A replica of one operator on one worker, as a Ray Serve deployment that batches requests.
 
-Emulated, it answers no sooner than its worker would, by the profile: so a plan for many machines runs on one.
+When emulating, it delays answers to the time of its worker by the profile, so that a plan for many machines runs on one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def planned_s(batches: Sequence[tuple[int, float]], size: int) -> float:
-    """Seconds of a batch by a profile, between its sizes on a line.
+    """Seconds of a batch by a profile, linearly interpolated between its sizes.
 
     >>> planned_s(((1, 0.1), (5, 0.3)), 3)
     0.2
@@ -32,11 +32,11 @@ def planned_s(batches: Sequence[tuple[int, float]], size: int) -> float:
 
 
 class Replica:
-    """Computes batches one after another, in a thread, so that Ray Serve sees that it lives while it works."""
+    """Computes batches one after another in a thread, so that health checks are answered meanwhile."""
 
     def __init__(self, operator: Operator, variant: Variant, folder: str, worker: str, how: dict[str, Any]) -> None:
-        """`how`: `batch`, `wait_s`, `threads`; `slower`, by what the profile's seconds are multiplied, 0 where nothing is emulated;
-        `weights`, the file of new weights; `elsewhere`, whether trainers may be on other machines."""
+        """`options`: `batch`, `wait_s`, `threads`; `slower`: factor on the profile's seconds when emulating, 0 without; `weights`: file of
+        the newest weights; `elsewhere`: whether trainers may be on other machines."""
         from ray import serve
 
         self._how, self._worker, self._batches = how, worker, variant.batches(worker)
@@ -58,21 +58,21 @@ class Replica:
             torch.set_num_threads(how["threads"])
 
         @serve.batch(max_batch_size=how["batch"], batch_wait_timeout_s=how["wait_s"])
-        async def together(came: list[tuple[tuple[Any, ...], float]]) -> list[Any]:
-            return await self._answer(came)
+        async def answer_batch(arrivals: list[tuple[tuple[Any, ...], float]]) -> list[Any]:
+            return await self._answer(arrivals)
 
-        self._together: Any = together
+        self._together: Any = answer_batch
 
     async def __call__(self, request: tuple[Any, ...]) -> Any:
         return await self._together((request, time.monotonic()))
 
-    async def _answer(self, came: list[tuple[tuple[Any, ...], float]]) -> list[Any]:
-        requests = [request for request, _ in came]
+    async def _answer(self, arrivals: list[tuple[tuple[Any, ...], float]]) -> list[Any]:
+        requests = [request for request, _ in arrivals]
         answers = await asyncio.to_thread(self._computed, requests) if self._run is not None else [None] * len(requests)
         if self._how["slower"]:
-            # A worker begins when the last of a batch is there and the batch before is done, however late this process wakes up.
-            begun = max(self._free_at_s, *(at for _, at in came))
-            self._free_at_s = begun + self._how["slower"] * planned_s(self._batches, len(came))
+            # A worker starts once the last request of a batch has arrived and the previous batch is done, however late this wakes up.
+            start_s = max(self._free_at_s, *(arrival_s for _, arrival_s in arrivals))
+            self._free_at_s = start_s + self._how["slower"] * planned_s(self._batches, len(arrivals))
             await asyncio.sleep(max(0.0, self._free_at_s - time.monotonic()))
         return list(answers)
 
@@ -81,19 +81,19 @@ class Replica:
             return self._run(requests)
 
     def address(self) -> tuple[str, int] | None:
-        """Where new weights are taken; None of what has none."""
+        """Return the address that receives new weights; None if the operator is no model."""
         return self._receiver.address if self._receiver is not None else None
 
     def pid(self) -> int:
-        """Of its process."""
+        """Return the id of this process."""
         return os.getpid()
 
     def check_health(self) -> None:
-        """That this is called at all says that the process answers."""
+        """Do nothing: a returning call shows Ray Serve that the process is alive."""
 
 
 def _node_ip() -> str:
-    """Of this process' node, as Ray's other nodes reach it."""
+    """Return the address of this node, as reachable from Ray's other nodes."""
     import ray
 
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

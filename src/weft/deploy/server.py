@@ -1,8 +1,8 @@
-"""A plan deployed on Ray Serve, watched, and planned anew. In: workflow, machines, plan. Out: a running server.
+"""A service plan deployed on Ray Serve, monitored, and replanned when workers fail or the request rate changes.
 
-Embedded, Ray starts here with one logical resource a worker; elsewhere a cluster's nodes have these (`ray start --resources
-'{"worker:edge": 1}'`). Every place of the plan is an application of its own, so that a new plan starts beside the old one, the entrance
-turns to it between two requests, and only then what it no longer has ends.
+Without `address` Ray starts here with one logical resource a worker; the nodes of a Ray cluster must have these (`ray start --resources
+'{"worker:edge": 1}'`). Every deployment of the plan is a separate application, so that a new plan starts next to the old one, the ingress
+switches to it between two requests, and only then the deployments that it drops end.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from weft.serve.workflow import Machines, Workflow
 STORE_BYTES = 80_000_000
 LOOK_S, DRAIN_S = 0.25, 20.0
 ENTRANCE = "entrance"
-_HALF = 0.5  # of a machine's resource, so that an old replica and its successor fit on it
+_HALF = 0.5  # share of a machine's resource, so that an old replica and its successor fit on it
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """`slower`: emulate all workers, by the profile's seconds times this; 0 computes as fast as it goes. `queue`: requests that may wait
-    at a replica, and as many for a place. `address`: of a Ray cluster, "" starts one here. `follow`: whether to plan anew. `links`: whether
-    links are emulated with the workers; else they take the time that they take."""
+    """`time_scale`: emulate all workers by the profile's seconds times this; 0: no emulation. `queue_size`: requests that may wait at a
+    replica, and as many for a deployment. `address`: of a Ray cluster, "" starts one here. `replans`: whether to replan. `emulates_links`:
+    whether links are emulated with the workers."""
 
     port: int = 8000
     slower: float = 0.0
@@ -53,7 +53,7 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new plan: `why`, seconds until it was found and until it ran."""
+    """A change of plan: its reason, seconds until the plan was found and until it ran."""
 
     why: str
     placed: Placed
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass
 class Server:
-    """One deployment. `start`, then requests go to `url`; `stop` ends all that was started."""
+    """A served workflow. After `start`, requests go to `url`; `stop` ends everything that was started."""
 
     workflow: Workflow
     machines: Machines
@@ -76,13 +76,13 @@ class Server:
     _rates: Rates = field(default_factory=Rates)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _watch: threading.Thread | None = None
-    _number: int = 0  # of the plan that the entrance is to have
+    _number: int = 0  # number of the plan that the ingress should have
     _table: dict[str, Any] = field(default_factory=dict)
-    _weights: str = ""  # folder of the weights that were published
+    _weights: str = ""  # folder of published weights
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """What is deployed."""
+        """The current deployments."""
         return tuple(self._places.values())
 
     @property
@@ -90,7 +90,7 @@ class Server:
         return f"http://127.0.0.1:{self.how.port}/"
 
     def start(self) -> None:
-        """Start Ray, all places and the entrance.
+        """Start Ray, all deployments and the ingress.
 
         Raises:
             UsageError: Ray is not installed, the port is taken, a worker is not here. RunError: a replica does not start.
@@ -120,53 +120,53 @@ class Server:
             self._watch.start()
 
     def _turn_to(self, placed: Placed, machines: Machines) -> None:
-        """Start what a plan has and is not there, let the entrance use it, end what it does not have."""
+        """Start the new deployments of a plan, switch the ingress to it, and end the deployments that it drops."""
         _, serve = ray_and_serve()
         places = {p.name: p for p in places_of(self.workflow, machines, placed)}
         new = [p for name, p in places.items() if name not in self._places]
         if new:
             serve.run_many([serve.RunTarget(self._application(p), name=p.name, route_prefix=None) for p in new])
         self._enter(placed, machines)
-        gone = set(self._places) - set(places)
+        dropped = set(self._places) - set(places)
         self._places, self.placed = places, placed
-        self._drained(gone)
-        for name in gone:
+        self._drained(dropped)
+        for name in dropped:
             serve.delete(name)
 
     def _drained(self, names: set[str]) -> None:
-        """Wait until no request is on its way to these places any more."""
-        until = time.monotonic() + DRAIN_S * (self.how.slower or 1.0)
-        while names and time.monotonic() < until and any(self.stats()["under_way"].get(name) for name in names):
+        """Wait until no request is in flight to these deployments."""
+        deadline = time.monotonic() + DRAIN_S * (self.how.slower or 1.0)
+        while names and time.monotonic() < deadline and any(self.stats()["under_way"].get(name) for name in names):
             time.sleep(LOOK_S)
 
     def _application(self, p: Place) -> Any:
         _, serve = ray_and_serve()
         op = self.workflow.operator(p.operator)
         worker = self.machines.worker(p.worker)
-        how = {
+        options = {
             "batch": p.batch, "wait_s": p.wait_s * (self.how.slower or 1.0), "threads": worker.threads, "slower": self.how.slower,
             "elsewhere": bool(self.how.address),
             "weights": str(Path(self._weights, quote(f"{p.operator}.{p.variant}", safe=""))),
         }  # fmt: skip
-        # Requests wait at the replica: those that Ray's router keeps back it offers again after pauses, in which a replica would idle.
+        # Requests wait at the replica: Ray's router retries those that it holds back after pauses, in which a replica would idle.
         deployment = serve.deployment(
             Replica, name="Replica", num_replicas=p.replicas, max_ongoing_requests=p.batch + self.how.queue,
             max_queued_requests=self.how.queue,
             ray_actor_options={"num_cpus": 0, "resources": {f"worker:{p.worker}": _HALF}},
             health_check_period_s=2.0, health_check_timeout_s=10.0, graceful_shutdown_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         )  # fmt: skip
-        return deployment.bind(op, op.variant(p.variant), self.workflow.folder, p.worker, how)
+        return deployment.bind(op, op.variant(p.variant), self.workflow.folder, p.worker, options)
 
     def _enter(self, placed: Placed, machines: Machines) -> None:
         _, serve = ray_and_serve()
         self._number += 1
         self._table = table_of(self.workflow, machines, placed, self.how.slower * self.how.links) | {"number": self._number}
-        if self._number > 1:  # Ray Serve would start it anew
+        if self._number > 1:  # deploying it again would restart it
             self._entrance().turn_to.remote(self._table).result(timeout_s=20)
             return
         deployment = serve.deployment(
             Entrance, name="Entrance", num_replicas=1, max_ongoing_requests=10_000,
-            ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # where requests come in
+            ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # on the head node, which receives requests
             graceful_shutdown_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         )  # fmt: skip
         serve.run(deployment.bind(self.how.queue, self.how.slower > 0, self._table), name=ENTRANCE, route_prefix="/")
@@ -176,82 +176,82 @@ class Server:
         return serve.get_deployment_handle("Entrance", ENTRANCE)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the entrance, see `Entrance.stats`."""
+        """Return the counts of the ingress, see `Ingress.stats`."""
         stats: dict[str, Any] = self._entrance().stats.remote().result(timeout_s=20)
         return stats
 
     def pid_of(self, worker: str) -> int:
-        """Of a process that runs on a worker."""
+        """Return the id of a replica process of a worker."""
         _, serve = ray_and_serve()
         name = next(p.name for p in self._places.values() if p.worker == worker)
         return int(serve.get_deployment_handle("Replica", name).pid.remote().result(timeout_s=20))
 
     def addresses(self, operator: str) -> list[tuple[str, int]]:
-        """Where the replicas of an operator take new weights, for `engine.publish`.
+        """Return the addresses at which the replicas of an operator receive new weights, for `engine.publish`.
 
         Raises:
-            UsageError: no such operator, or one whose variant is no model.
+            UsageError: no such operator, or its variant is no model.
         """
         _, serve = ray_and_serve()
         places = [p for p in self.places if p.operator == operator]
         if not places:
             raise UsageError(f"{operator} is not served here; {', '.join(sorted({p.operator for p in self.places}))} are")
-        every: list[tuple[str, int]] = []
+        addresses: list[tuple[str, int]] = []
         for p in places:
-            mine: set[tuple[str, int]] = set()
-            until = time.monotonic() + DRAIN_S
-            while len(mine) < p.replicas and time.monotonic() < until:
+            of_replicas: set[tuple[str, int]] = set()
+            deadline = time.monotonic() + DRAIN_S
+            while len(of_replicas) < p.replicas and time.monotonic() < deadline:
                 address = serve.get_deployment_handle("Replica", p.name).address.remote().result(timeout_s=DRAIN_S)
                 if address is None:
                     raise UsageError(f"{operator} {p.variant} is no model whose weights can change; give it model = ..., not a call")
-                mine.add(tuple(address))
-            every += sorted(mine)
-        return every
+                of_replicas.add(tuple(address))
+            addresses += sorted(of_replicas)
+        return addresses
 
     def kill(self, worker: str) -> None:
-        """End a worker's process at once, as a machine that goes: for trials."""
+        """Kill a worker's process, as the failure of a machine does; for load trials."""
         os.kill(self.pid_of(worker), signal.SIGKILL)
 
     def _follow(self) -> None:
         while not self._stopping.wait(LOOK_S):
             try:
                 stats = self.stats()
-                if stats["number"] != self._number:  # it was started again, with the first plan
+                if stats["number"] != self._number:  # the ingress was restarted, with the first plan
                     self._entrance().turn_to.remote(self._table).result(timeout_s=20)
-            except Exception as error:  # Ray starts the entrance again
-                self.trouble = f"the entrance does not answer: {type(error).__name__}"
+            except Exception as error:  # Ray restarts the ingress
+                self.trouble = f"the ingress does not answer: {type(error).__name__}"
                 continue
             self.look(stats)
 
     def look(self, stats: dict[str, Any]) -> None:
-        """Plan anew where a worker has gone or the rate has left the plan's."""
+        """Replan if a worker has failed or the request rate is outside the plan's range."""
         begun = time.monotonic()
         scale = self.how.slower or 1.0
         self._rates = self._rates.with_count(begun, stats["counts"].get("arrived", 0))
-        lately, long = (None if (rate := self._rates.over(window)) is None else rate * scale for window in (WINDOW_S, LONG_S))
-        ask = wanted(self.placed.ask, long if lately is None else lately, long)
-        new = {actor: worker for actor, worker in stats["lost"].items() if actor not in self._lost}
-        if not new and ask == self.placed.ask:
+        short_rate, long_rate = (None if (rate := self._rates.over(window)) is None else rate * scale for window in (WINDOW_S, LONG_S))
+        demand = wanted(self.placed.ask, long_rate if short_rate is None else short_rate, long_rate)
+        newly_failed = {actor: worker for actor, worker in stats["lost"].items() if actor not in self._lost}
+        if not newly_failed and demand == self.placed.ask:
             return
-        self._lost |= new
-        why = f"{', '.join(sorted(set(new.values())))} went" if new else f"{ask.rate:.3g} requests/s"
-        left = without(self.machines, self._lost)
+        self._lost |= newly_failed
+        why = f"{', '.join(sorted(set(newly_failed.values())))} failed" if newly_failed else f"{demand.rate:.3g} requests/s"
+        machines = without(self.machines, self._lost)
         try:
-            placed = place(self.workflow, left, ask, self.how.planning_s)
+            plan = place(self.workflow, machines, demand, self.how.planning_s)
         except Infeasible as error:
-            placed, self.trouble = None, str(error)
+            plan, self.trouble = None, str(error)
         planned_s = time.monotonic() - begun
-        if placed is None:
-            self.trouble = self.trouble or f"{why}: no plan does {ask.rate:.3g} requests/s with what is left; what runs goes on"
+        if plan is None:
+            self.trouble = self.trouble or f"{why}: no plan does {demand.rate:.3g} requests/s on the remaining machines; the old one stays"
             self._rates = Rates()
             return
         self.trouble = ""
-        self._turn_to(placed, left)
+        self._turn_to(plan, machines)
         self._rates = Rates()
-        self.changes.append(Change(why, placed, planned_s, time.monotonic() - begun))
+        self.changes.append(Change(why, plan, planned_s, time.monotonic() - begun))
 
     def stop(self) -> None:
-        """End everything that was started; requests under way are answered first."""
+        """End everything that was started, after answering requests in flight."""
         self._stopping.set()
         if self._watch is not None:
             self._watch.join(timeout=60)
@@ -263,7 +263,7 @@ class Server:
 
 
 def ray_and_serve() -> tuple[Any, Any]:
-    """Ray and Ray Serve. Raises `UsageError` where they are not installed."""
+    """Import Ray and Ray Serve. Raises `UsageError` if they are not installed."""
     try:
         import ray
         from ray import serve
@@ -273,15 +273,15 @@ def ray_and_serve() -> tuple[Any, Any]:
 
 
 def _refuse_taken(port: int) -> None:
-    with socket.socket() as one:
+    with socket.socket() as probe:
         try:
-            one.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise UsageError(f"port {port} is taken ({error.strerror}); give another with --port") from None
 
 
 def refuse_elsewhere(machines: Machines, placed: Placed, how: How) -> None:
-    """Raise where a plan is of machines that are not here and nobody says how to get to them."""
+    """Raise `UsageError` if a plan uses machines that are not here, and there is neither a Ray cluster nor emulation."""
     if how.address or how.slower:
         return
     used = {s.worker for c in placed.choices for s in c.shares}
@@ -291,4 +291,3 @@ def refuse_elsewhere(machines: Machines, placed: Placed, how: How) -> None:
             f"the plan has {', '.join(away)}, not this machine: give --address of a Ray cluster that has them, or --emulate to run it here "
             "with their speeds"
         )
-

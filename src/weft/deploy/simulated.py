@@ -1,8 +1,8 @@
-"""How long requests take under a plan, by simulation. In: the plan's places, what computes in how many seconds. Out: latencies.
+"""Discrete-event simulation of request latencies under a service plan.
 
-What the entrance does, without computing: random arrivals, the same choice of places, one queue for a place's machines, batches that start
-when they are full, or when the first has waited long enough. The plan's own figure adds up percentiles, which no request meets all at once;
-this one is what to expect. Not modelled: what Ray and HTTP take.
+It follows the ingress without computing: random arrivals, the same weighted routing, one queue for the machines of a deployment, batches
+that start when they are full or the first request has waited long enough. The plan's own latency adds up percentiles, an upper bound;
+this is the expected distribution. Not modelled: overhead of Ray and HTTP.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ class _Simulation:
     def __init__(self, workflow: Workflow, places: Sequence[Place], links: Way) -> None:
         self.workflow, self.links = workflow, links
         self.inner = by_item(workflow)
-        self.queues = {
-            p.name: _Queue(p, workflow.operator(p.operator).variant(p.variant).batches(p.worker), p.replicas) for p in places
-        }
+        self.queues = {p.name: _Queue(p, workflow.operator(p.operator).variant(p.variant).batches(p.worker), p.replicas) for p in places}
         self.shares = {op.name: Shares({p.name: max(p.load, 1e-9) for p in places if p.operator == op.name}) for op in workflow.operators}
         self.size = {s.name: s.output_bytes for s in workflow.sources} | {p.name: p.output_bytes for p in places}
         self.events: list[tuple[float, int, str, Any]] = []
         self.count = 0
-        # [request, operator] -> inputs that are still to come, items that are still to be answered, and where the first was computed.
+        # [request, operator] -> number of inputs to come, number of items to be answered, and deployment of the first item.
         self.missing: dict[tuple[int, str], int] = {}
         self.items: dict[tuple[int, str], int] = {}
         self.each: dict[tuple[int, str], int] = {}
@@ -84,7 +82,7 @@ class _Simulation:
         return [self.done[r] - self.begun[r] for r in sorted(self.done)]
 
     def _came(self, now: float, request: int, name: str) -> None:
-        """A value is there: operators whose last input it is begin."""
+        """Handle a value: start the operators whose last input it is."""
         for op in self.workflow.operators:
             if name not in dict(op.inputs):
                 continue
@@ -95,15 +93,15 @@ class _Simulation:
     def _send(self, now: float, request: int, op: Operator) -> None:
         starts = [self.at.get((request, n), n) for n, _ in op.inputs]
         names = [n for n, q in self.queues.items() if q.place.operator == op.name]
-        ways = {n: [self.links.get(s, {}).get(n, (0.0, 0.0, 0.0)) for s in starts] for n in names}
+        costs = {n: [self.links.get(s, {}).get(n, (0.0, 0.0, 0.0)) for s in starts] for n in names}
         sizes = [self.size.get(s, 0.0) for s in starts]
-        price = {n: sum(way[0] * max(size, 1.0) for way, size in zip(ways[n], sizes, strict=True)) for n in names}
+        price = {n: sum(cost[0] * max(size, 1.0) for cost, size in zip(costs[n], sizes, strict=True)) for n in names}
         ratio = max(r for _, r in op.inputs)
         items_each = max(1, round(ratio)) if ratio > 1 else max(self.each.get((request, n), 1) for n, _ in op.inputs)
         items = self.each[request, op.name] = self.items[request, op.name] = items_each if op.name in self.inner else 1
         for _ in range(items):
             chosen = self.shares[op.name].take(price)
-            hop = max(way[1] + way[2] * size for way, size in zip(ways[chosen], sizes, strict=True))
+            hop = max(cost[1] + cost[2] * size for cost, size in zip(costs[chosen], sizes, strict=True))
             self.at.setdefault((request, op.name), chosen)
             self.push(now + hop, "arrive", (chosen, request))
 
@@ -126,11 +124,11 @@ class _Simulation:
 
 
 def latencies(workflow: Workflow, places: Sequence[Place], links: Way, arrivals: Sequence[float]) -> list[float]:
-    """Seconds that each request takes, of those that come at these times; sources hand on one each."""
+    """Latency in seconds of each request that arrives at these times; every source sends one value a request."""
     return _Simulation(workflow, places, links).run(arrivals)
 
 
 def random_arrivals(rate: float, requests: int, seed: int = 0) -> list[float]:
-    """Times of requests that come independently of one another, `rate` a second (a Poisson process)."""
+    """Draw arrival times of a Poisson process with `rate` requests a second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(requests)))

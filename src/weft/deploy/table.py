@@ -1,6 +1,6 @@
-"""What an entrance has to know of a plan: who runs which operator, what it costs to get there. In: a plan. Out: plain data, and back.
+"""The routing table of a service plan: its deployments, and prices and delays of the links to them, as plain data for the ingress.
 
-Deployments are named by operator, variant and worker, so that what two plans have in common stays as it is.
+Deployments are named by operator, variant and worker, so that those that two plans share keep running.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.serve.workflow import Machines, Workflow
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A deployment: `replicas` machines of `worker`, each computing batches of `batch` for which it waits `wait_s` at most."""
+    """A deployment: `replicas` machines of `worker`, each computing batches of `batch` requests, for which it waits at most `wait_s`."""
 
     name: str
     operator: str
@@ -31,10 +31,10 @@ class Place:
 
 
 def places_of(workflow: Workflow, machines: Machines, placed: Placed) -> tuple[Place, ...]:
-    """Deployments of a plan.
+    """Return the deployments of a plan.
 
     Raises:
-        UsageError: a plan whose workers are shared, or that is of other workers or variants.
+        UsageError: a plan with shared workers, or with unknown workers or variants.
     """
     if placed.ask.shared:
         raise UsageError("a plan of shared workers cannot be run: each worker runs one operator; plan without --shared")
@@ -47,7 +47,7 @@ def places_of(workflow: Workflow, machines: Machines, placed: Placed) -> tuple[P
                 raise UsageError(f"the plan has {choice.operator} {choice.variant} on {s.worker}, which its workflow lacks; plan again")
             machines_used = max(1, ceil(s.machines - 1e-6))
             name = f"{choice.operator}.{choice.variant}@{s.worker}x{machines_used}b{s.batch}"
-            num_namesakes = sum(p.name.partition("#")[0] == name for p in places)  # alike but for how busy they are
+            num_namesakes = sum(p.name.partition("#")[0] == name for p in places)  # equal except for utilisation
             places.append(
                 Place(
                     f"{name}#{num_namesakes + 1}" if num_namesakes else name, choice.operator, choice.variant, s.worker,
@@ -59,9 +59,9 @@ def places_of(workflow: Workflow, machines: Machines, placed: Placed) -> tuple[P
 
 
 def table_of(workflow: Workflow, machines: Machines, placed: Placed, slower: float = 0.0) -> dict[str, Any]:
-    """What an entrance is configured with. `slower`: by what links' delays are multiplied; 0 leaves them out.
+    """Build the routing table of the ingress. `time_scale`: factor on link delays; 0: without delays.
 
-    `links`: [from place or source][to place] -> (dollars a byte, seconds, seconds a byte), where a message goes up a tier.
+    `links`: [from deployment or source][to deployment] -> (dollars a byte, seconds, seconds a byte), for messages that go up a tier.
     """
     places = places_of(workflow, machines, placed)
     starts = [(s.name, s.name, s.tier) for s in workflow.sources] + [(p.name, p.worker, p.tier) for p in places]
@@ -73,7 +73,7 @@ def table_of(workflow: Workflow, machines: Machines, placed: Placed, slower: flo
                 delay = slower * link.latency_s, slower / link.bandwidth_bytes_per_s
                 links.setdefault(name, {})[p.name] = (link.price_per_gib / GIB, *delay)
             elif p.tier != tier:
-                links.setdefault(name, {})[p.name] = (float("inf"), 0.0, 0.0)  # no way
+                links.setdefault(name, {})[p.name] = (float("inf"), 0.0, 0.0)  # no link
     return {
         "sources": {s.name: s.output_bytes for s in workflow.sources},
         "operators": [

@@ -1,4 +1,4 @@
-"""A plan tried under load: what was measured beside what was planned. In: a running server, a load. Out: rows."""
+"""Load trial of a running server: measured rate, latencies, price and accuracy compared with the plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.serve.assign import Placed
 from weft.serve.workflow import Machines, Workflow
 
 HOUR_S = 3600.0
-AHEAD_S = 3.0  # of requests before those that count
+AHEAD_S = 3.0  # seconds of requests before those that count
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`planned` by the plan (latencies: by its simulation), `measured` in the plan's own time."""
+    """A quantity as planned (latencies: simulated) and as measured, in the plan's time scale."""
 
     what: str
     planned: float
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trial:
-    """`lost`: requests without an answer, for another reason than full queues. `bound_s`: the plan's own sum of percentiles."""
+    """`num_unanswered`: requests without an answer that no full queue refused. `latency_bound_s`: the plan's sum of percentiles."""
 
     rows: tuple[Row, ...]
     answers: Answers
@@ -44,39 +44,39 @@ class Trial:
 
 
 def tried(server: Server, load: Load, requests: Sequence[Mapping[str, Any]], labels: Any, kill: str = "") -> Trial:
-    """Send a load to a server, in the time that it runs in; `kill`: a worker that goes after a third of it.
+    """Send a load to a server, slowed down by its time scale; `worker_to_kill`: a worker that is killed after a third of it.
 
-    What is measured is told in the plan's time, which runs `server.how.slower` times as fast. Latencies are compared with those of a
-    simulation of the same arrivals.
+    Measurements are converted to the plan's time, which is `time_scale` times as fast. Latencies are compared with a simulation of the same
+    arrivals.
     """
-    slower = server.how.slower or 1.0
+    time_scale = server.how.slower or 1.0
     bodies = [body_of(values) for values in requests] or [b""]
-    real = replace(load, rate=load.rate / slower)
-    send(server.url, bodies, Load(real.rate, AHEAD_S * slower, load.at_once, load.seed + 1))
-    placed, before = server.placed, server.stats()
+    real = replace(load, rate=load.rate / time_scale)
+    send(server.url, bodies, Load(real.rate, AHEAD_S * time_scale, load.at_once, load.seed + 1))
+    plan, before = server.placed, server.stats()
     answers = send(server.url, bodies, real, [(load.seconds / 3, lambda: server.kill(kill))] if kill else [])
     after = server.stats()
-    answers.latency_s = [s / slower for s in answers.latency_s]
-    of = server.workflow
-    expected = expected_s(of, server.machines, placed, [at / slower for at in real.times()])
-    rows = [Row("requests/s", load.rate, len(answers.latency_s) * slower / load.seconds, "1/s")]
-    for q in sorted({0.5, placed.ask.percentile, 0.99}):
+    answers.latency_s = [s / time_scale for s in answers.latency_s]
+    workflow = server.workflow
+    expected = expected_s(workflow, server.machines, plan, [at / time_scale for at in real.times()])
+    rows = [Row("requests/s", load.rate, len(answers.latency_s) * time_scale / load.seconds, "1/s")]
+    for q in sorted({0.5, plan.ask.percentile, 0.99}):
         rows.append(Row(f"latency p{q * 100:g}", float(np.quantile(expected, q)), answers.percentile_s(q), "s"))
     answered = max(1, after["counts"].get("answered", 0) - before["counts"].get("answered", 0))
-    traffic = (after["dollars"] - before["dollars"]) / answered * HOUR_S * placed.ask.rate
+    traffic = (after["dollars"] - before["dollars"]) / answered * HOUR_S * plan.ask.rate
     paid = sum(p.replicas * server.machines.worker(p.worker).price_per_hour for p in server.places)
-    rows.append(Row("price", placed.price_per_hour, paid + traffic, "$/h"))
+    rows.append(Row("price", plan.price_per_hour, paid + traffic, "$/h"))
     if len(labels or ()) and answers.values:
         from weft.deploy.profile import scored
 
         values = [_as_arrays(value) for _, value in answers.values]
-        rows.append(Row("accuracy", placed.accuracy, scored(of, values, [labels[i] for i, _ in answers.values]), ""))
-    lost = answers.sent - len(answers.latency_s) - answers.refused
-    return Trial(tuple(rows), answers, lost, placed.latency_s)
+        rows.append(Row("accuracy", plan.accuracy, scored(workflow, values, [labels[i] for i, _ in answers.values]), ""))
+    num_unanswered = answers.sent - len(answers.latency_s) - answers.refused
+    return Trial(tuple(rows), answers, num_unanswered, plan.latency_s)
 
 
 def expected_s(workflow: Workflow, machines: Machines, placed: Placed, arrivals: Sequence[float]) -> list[float]:
-    """Latencies of a plan, simulated for requests that come at these times."""
+    """Simulate the latencies of a plan for requests that arrive at these times."""
     links = table_of(workflow, machines, placed, 1.0)["links"]
     return latencies(workflow, places_of(workflow, machines, placed), links, arrivals)
 

@@ -1,1 +1,1 @@
-"""What is trained: the graph of operators, its factor rules, its work, and how it is captured."""
+"""The model that is trained: the graph of operators, its factor rules and its work."""

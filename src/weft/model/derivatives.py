@@ -1,4 +1,4 @@
-"""Which inputs of a batch cannot have a gradient, since an operator that reads them has none to give. In: a graph. Out: values."""
+"""Inputs of a batch that cannot have a gradient, since an operator that reads them does not provide one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.ops import record_of
 
 
 def without_gradient(graph: Graph) -> frozenset[str]:
-    """Inputs whose gradient torch refuses to compute: those that class weights are made of, for example."""
+    """Return inputs whose gradient torch refuses to compute, as those from which class weights are computed."""
     reached: set[str] = set()
     for op in reversed(graph.operators):
         if any(value in reached for value in op.outputs):

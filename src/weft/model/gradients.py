@@ -1,4 +1,4 @@
-"""Where gradients go in a graph: which values can have one, and which parameters get one. In: a graph. Out: names of values."""
+"""Gradient flow in a graph: which values can have a gradient, and which parameters get one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from weft.ops import record_of
 
 
 def learns_by(op: Operator) -> tuple[str, ...]:
-    """What an operator reads and hands gradients on to: not what it detaches, nor that of which it takes but the shape (`zeros_like`)."""
+    """Return the inputs to which an operator passes gradients: not detached ones, nor those whose shape alone it reads (`zeros_like`)."""
     return op.inputs[: record_of(op).learns]
 
 
 def needs_gradient(graph: Graph) -> set[str]:
-    """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
+    """Return values that may need a gradient: floating point, and computed from a trainable parameter or a floating-point input."""
     values = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
     values |= {v.value for v in graph.inputs if v.tensor.is_float}
-    grounds = ("float", "bfloat", "complex")
+    dtypes = ("float", "bfloat", "complex")
     for op in graph.operators:
         if not any(value in values for value in learns_by(op)):
             continue
-        values.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
+        values.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(dtypes))
     return values
 
 
 def learned(graph: Graph) -> set[str]:
-    """Values of the parameters that the loss (or an output) depends on by a gradient. The others stay as they are, as in plain PyTorch."""
+    """Return the parameters that the loss (or an output) depends on differentiably. The others are not updated, as in plain PyTorch."""
     reached = backward_reached(graph, needs_gradient(graph))
     return {v.value for v in graph.parameters if v.trainable and v.value in reached}
 
 
 def backward_reached(graph: Graph, grads: set[str]) -> set[str]:
-    """The loss (or the outputs) and every value from which it follows by operators that hand a gradient on; `grads`: that can have one."""
+    """Return the loss (or outputs) and every value to which backward passes a gradient; `grads`: values that can have one."""
     reached = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
         if any(value in reached and value in grads for value in op.outputs):

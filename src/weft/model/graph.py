@@ -1,7 +1,7 @@
-"""`Graph`: what is trained. Operators in a legal order, the tensors between them, parameters, buffers and inputs.
+"""`Graph`: the model that is trained. Operators in topological order, their tensors, parameters, buffers and inputs.
 
-One graph is the forward pass of one microbatch down to a scalar loss, at its *global* shapes. It needs no torch: an
-operator names what it calls ("aten.linear.default") and `lower/` looks it up.
+One graph is the forward pass of one microbatch down to a scalar loss, at *global* shapes. It needs no torch: an operator names its target
+("aten.linear.default") and `lower/` looks it up.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A value that no operator makes. `value` is its name in the graph, `name` the user's (state-dict name or batch path).
+    """A value that no operator computes. `value` is its name in the graph, `name` the user's (state-dict name or batch path).
 
-    A tied parameter is one variable; `aliases` are its further names. `trainable` is for parameters, `batched` for inputs
-    whose dimension 0 counts samples. `pairs`: complex numbers that lie as pairs of real ones, in a dimension behind their own.
+    A tied parameter is one variable; `aliases` are its other names. `trainable` is for parameters, `batched` for inputs whose dimension 0
+    counts samples. `is_complex_pairs`: complex numbers stored as pairs of reals in an extra last dimension.
     """
 
     value: str
@@ -72,10 +72,10 @@ class Graph:
         return sum(v.tensor.size for v in self.parameters if v.trainable)
 
     def cast(self, target: str) -> Graph:
-        """The same graph with dtype `target` in place of float32 and what is narrower, in tensors and in arguments (`x.bfloat16()`).
+        """Return the graph with dtype `target` in place of float32 and narrower ones, in tensors and in arguments (`x.bfloat16()`).
 
-        So autocast has nothing to do in it. Complex numbers of float32 become those of float64. What is made of numbers alone
-        (`torch.linspace(0, 1, 5)`) is told its dtype; what is made of integers (`torch.arange(5) / 4`) is computed as it was, and cast.
+        Autocast then has no effect. Complex numbers of float32 become those of float64. Tensors made from numbers (`torch.linspace(0, 1,
+        5)`) get the dtype as an argument; those computed from integers (`torch.arange(5) / 4`) are computed as before, and cast.
         """
         dtypes = dict.fromkeys(NARROW, target) | ({"complex64": "complex128"} if target == "float64" else {})
 
@@ -98,15 +98,15 @@ class Graph:
             kwargs = tuple((k, arg(a)) for k, a in op.kwargs)
             autocast = "" if ":" in op.autocast else op.autocast
             operator = replace(op, args=arg(op.args), kwargs=kwargs, autocast=autocast)  # type: ignore[arg-type]
-            narrow = [v for v in op.outputs if self.tensors[v].dtype in NARROW]
-            if not narrow or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
+            narrow_outputs = [v for v in op.outputs if self.tensors[v].dtype in NARROW]
+            if not narrow_outputs or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
                 operators.append(operator)
             elif not op.inputs:
                 operators.append(replace(operator, kwargs=(*((k, a) for k, a in kwargs if k != "dtype"), ("dtype", Word("dtype", target)))))
             elif op.multiple or any(self.tensors[v].dtype.startswith(("float", "complex", "bfloat")) for v in op.inputs):
                 operators.append(operator)
             else:
-                (value,) = narrow
+                (value,) = narrow_outputs
                 tensors[f"{value}_narrow"] = self.tensors[value]
                 operators.append(replace(operator, outputs=(f"{value}_narrow",)))
                 cast = (Ref(f"{value}_narrow"), Word("dtype", target))
@@ -123,28 +123,28 @@ class Graph:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Number of the operator that makes each value; variables are not in it."""
+        """Index of the operator that computes each value; variables are not in it."""
         return {value: i for i, op in enumerate(self.operators) for value in op.outputs}
 
     @cached_property
     def sites(self) -> dict[str, int]:
-        """Number of the operator that stands at each site."""
+        """Index of the operator at each site."""
         return {op.site: i for i, op in enumerate(self.operators)}
 
     @cached_property
     def held(self) -> dict[str, bool]:
-        """Of each variable, whether it is a parameter or a buffer."""
+        """Flag by variable: true for a parameter or a buffer."""
         return {v.value: i < 2 for i, group in enumerate((self.parameters, self.buffers, self.inputs, self.constants)) for v in group}
 
     @cached_property
     def last_reader(self) -> dict[str, int]:
-        """Number of the last operator that reads each value."""
+        """Index of the last operator that reads each value."""
         return {value: i for i, op in enumerate(self.operators) for value in op.inputs}
 
     @cached_property
     def fold(self) -> Fold | None:
         """The graph with its repeated layers once; None where too few repeat."""
-        from weft.model.sharding.fold import fold  # here, since folding is written in terms of Graph
+        from weft.model.sharding.fold import fold  # deferred: a circular import
 
         return fold(self)
 
@@ -155,57 +155,57 @@ class Graph:
 
     @cached_property
     def solved_first(self) -> dict[Hashable, Any]:
-        """Solutions along the axes that are solved before all others, by what was asked; `weft.model.sharding.propagate` adds to them."""
+        """Cache of solutions along axes solved before all others, by query; filled by `weft.model.sharding.propagate`."""
         return {}
 
     @cached_property
     def granules(self) -> tuple[Mapping[tuple[str, int], int], Mapping[tuple[str, int], int]]:
-        """`weft.model.dims.labels.granules`, without and with `products`."""
-        from weft.model.dims.labels import granules  # here, since labels are written in terms of Graph
+        """`num_units_by_dim` of `weft.model.dims.labels`, without and with `products`."""
+        from weft.model.dims.labels import granules  # deferred: a circular import
 
         return granules(self, self.rules, products=False), granules(self, self.rules, products=True)
 
     @cached_property
     def fused(self) -> Fused:
-        """Dimensions that are several runs, see `weft.model.dims.runs`."""
-        from weft.model.dims.runs import fused  # here, since they are written in terms of Graph
+        """Dimensions that consist of several runs, see `weft.model.dims.fused_dims`."""
+        from weft.model.dims.runs import fused  # deferred: a circular import
 
         return fused(self)
 
     @cached_property
     def free(self) -> frozenset[str]:
-        """Names of the operators that follow from the batch and constants alone, see `weft.model.stages.stages`."""
-        from weft.model.stages.stages import free_operators  # here, since stages are written in terms of Graph
+        """Names of the operators that depend on the batch and constants only, see `weft.model.stages.stages`."""
+        from weft.model.stages.stages import free_operators  # deferred: a circular import
 
         return frozenset(free_operators(self))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Where branches run beside one another, see `weft.model.stages.branches`."""
-        from weft.model.stages.branches import regions  # here, since they are written in terms of Graph
+        """Regions of parallel branches, see `weft.model.stages.branches`."""
+        from weft.model.stages.branches import regions  # deferred: a circular import
 
         return regions(self)
 
     @cached_property
     def ragged(self) -> frozenset[tuple[str, int]]:
-        """(value, dimension) that holds rows of experts, see `weft.model.dims.rows`."""
-        from weft.model.dims.rows import ragged  # here, since rows are written in terms of Graph
+        """(value, dimension) that are rows of experts, see `weft.model.dims.expert_rows`."""
+        from weft.model.dims.rows import ragged  # deferred: a circular import
 
         return ragged(self, self.rules)
 
     @cached_property
     def held_together(self) -> frozenset[int]:
-        """Numbers of the operators before which no stage can begin, see `weft.model.stages.stages`."""
+        """Indices of the operators before which no stage can begin, see `weft.model.stages.stages`."""
         from weft.model.stages.stages import held_together
 
         return frozenset(held_together(self))
 
     def producer(self) -> dict[str, Operator]:
-        """The operator that makes each value; variables are not in it."""
+        """Return the operator that computes each value; variables are not in it."""
         return {value: op for op in self.operators for value in op.outputs}
 
     def consumers(self) -> dict[str, list[Operator]]:
-        """The operators that read each value, in order."""
+        """Return the operators that read each value, in order."""
         readers: dict[str, list[Operator]] = {}
         for op in self.operators:
             for value in dict.fromkeys(op.inputs):
@@ -214,13 +214,13 @@ class Graph:
 
 
 def takes_statistics(op: Operator) -> bool:
-    """Whether a norm normalises by statistics of what it reads, as in training."""
+    """Return whether a norm normalizes by statistics of its input, as in training."""
     at = record_of(op).statistics
     return at is not None and len(op.args) > at[-1] and bool(op.args[at[-1]])
 
 
 def statistics(op: Operator) -> set[str]:
-    """Values of the running statistics that a norm in training writes where it reads them."""
+    """Return the running statistics that a norm in training updates in place."""
     at = record_of(op).statistics
     if at is None or not takes_statistics(op):
         return set()
@@ -228,17 +228,17 @@ def statistics(op: Operator) -> set[str]:
 
 
 def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
-    """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
+    """Return whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has its own kernel."""
     return writes(op) and op.inputs[0] in placed
 
 
 def copied_into(graph: Graph) -> set[str]:
-    """Values of the buffers (and parameters) that an operator updates in place: they lie whole on every rank, as they are written."""
-    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    return {op.inputs[0] for op in graph.operators if writes_buffer(op, placed)}
+    """Return buffers (and parameters) that an operator updates in place: replicated on every rank, as they are written."""
+    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    return {op.inputs[0] for op in graph.operators if writes_buffer(op, state)}
 
 
 def written_buffers(graph: Graph) -> set[str]:
-    """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
-    held = {v.value for v in graph.buffers}
-    return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
+    """Return buffers that are updated while the model runs, including running statistics of norms in training."""
+    buffers = {v.value for v in graph.buffers}
+    return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in buffers}

@@ -1,4 +1,4 @@
-"""What belongs together, followed pair by pair (union-find). In: groups of things that can be hashed. Out: one of each set as its root."""
+"""Union-find: disjoint sets of hashable elements, merged pair by pair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Joined(Generic[T]):
-    """Sets that grow together.
+    """Disjoint sets with a representative element each.
 
     >>> joined = Joined()
     >>> joined.add("ab"), joined.add("bc"), joined.root("c") == joined.root("a"), joined.root("d") == joined.root("a")
@@ -25,6 +25,6 @@ class Joined(Generic[T]):
         return one
 
     def add(self, those: Sequence[T]) -> None:
-        """All of these are in one set."""
-        for one in those:
-            self.parent[self.root(one)] = self.root(those[0])
+        """Merge the sets of these elements."""
+        for element in those:
+            self.parent[self.root(element)] = self.root(those[0])

@@ -1,9 +1,8 @@
-"""A decoder's graph for tokens at any positions. In: graphs of its outputs for a few tokens and for the longest sequence. Out: one whose
-rows are tokens of any sequences.
+"""Decoder graphs with paged attention: a graph whose rows are tokens of any sequences at any positions.
 
-A decoder computes each position by itself, but for what it makes of positions (a table's row, angles) and for attention. So a row of the
-graph of a few tokens is any token: what grows with the sequence and follows from no token is made for the longest one, and the rows at the
-tokens' positions are taken; attention is left to read keys and values that are kept of the tokens before (`lower/kernels/paged`).
+A decoder computes each position independently, except for position embeddings (a table's row, angles) and attention. So a row of the graph
+of a few tokens can be any token: values that grow with the sequence and depend on no token are computed for the maximum length and indexed
+by the tokens' positions; attention reads cached keys and values of earlier tokens (`lower/kernels/paged`).
 """
 
 from __future__ import annotations
@@ -20,53 +19,53 @@ POSITIONS = "positions"
 
 
 def at_positions(graph: Graph, longest: Graph) -> tuple[Graph, frozenset[str]]:
-    """`graph`, of outputs for T tokens a sample, with an input `POSITIONS` (T) that says where they stand; and the values of `longest` that
-    are masks of its attention, to be seen to be causal. `longest`: the same model for the longest sequence.
+    """Return `graph`, of outputs for T tokens per sample, with an input `POSITIONS` (T) of their positions; and the values of `longest`
+    that are masks of its attention, which the caller must check to be causal. `longest`: the same model for the maximum sequence length.
 
     Raises:
-        ModelError: what a token's output is may depend on others in another way than by causal attention, as far as shapes tell.
+        ModelError: a token's output may depend on others by other means than causal attention, as far as shapes tell.
     """
     logits = _logits(graph)
-    tokens, length = (one.tensors[one.inputs[0].value].shape[1] for one in (graph, longest))
+    tokens, length = (either.tensors[either.inputs[0].value].shape[1] for either in (graph, longest))
     twins = {op.site: op for op in longest.operators}
     graph, masks = _attention_alone(graph, twins)
     graph = _needed(replace(graph, outputs=(logits,)))
-    grows = _growing(graph, longest, twins, tokens, length)
+    sequence_dims = _growing(graph, longest, twins, tokens, length)
     names = {other: value for op in graph.operators for other, value in zip(twins[op.site].outputs, op.outputs, strict=True)}
     names |= _variables(longest, graph)
     operators: list[Operator] = []
     tensors = {**graph.tensors, POSITIONS: Tensor((tokens,), "int64")}
     for op in graph.operators:
-        longer = [value for value in op.outputs if value in grows]
-        if not longer or any(value in grows for value in op.inputs):
+        sequence_values = [value for value in op.outputs if value in sequence_dims]
+        if not sequence_values or any(value in sequence_dims for value in op.inputs):
             operators.append(op)
             continue
-        twin, (value,) = twins[op.site], longer
-        everywhere = f"{value}_everywhere"
-        tensors[everywhere] = longest.tensors[twin.outputs[0]]
-        made_for_all = _renamed(twin.args, names), _renamed(twin.kwargs, names)
-        operators.append(replace(op, args=made_for_all[0], kwargs=made_for_all[1], outputs=(everywhere,)))  # type: ignore[arg-type]
-        args = (Ref(everywhere), grows[value], Ref(POSITIONS))
+        twin, (value,) = twins[op.site], sequence_values
+        full_value = f"{value}_everywhere"
+        tensors[full_value] = longest.tensors[twin.outputs[0]]
+        full_arguments = _renamed(twin.args, names), _renamed(twin.kwargs, names)
+        operators.append(replace(op, args=full_arguments[0], kwargs=full_arguments[1], outputs=(full_value,)))  # type: ignore[arg-type]
+        args = (Ref(full_value), sequence_dims[value], Ref(POSITIONS))
         operators.append(Operator(f"{op.name}_here", "aten.index_select.default", args, (), (value,), f"{op.site}/here"))
     graph = replace(graph, operators=tuple(operators), inputs=(*graph.inputs, Variable(POSITIONS, POSITIONS, tensors[POSITIONS])))
-    there = {*(v.value for v in graph.variables), *(value for op in operators for value in op.outputs)}
-    return replace(graph, tensors={value: tensor for value, tensor in tensors.items() if value in there}), masks
+    live_values = {*(v.value for v in graph.variables), *(value for op in operators for value in op.outputs)}
+    return replace(graph, tensors={value: tensor for value, tensor in tensors.items() if value in live_values}), masks
 
 
 def _logits(graph: Graph) -> str:
-    """The output that has a row of numbers for each token."""
+    """Return the output with one row of logits per token."""
     if len(graph.inputs) != 1:
         raise ModelError(f"it is called with {len(graph.inputs)} tensors; a decoder is called with token numbers alone")
-    form = graph.tensors[graph.inputs[0].value].shape
-    logits = [v for v in graph.outputs if len(shape := graph.tensors[v].shape) == 3 and shape[:2] == form and graph.tensors[v].is_float]
+    tokens = graph.tensors[graph.inputs[0].value].shape
+    logits = [v for v in graph.outputs if len(shape := graph.tensors[v].shape) == 3 and shape[:2] == tokens and graph.tensors[v].is_float]
     if not logits:
         shapes = ", ".join(str(graph.tensors[v]) for v in graph.outputs)
-        raise ModelError(f"its outputs ({shapes}) are no logits of {list(form)} tokens")
+        raise ModelError(f"its outputs ({shapes}) are no logits of {list(tokens)} tokens")
     return logits[0]
 
 
 def _attention_alone(graph: Graph, twins: Mapping[str, Operator]) -> tuple[Graph, frozenset[str]]:
-    """The graph with attention that is causal by itself and reads each head of keys once; and the masks that this takes for granted."""
+    """Return the graph with `is_causal` attention that reads each head of keys once; and the masks that this assumes to be causal."""
     producers, masks, operators = graph.producer(), set[str](), []
     for op in graph.operators:
         if not is_fused(op):
@@ -74,7 +73,7 @@ def _attention_alone(graph: Graph, twins: Mapping[str, Operator]) -> tuple[Graph
             continue
         twin = twins.get(op.site)
         if twin is None or not (is_causal(twin) or mask_of(twin)):
-            raise ModelError(f"attention at {op.site} sees what comes later")
+            raise ModelError(f"attention at {op.site} attends to later tokens")
         if mask := mask_of(twin):
             masks.add(mask)
         q, k, v = op.inputs[:3]
@@ -85,12 +84,12 @@ def _attention_alone(graph: Graph, twins: Mapping[str, Operator]) -> tuple[Graph
         kwargs += (("enable_gqa", True),) * (graph.tensors[sources[0]].shape[1] != graph.tensors[q].shape[1])
         operators.append(replace(op, args=(Ref(q), *map(Ref, sources), None, 0.0, True), kwargs=kwargs))
     if not any(map(is_fused, graph.operators)):
-        raise ModelError("it has no attention that weft knows (torch's scaled_dot_product_attention)")
+        raise ModelError("it has no attention that weft supports (torch's scaled_dot_product_attention)")
     return replace(graph, operators=tuple(operators)), frozenset(masks)
 
 
 def _unrepeated(graph: Graph, producers: Mapping[str, Operator], value: str) -> str:
-    """Of keys or values whose heads are repeated, one for each of some queries, those that are."""
+    """Return the source of keys or values whose heads are repeated for groups of queries."""
     shapes, at = [graph.tensors[value].shape], value
     while (op := producers.get(at)) is not None and len(op.inputs) == 1 and _reorders(op):
         at = op.inputs[0]
@@ -105,17 +104,17 @@ def _unrepeated(graph: Graph, producers: Mapping[str, Operator], value: str) -> 
 
 
 def _reorders(op: Operator) -> bool:
-    """Whether an operator makes no other numbers than those that it reads."""
+    """Return whether an operator only rearranges its input."""
     return record_of(op).kind == "view" or record_of(op).moves in ("rows", "copy")
 
 
 def _needed(graph: Graph) -> Graph:
-    """Without operators of which no output follows."""
-    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    """Return the graph without operators that no output depends on."""
+    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
     needed, operators = set(graph.outputs), []
     for op in reversed(graph.operators):
-        if writes_buffer(op, placed):
-            raise ModelError(f"{op.site} changes {placed[op.inputs[0]].name} while it runs")
+        if writes_buffer(op, state):
+            raise ModelError(f"{op.site} changes {state[op.inputs[0]].name} while it runs")
         if not needed.isdisjoint(op.outputs):
             operators.append(op)
             needed.update(op.inputs)
@@ -123,8 +122,8 @@ def _needed(graph: Graph) -> Graph:
 
 
 def _growing(graph: Graph, longest: Graph, twins: Mapping[str, Operator], tokens: int, length: int) -> dict[str, int]:
-    """By value, the dimension that is as long as the sequence."""
-    grows: dict[str, int] = {}
+    """Return, by value, the dimension that is the sequence length."""
+    sequence_dims: dict[str, int] = {}
     pairs = [(value, other, "what it is called with") for other, value in _variables(longest, graph).items()]
     for op in graph.operators:
         twin = twins.get(op.site)
@@ -135,16 +134,16 @@ def _growing(graph: Graph, longest: Graph, twins: Mapping[str, Operator], tokens
         few, many = graph.tensors[value].shape, longest.tensors[other].shape
         dims = [dim for dim, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
         if len(dims) > 1:
-            raise ModelError(f"{where} makes {list(many)}: one token meets another there, and that is no attention that weft knows")
+            raise ModelError(f"{where} makes {list(many)}: tokens interact there other than by attention that weft supports")
         if dims:
-            grows[value] = dims[0]
-    return grows
+            sequence_dims[value] = dims[0]
+    return sequence_dims
 
 
 def _variables(longest: Graph, graph: Graph) -> dict[str, str]:
-    """Values of `graph` by those of `longest`, of parameters, buffers, inputs and constants."""
-    mine = {v.name: v.value for v in graph.variables}
-    return {v.value: mine[v.name] for v in longest.variables if v.name in mine}
+    """Return values of `graph` by those of `longest`, of parameters, buffers, inputs and constants."""
+    value_of = {v.name: v.value for v in graph.variables}
+    return {v.value: value_of[v.name] for v in longest.variables if v.name in value_of}
 
 
 def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:

@@ -1,7 +1,7 @@
-"""What is known of the operators of torch, one record each. In: a call. Out: its record, its factor rule.
+"""Records of torch's operators: the record and the factor rule of a call.
 
-To add an operator, add its record to the family that it is of (`pointwise`, `products`, ...); nothing else names it. An operator without a
-rule is replicated by whoever asks, and reported by name; it is never split by a guess.
+To add an operator, add its record to its family (`pointwise`, `products`, ...); nothing else names it. An operator without a rule is
+replicated and reported by name; it is never sharded by a guess.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ RECORDS = _records()  # by namespace and name, "aten.linear"
 
 @cache
 def record_of_target(target: str) -> Op:
-    """The record of what "aten.linear.default" calls; one that says nothing, of operators of somebody else's."""
+    """Return the record of the target "aten.linear.default"; an empty one for third-party operators."""
     return RECORDS.get(".".join(target.split(".")[:2]), NO_RECORD)
 
 
 def record_of(op: Operator) -> Op:
-    """The record of what is called."""
+    """Return the record of an operator call."""
     return record_of_target(op.target)
 
 
 def rule_of(op: Operator, tensors: Mapping[str, Tensor]) -> Rule | None:
-    """The factor rule of one operator at its shapes; None where it has none, or one that does not speak of each of its tensors.
+    """Return the factor rule of an operator at its shapes; None where it has none, or one that does not cover each of its tensors.
 
-    A tensor may stand where most calls have a number: where a slice begins, where to split.
+    A tensor may take the place of a number: where a slice begins, where to split.
     """
     record = record_of(op)
     rule = op.function.rule if op.function is not None else _rule_of(op, record, tensors)
     if rule is not None and HALO in rule.kernels.values():
-        # Of one window, or of windows over one entry, there is nothing to divide.
+        # A dimension with a single window or a single entry cannot be sharded.
         read, written = ({x for row in rows for x in row or ()} for rows in (rule.inputs, rule.outputs))
         slides = read & written & set(windows_of(op, tensors))
         rule = only(rule, {x for x in rule.labels if rule.kernels.get(x) != HALO or x in slides})
-    spoken = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
-    return rule if spoken else None
+    covers_all = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
+    return rule if covers_all else None
 
 
 def _rule_of(op: Operator, record: Op, tensors: Mapping[str, Tensor]) -> Rule | None:
@@ -96,7 +96,7 @@ def _rule_of(op: Operator, record: Op, tensors: Mapping[str, Tensor]) -> Rule | 
 
 
 def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape | None]:
-    """Shapes of the leading arguments that a line of notation speaks of; None for one that is absent or no tensor."""
+    """Return shapes of the arguments that a line of notation describes; None for an omitted one or a number."""
     shapes: list[Shape | None] = []
     kwargs = dict(op.kwargs)
     entries = text.partition("->")[0].count(",") + 1
@@ -108,18 +108,18 @@ def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape
 
 
 def windows_of(op: Operator, tensors: Mapping[str, Tensor]) -> Mapping[str, Window]:
-    """By label, the window that slides along it, where a piece of the input is enough to tell a piece of the output."""
+    """Return, by label, the window along it, where a shard of the input suffices to compute a shard of the output."""
     slides = record_of(op).windows
-    return {} if slides is None or op.kwargs else slides.of(op, tensors)  # what is given by name is read by position here
+    return {} if slides is None or op.kwargs else slides.of(op, tensors)  # windows read their arguments by position
 
 
 def by_elements(op: Operator) -> bool:
-    """Whether each element of what it makes depends on the elements at its own place alone."""
+    """Return whether each output element depends only on the input elements at its own position."""
     return record_of(op).rule in pointwise.BY_ELEMENTS
 
 
 def draws(op: Operator) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     if op.function is not None:
         return op.function.draws
     record = record_of(op)
@@ -129,12 +129,12 @@ def draws(op: Operator) -> bool:
 
 
 def idle(op: Operator) -> bool:
-    """Whether a call hands back what it is given: dropout that drops nothing."""
+    """Return whether a call returns its input unchanged: dropout that drops nothing."""
     record = record_of(op)
     return record.idle is not None and record.idle(op)
 
 
 def writes(op: Operator) -> bool:
-    """Whether an operator writes its first argument (`add_`)."""
+    """Return whether an operator writes its first argument (`add_`)."""
     name = op.target.split(".")[1]
     return name.endswith("_") and not name.startswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref)

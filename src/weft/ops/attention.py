@@ -1,4 +1,4 @@
-"""Attention: products of queries and keys, their softmax, and the product with values, as one operator."""
+"""Attention as one operator: softmax(query @ key^T) @ value; its factor rule, FLOPs and saved tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.ops.rule import BLOCKED, QUERIES, Rule
 
 
 def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """Heads of grouped-query attention differ in number: the head label is on all of them, each cut into the same parts; one head that all
-    queries share is read whole."""
+    """Return the rule with a head label on all operands: grouped-query heads differ in number and are sharded into the same parts; a single
+    head that all queries share is replicated."""
     rows = list(rule.inputs)
     for i, shape in enumerate(ins[:3]):
         if len(shape) >= 4:
@@ -27,13 +27,13 @@ def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
-    """2·L·S·(E + Ev) a head, in full also where it is causal."""
+    """FLOPs: 2·L·S·(E + Ev) per head, in full also where it is causal."""
     query, key, value = (tensors[v].shape for v in op.inputs[:3])
     return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _keeps(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
-    """What it reads and makes, and a logarithm for each row of scores."""
+    """Return inputs and output, and the bytes of one logarithm per row of scores."""
     query = tensors[op.inputs[0]]
     return (*tuple(dict.fromkeys(op.inputs))[:3], op.outputs[0]), 4.0 * query.size / query.shape[-1]
 
@@ -43,30 +43,30 @@ def _drops(op: Operator) -> bool:
 
 
 def is_fused(op: Operator) -> bool:
-    """Whether an operator is attention as a whole."""
+    """Return whether an operator is fused attention."""
     return op.target == "aten.scaled_dot_product_attention.default"
 
 
 def drops_scores(op: Operator) -> bool:
-    """Whether an operator is attention with dropout."""
+    """Return whether an operator is attention with dropout."""
     drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
     return is_fused(op) and isinstance(drops, int | float) and drops > 0
 
 
 def mask_of(op: Operator) -> str | None:
-    """The value that is attention's mask; None where it has none."""
+    """Return the value that is attention's mask; None where it has none."""
     mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
     return mask.value if is_fused(op) and isinstance(mask, Ref) else None
 
 
 def is_causal(op: Operator) -> bool:
-    """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
+    """Return whether an operator is attention with `is_causal`, so that a fused kernel skips half of the scores."""
     causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
     return is_fused(op) and causal is True
 
 
 def heads_dim(rule: Rule | None) -> int | None:
-    """The dimension of queries that is heads of attention; None where there is none, or one head."""
+    """Return the dimension of queries that is heads of attention; None where there is none, or one head."""
     if rule is None or QUERIES not in rule.kernels.values():
         return None
     row = rule.inputs[0] or ()
@@ -75,13 +75,13 @@ def heads_dim(rule: Rule | None) -> int | None:
 
 
 def heads_of(rule: Rule | None) -> str:
-    """The label of the heads of attention, in front of its queries; empty where there is none."""
+    """Return the label of the heads of attention, in front of its queries; empty where there is none."""
     at = heads_dim(rule)
     return "" if rule is None or at is None else (rule.inputs[0] or ())[at]
 
 
 def _scores(op: Operator, tensors: Tensors) -> Shape:
-    """A number is drawn for each score."""
+    """Return the shape of the dropout draw: one number per score."""
     return (*tensors[op.inputs[0]].shape[:-1], tensors[op.inputs[1]].shape[-2])
 
 

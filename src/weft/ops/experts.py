@@ -1,7 +1,7 @@
-"""Mixtures of experts: rows sorted by their experts, products of each expert with its own rows, and back (`weft.capture.experts`).
+"""Mixture of experts (`weft.capture.experts`): dispatch of tokens to rows sorted by expert, grouped matrix products, combine.
 
-Rows of a piece of the samples are sorted by themselves: they are no piece of all rows, so that pieces of rows are neither put together nor
-taken apart (`ragged`). What lies in pieces of rows over ranks that have experts of their own are the rows of these experts.
+A rank's samples are sorted on their own, so a rank's rows are no shard of all rows: such rows are neither gathered nor sliced
+(`expert_rows`). Where rows are sharded over ranks with different experts, each rank has the rows of its own experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.ops.record import Op, Shape, Tensors
 from weft.ops.rule import BLOCKED, Labels, Rule
 from weft.plan.placement import piece
 
-EXPERT = "e"  # the label of what there is one of for each expert
+EXPERT = "e"  # label of the experts
 
 
 def _label(name: str, size: int) -> str:
@@ -39,34 +39,35 @@ def _from(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
-    """Of each row with the matrix of its one expert."""
+    """FLOPs of each row times the matrix of its one expert."""
     return 2.0 * tensors[op.inputs[0]].size * tensors[op.outputs[0]].shape[1]
 
 
 def _places(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
-    """Where each row comes from."""
+    """Return the route of each row."""
     return op.outputs[2:], 0.0
 
 
 def _operands(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
-    """Each of rows and matrices whose other one has a gradient, and whose the rows are."""
+    """Return rows and matrices, each if the other has a gradient, and the expert ids of the rows."""
     rows, ids, weight, *_ = op.inputs
     return (*((rows,) if weight in grads else ()), ids, *((weight,) if rows in grads else ())), 0.0
 
 
 def num_experts(op: Operator, tensors: Tensors) -> int:
-    """Of one of these operators."""
+    """Return the number of experts of one of these operators."""
     return next((arg for arg in op.args if type(arg) is int), 0) or tensors[op.inputs[2]].shape[0]
 
 
 def choices(op: Operator, tensors: Tensors) -> tuple[int, int]:
-    """(experts, how many of them a token goes to) of what begins or ends rows of experts."""
+    """Return (experts, top k) of a dispatch or combine operator."""
     rows, tokens = sorted((tensors[v].shape[0] for v in (op.inputs[0], op.outputs[0])), reverse=True)
     return num_experts(op, tensors), rows // max(1, tokens)
 
 
 def ranks_reached(experts: int, top: int, ranks: int) -> float:
-    """To how many of `ranks`, which have experts in pieces that differ by one, a token goes whose `top` experts are drawn evenly.
+    """Expected number of the `ranks` (with shards of the experts that differ by one at most) that a token is sent to, for `top` uniformly
+    drawn experts.
 
     A rank with e of E experts has none of them with probability C(E - e, top) / C(E, top).
 

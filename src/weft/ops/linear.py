@@ -1,4 +1,4 @@
-"""In which of their tensors operators are linear, so that summands pass through them. In: an operator. Out: values that it reads."""
+"""Linearity of operators: through which inputs partial sums pass, so that an all-reduce can be deferred."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from weft.plan.placement import D, P, Placement, R, is_shard
 
 
 def sums(op: Operator) -> bool:
-    """Whether an operator adds what it reads, numbers too."""
+    """Return whether an operator adds its inputs, numbers too."""
     return record_of(op).linear == "sum"
 
 
 def together(op: Operator, zeros: Container[str] = frozenset()) -> list[str] | None:
-    """Of an operator that is linear in some of its tensors together, which these are; None of others. `zeros`: values that are zero."""
-    how = record_of(op).linear
+    """Return the inputs in which an operator is jointly linear; None if there are none. `zeros`: values that are zero."""
+    linear = record_of(op).linear
     values: tuple[str, ...] | None = None
-    if callable(how):
-        values = how(op, zeros)
-    elif how == "together" or (how == "sum" and len(op.inputs) == 2):
+    if callable(linear):
+        values = linear(op, zeros)
+    elif linear == "together" or (linear == "sum" and len(op.inputs) == 2):
         values = op.inputs
     return None if values is None else [v for v in values if v not in zeros]
 
 
 def each(op: Operator) -> tuple[int, ...]:
-    """Numbers of the tensors in each of which an operator is linear by itself, the others being what they are: factors, a numerator.
+    """Return the indices of the tensors in each of which an operator is linear with the others fixed: factors, a numerator.
 
     >>> each(Operator("d", "aten.div.Tensor", (Ref("a"), Ref("b")), (), ("d",), "d"))
     (0,)
     """
-    how = record_of(op).linear
-    if how == "each":
+    linear = record_of(op).linear
+    if linear == "each":
         return tuple(range(len(op.inputs)))
-    if how == "numerator" and "rounding_mode" not in dict(op.kwargs):
+    if linear == "numerator" and "rounding_mode" not in dict(op.kwargs):
         return (0,) if op.args and isinstance(op.args[0], Ref) else ()
     return ()
 
 
 def passing(op: Operator, grads: Container[str]) -> list[tuple[Placement, ...]]:
-    """Placements in which an operator can read its tensors so that it makes summands of summands; `grads`: values that have a gradient."""
-    carried = together(op)
-    if carried:
-        return [tuple(P if v in carried else R for v in op.inputs)]
-    beside = [D if v in grads else R for v in op.inputs]
-    return [(*beside[:i], P, *beside[i + 1 :]) for i in each(op)]
+    """Return input placements with which an operator maps partial sums to partial sums; `grads`: values that have a gradient."""
+    jointly_linear = together(op)
+    if jointly_linear:
+        return [tuple(P if v in jointly_linear else R for v in op.inputs)]
+    fixed = [D if v in grads else R for v in op.inputs]
+    return [(*fixed[:i], P, *fixed[i + 1 :]) for i in each(op)]
 
 
 def passes(needs: Sequence[Placement | None], there: Sequence[Sequence[Placement]]) -> bool:
-    """Whether such a read follows from what is there: a summand, and nothing that lies in pieces."""
+    """Return whether these inputs follow from the available placements: a partial sum, and no shards."""
     return any(need is P and P in forms for need, forms in zip(needs, there, strict=True)) and not any(is_shard(f[0]) for f in there)

@@ -1,4 +1,4 @@
-"""Operators that read rows by number, write them, or find where numbers belong."""
+"""Look-ups and indexed writes: embeddings, indexing, masked writes, binary search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.ops.rule import BLOCKED, Rule, named, only
 
 
 def _index(op: Operator, tensors: Tensors) -> Rule | None:
-    """`x[:, idx, ...]`: dimensions that are not indexed pass through when the indices stand side by side; indices come whole."""
+    """Return the rule of `x[:, idx, ...]`: dimensions without index pass through if the indices are adjacent; indices are not sharded."""
     source = op.args[0]
     indices = op.args[1]
     if not isinstance(source, Ref) or not isinstance(indices, tuple):
@@ -26,7 +26,7 @@ def _index(op: Operator, tensors: Tensors) -> Rule | None:
         return None
     inner = max(len(t.shape) for t in index_tensors)
     labels = [BLOCKED if i in places else f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(shape)]
-    # With a single index tensor its own dimensions can be cut too: each element looks up its own row.
+    # The dimensions of a single index tensor can be sharded too: each element looks up its own row.
     index_labels = (
         [f"i{k}" if n > 1 else BLOCKED for k, n in enumerate(index_tensors[0].shape)] if len(index_tensors) == 1 else [BLOCKED] * inner
     )
@@ -38,15 +38,15 @@ def _index(op: Operator, tensors: Tensors) -> Rule | None:
 
 
 def _masked_put(op: Operator, tensors: Tensors) -> Rule | None:
-    """`x[mask] = value` by a mask of x's first dimensions, with a value that is alike wherever the mask is true."""
+    """Return the rule of `x[mask] = value` by a mask of x's leading dimensions, with one value wherever the mask is true."""
     ins = [tensors[v].shape for v in op.inputs]
     accumulate = op.args[3] if len(op.args) > 3 else False
-    places = op.args[1]
+    mask = op.args[1]
     if (
         accumulate
         or len(ins) != 3
         or tensors[op.inputs[1]].dtype != "bool"
-        or not (isinstance(places, tuple) and isinstance(places[0], Ref))
+        or not (isinstance(mask, tuple) and isinstance(mask[0], Ref))
     ):
         return None
     lead = len(ins[1])
@@ -60,7 +60,7 @@ def _masked_put(op: Operator, tensors: Tensors) -> Rule | None:
 
 
 def _sorted_into(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`bucketize(x, bounds)` and `searchsorted(bounds, x)`: each element by itself, of one row of bounds or of each row by its own."""
+    """Return the rule of `bucketize(x, bounds)` and `searchsorted(bounds, x)`: elementwise, by one row of bounds or row by row."""
     at = 0 if op.target.split(".")[1] == "bucketize" else 1
     if len(ins) == 2 and len(ins[0]) == len(ins[1]) > 1:
         return Rule((named(ins[0], (-1 % len(ins[0]),)), named(ins[1])), (named(outs[0]),)) if at else None
@@ -72,7 +72,7 @@ def _sorted_into(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 
 def _masked_scatter(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Places take what the source has in order, so that samples go on where those before them end."""
+    """Return the rule of `masked_scatter`: source elements are consumed in order, so a rank continues after the earlier ranks' samples."""
     if len(ins[0]) < 1 or len(ins[1]) != len(ins[0]) or ins[1][0] != ins[0][0] or outs[0] != ins[0] or ins[0][0] == 1:
         return None
     rows = tuple(("n", *(BLOCKED,) * (len(s) - 1)) for s in ins[:2])
@@ -80,23 +80,23 @@ def _masked_scatter(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule |
 
 
 def _bags(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Sums and means of rows of a table: which rows belong to which bag is told by offsets, features are each by themselves."""
+    """Return the rule of sums and means of rows of a table: offsets assign rows to bags, features are independent."""
     if len(op.args) <= 4 or op.args[4] not in (0, 1):
         return None
     table = (BLOCKED, "e" if ins[0][1] > 1 else BLOCKED)
-    blocked = tuple((BLOCKED,) * len(s) for s in outs[1:])  # which bag each index is in
+    blocked = tuple((BLOCKED,) * len(s) for s in outs[1:])  # bag of each index
     return Rule((table, *((BLOCKED,) * len(s) for s in ins[1:])), (table, *blocked), {"e": "apart"} if table[1] else {})
 
 
 def _looked_up(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
     by_frequency, sparse = (*op.args[3:5], False, False)[:2]
-    if by_frequency:  # gradients are divided by how often an index occurs, in all of the batch
+    if by_frequency:  # gradients are divided by the count of an index in the whole batch
         return only(rule, {"e"})
     return only(rule, set(rule.labels) - {"v"}) if sparse else rule
 
 
 def _put_zeros(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
-    """`index_put` of zeros."""
+    """Return the inputs in which `index_put` of zeros is linear."""
     return op.inputs[:1] if len(op.args) == 3 and isinstance(op.args[2], Ref) and op.args[2].value in zeros else None
 
 

@@ -1,4 +1,4 @@
-"""Losses: of elements, of rows and of classes, each reduced to a mean or a sum, or not."""
+"""Losses over elements, rows and classes, each reduced to a mean, to a sum, or not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weft.ops.rule import BLOCKED, Rule
 
 
 def _reduced(op: Operator, position: int) -> object:
-    """How a loss is reduced: 0 not at all, 1 to the mean, 2 to the sum."""
+    """Return the reduction of a loss: 0 none, 1 mean, 2 sum."""
     return op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
 
 
 def _of_elements(position: int) -> Made:
-    """Mean or sum over all elements, or none."""
+    """Return the rule of an elementwise loss: mean, sum or none over all elements."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         reduction = _reduced(op, position)
@@ -36,8 +36,8 @@ def _of_elements(position: int) -> Made:
 
 
 def _of_rows(position: int, num_rows: int = 2) -> Made:
-    """Losses of rows (pairs, triplets, margins between classes): one number a row, and the mean, the sum or all of those. `num_rows`: how
-    many tensors have a row each; weights of classes stand behind them."""
+    """Return the rule of a loss of rows (pairs, triplets, margins between classes): one number per row, and their mean or sum. `num_rows`:
+    number of leading tensors with one entry per row; class weights come after them."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         out_labels, rows = _reduced(op, position), ins[:num_rows]
@@ -51,7 +51,7 @@ def _of_rows(position: int, num_rows: int = 2) -> Made:
 
 
 def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Log-probabilities (classes come whole) of targets. The mean over rows without class weights; sums; nothing reduced."""
+    """Return the rule of negative log-likelihood (classes are not sharded): the mean without class weights, the sum, or none."""
     reduction = _reduced(op, 3)
     if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1 or (reduction == 1 and len(ins) != 2):
         return None
@@ -62,9 +62,9 @@ def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """The mean over rows, or their sum, whose classes may be cut where they have no weights and no smoothing; or nothing reduced.
+    """Return the rule of cross-entropy: mean or sum over rows, with classes shardable unless weighted or smoothed; or no reduction.
 
-    A target that has classes, too, is probabilities, and its mean is over all rows, whatever they weigh.
+    A target with a class dimension is probabilities; its mean is over all rows regardless of weights.
     """
     weight = op.args[2] if len(op.args) > 2 else None
     reduction = _reduced(op, 3)
@@ -88,19 +88,19 @@ def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | 
 
 
 def _ctc(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Losses of [time, sample, class] against [sample, position], and lengths of both: each sample by itself."""
+    """Return the rule of CTC losses of [time, sample, class] with targets [sample, position] and both lengths: sample by sample."""
     n = "n" if outs[0][0] > 1 else BLOCKED
     return Rule(((BLOCKED, n, BLOCKED), (n, BLOCKED), (n,), (n,)), ((n,),))
 
 
 def _ctc_lengths(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Lengths of targets, each held against how many are there."""
+    """Return the rule of target lengths, each compared with the number present."""
     n = "n" if outs[0][0] > 1 else BLOCKED
     return Rule(((n,), (n,)), ((n,),))
 
 
 def _logarithms(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
-    """The targets, and the logarithms of the softmax."""
+    """Return the targets, and the bytes of the log-softmax."""
     return tuple(dict.fromkeys(op.inputs))[1:2], float(tensors[op.inputs[0]].size_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Operators that make tensors of numbers alone, or of the shape of another, and those that draw random numbers."""
+"""Operators that create tensors from numbers or shapes, and random ones: factories, dropout, samplers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.ops.pointwise import elements
 from weft.ops.record import COUNTS, LOWER, Op, Shape, Tensors
 from weft.ops.rule import BLOCKED, Rule
 
-# Of operators without a record, also of somebody else's: one of whose name these are a part is taken to draw.
+# An operator without a record (third-party ones too) is taken as random if its name contains one of these.
 _RANDOM = (
     "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
     "binomial",
@@ -16,42 +16,42 @@ _RANDOM = (
 
 
 def draws_by_name(name: str) -> bool:
-    """Whether an operator of this name draws random numbers."""
+    """Return whether an operator of this name draws random numbers."""
     return not name.endswith("_loss") and any(word in name for word in _RANDOM)
 
 
 def unsharded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Nothing that it reads has values that count, and what it makes stays whole."""
+    """Return a rule that reads no values and shards no output dimension."""
     return Rule(tuple(None for _ in ins), tuple((BLOCKED,) * len(s) for s in outs))
 
 
 def _keeps_all(op: Operator) -> bool:
-    """Dropout that drops nothing."""
-    chance = op.args[1] if len(op.args) > 1 else 0.5
+    """Return whether dropout drops nothing."""
+    probability = op.args[1] if len(op.args) > 1 else 0.5
     training = op.args[2] if len(op.args) > 2 else True
-    return not (bool(training) and isinstance(chance, int | float) and chance > 0)
+    return not (bool(training) and isinstance(probability, int | float) and probability > 0)
 
 
 def _drops(op: Operator) -> bool:
-    """Whether dropout draws."""
+    """Return whether dropout draws."""
     return not (len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False))
 
 
 def _drops_some(op: Operator) -> bool:
-    """The same where nothing is drawn if nothing is kept."""
+    """Return whether dropout draws: not where it drops all elements either."""
     return _drops(op) and op.args[1] != 1
 
 
 def _channels(op: Operator, tensors: Tensors) -> Shape:
-    """A number is drawn for each channel."""
+    """Return the shape of a draw of one number per channel."""
     out = tensors[op.outputs[0]].shape
     return (*out[:2], *(1,) * (len(out) - 2))
 
 
 def _chances(op: Operator, tensors: Tensors) -> Shape:
-    """A number is drawn for each index that is given, or, where none may be given again, for each that might be."""
-    again = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("replacement", False)
-    return tensors[op.outputs[0] if again else op.inputs[0]].shape
+    """Return the shape of a draw of one number per sampled index, or, without replacement, per candidate."""
+    with_replacement = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("replacement", False)
+    return tensors[op.outputs[0] if with_replacement else op.inputs[0]].shape
 
 
 OPS = (

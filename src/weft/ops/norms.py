@@ -1,4 +1,4 @@
-"""Norms: by statistics over samples and places, over groups of channels, over the last dimensions."""
+"""Normalization layers: batch and instance norm with running statistics, group norm, layer norm, weight norm."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from weft.ops.rule import BLOCKED, Rule, only
 
 
 def _over_batch(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """In evaluation running statistics are constants."""
+    """Return the batch norm rule; in evaluation running statistics are constants."""
     return rule if len(op.args) > 5 and op.args[5] is True else Rule(rule.inputs, rule.outputs, {})
 
 
 def _of_instances(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
     running = [a for a in op.args[3:5] if isinstance(a, Ref)]
     if running and len(op.args) > 5 and op.args[5] is True:
-        return only(rule, set())  # what is kept is the mean over all samples
-    if running:  # of which each place is normalised by itself
+        return only(rule, set())  # the running statistics average over all samples
+    if running:  # running statistics: each channel of each sample is normalized separately
         return only(Rule(rule.inputs, rule.outputs), {"n"})
     return only(rule, {x for x in rule.labels if x != "c"}) if len(ins) > 1 else rule
 
 
 def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """The dimensions of `normalized_shape`, the last ones, come whole; weights, which have that shape, too."""
+    """Return the rule of norms over the trailing `normalized_shape`: these dimensions and the weights are not sharded."""
     over = op.args[1] if len(op.args) > 1 else ()
     if not isinstance(over, tuple):
         return None
@@ -33,7 +33,7 @@ def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | Non
 
 
 def _weight_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Directions and lengths along `dim`: each slice by its own norm."""
+    """Return the rule of directions and lengths along `dim`: each slice has its own norm."""
     dim = int(op.args[2] if len(op.args) > 2 else 0) % len(ins[0])  # type: ignore[call-overload]
     if len(ins[1]) != len(ins[0]) or ins[1][dim] != ins[0][dim]:
         return None

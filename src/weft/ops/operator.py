@@ -1,6 +1,6 @@
-"""One call of an operator, and what it is called with: tensors without data, references to values, constants by name.
+"""One operator call and its arguments: tensor specs without data, references to values, constants by name.
 
-In: what a graph's reader saw. Out: frozen data, which needs no torch.
+Frozen data from a graph reader; needs no torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ DTYPE_BYTES = {
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
-NARROW = ("float32", "bfloat16", "float16")  # what float64 takes the place of, to compare exactly
+NARROW = ("float32", "bfloat16", "float16")  # dtypes that float64 replaces in exact comparisons
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape and dtype ("float32") of a tensor that has no data, and its strides as torch has them; () where it lies in the order of its
-    dimensions."""
+    """Shape, dtype ("float32") and torch strides of a tensor without data; strides () if it is contiguous."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,7 +42,7 @@ class Tensor:
 
     @property
     def can_learn(self) -> bool:
-        """Whether autograd has gradients of such a tensor: floating point, real or complex."""
+        """Return whether autograd has gradients of such a tensor: floating point, real or complex."""
         return self.is_float or self.dtype.startswith("complex")
 
     def __str__(self) -> str:
@@ -74,21 +73,20 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for tensor number `number` among the arguments of a function's call."""
+    """Placeholder for tensor number `number` among the arguments of a function call."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A `torch.autograd.Function` of the user's own and how it is called: the first argument of `weft.function.default`, before tensors.
+    """A user's `torch.autograd.Function` and its call: the first argument of `weft.function.default`, before the tensors.
 
-    `cls` is the class, `arguments` and `keywords` are what its `apply` is called with, a `Slot` for each tensor; `key` says the same in
-    a form that can be compared. `rule` is followed from what its forward and backward do (`weft.capture.functions`); `learns`: of
-    each tensor, whether it is given a gradient. FLOPs are of matrix products, bytes are read and written; `keeps` are numbers of tensors,
-    the outputs' behind the inputs', that backward keeps, `extra_bytes` what it keeps besides, `working_bytes`
-    what is there while backward runs beside gradients. `linear`: of summands of a gradient backward
-    makes summands. `wide`: numbers of float32 are float64's.
+    `cls` is the class, `arguments` and `keywords` are those of its `apply`, with a `Slot` for each tensor; `key` is the same in comparable
+    form. `rule` is derived from its forward and backward (`weft.capture.functions`); `requires_grad`: by tensor, whether it gets a
+    gradient. FLOPs are of matrix products, bytes are read and written; `saved`: numbers of the tensors (outputs after inputs) saved for
+    backward, `extra_bytes` what it saves besides, `working_bytes` temporaries of backward besides gradients. `has_linear_backward`:
+    backward maps partial sums of a gradient to partial sums. `is_float64`: float32 constants become float64.
     """
 
     name: str
@@ -113,17 +111,17 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call. `site` names where in the user's model it stands, stable across runs: `h.0.mlp.up/linear`."""
+    """One call. `site` is its place in the user's model, stable across runs: `h.0.mlp.up/linear`."""
 
     name: str
     target: str
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
-    outputs: tuple[str, ...]  # names of the values it makes
+    outputs: tuple[str, ...]  # names of the values it computes
     site: str
-    multiple: bool = False  # the call returns a tuple or list, even where that has one element
-    autocast: str = ""  # stands in a block that switches autocast "off", or on ("cpu:bfloat16": device and dtype)
-    # Names of the values it reads, in order, each as often as it is used; planning asks for them a million times.
+    multiple: bool = False  # the call returns a tuple or list, even of one element
+    autocast: str = ""  # called in a block that switches autocast "off", or on ("cpu:bfloat16": device and dtype)
+    # Names of the values it reads, in order, repeated as they are used; cached since planning reads them a million times.
     inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,12 +129,12 @@ class Operator:
 
     @property
     def function(self) -> Function | None:
-        """The user's own function that it calls, if it does."""
+        """The user's autograd function that it calls, if any."""
         return self.args[0] if self.target == FUNCTION and isinstance(self.args[0], Function) else None
 
     @property
     def layer(self) -> str:
-        """Path of the module that it stands in; empty for the outermost."""
+        """Path of its module; empty for the outermost."""
         return self.site.rpartition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""Operators each element of whose result depends on the elements at its own (broadcast) place alone."""
+"""Elementwise operators: each output element depends only on the input elements at its own (broadcast) position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.ops.rule import BLOCKED, Rule
 
 
 def elements(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Dimensions go through; those of size 1 that are stretched come whole."""
+    """Return the rule: dimensions pass through; broadcast dimensions of size 1 are replicated."""
     return of_elements(ins, outs)
 
 
 def of_elements(ins: list[Shape], outs: list[Shape]) -> Rule:
-    """The rule of whatever makes each element of its results from the elements at its own (broadcast) place."""
+    """Return the rule of any elementwise operator at these shapes."""
     rank = len(outs[0])
     out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
     rows = []
@@ -27,7 +27,7 @@ def of_elements(ins: list[Shape], outs: list[Shape]) -> Rule:
 
 
 def _cast_like(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Of the second tensor, whatever its shape, only the dtype is read."""
+    """Return the rule of a cast to another tensor's dtype; that tensor's values are not read."""
     first = of_elements(ins[:1], outs)
     return Rule((*first.inputs, *(None for _ in ins[1:])), first.outputs)
 
@@ -40,12 +40,12 @@ BY_ELEMENTS = (elements, _cast, _cast_like)  # these rules
 
 
 def _chosen(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
-    """`where`: linear in what it chooses from, where that is a tensor or zero."""
+    """Return the inputs in which `where` is linear: its alternatives, where each is a tensor or zero."""
     return op.inputs[1:] if op.inputs and all(isinstance(a, Ref) or a == 0 for a in op.args) else None
 
 
 def _not_filled(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
-    """`masked_fill` with zeros."""
+    """Return the input in which `masked_fill` with zeros is linear."""
     filled = op.args[2]
     return op.inputs[:1] if (filled.value in zeros if isinstance(filled, Ref) else filled == 0) else None
 

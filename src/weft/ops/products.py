@@ -1,4 +1,4 @@
-"""Products of matrices and what is made of them: each contracts a label, so that cutting it leaves summands."""
+"""Matrix products and their variants: each contracts a label, so that sharding it leaves partial sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops.rule import BLOCKED, Labels, Rule, named
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
-    """2 x the size of the product space: of the result, times the dimension that is contracted."""
+    """FLOPs: 2 x output size x contracted dimension."""
     first = tensors[op.inputs[0]].shape
     return 2.0 * tensors[op.outputs[0]].size * (first[-1] if first else 1)
 
@@ -22,7 +22,7 @@ def _flops_behind_first(op: Operator, tensors: Tensors) -> float:
 
 
 def _einsum_flops(op: Operator, tensors: Tensors) -> float:
-    """Two operands: the whole product space once; more: one such product for each operand after the first."""
+    """FLOPs: 2 x the product space for two operands; one such product for each further operand."""
     shapes = [tensors[v].shape for v in op.inputs]
     sizes: dict[str, int] = {}
     for term, shape in zip(str(op.args[0]).replace(" ", "").partition("->")[0].split(","), shapes, strict=False):
@@ -33,7 +33,7 @@ def _einsum_flops(op: Operator, tensors: Tensors) -> float:
 
 
 def _matmul(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Matrices, stacks of them that broadcast, and vectors, which lack the dimension that is not contracted."""
+    """Return the rule of matrices, broadcast batches of them, and vectors, which lack the dimension that is not contracted."""
     firsts, seconds = ("k",) if len(ins[0]) == 1 else ("n", "k"), ("k",) if len(ins[1]) == 1 else ("k", "m")
     ends = firsts[:-1] + seconds[1:]
     rank = len(outs[0]) - len(ends)
@@ -65,35 +65,35 @@ def _einsum(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _spelled(equation: str, ins: list[Shape]) -> tuple[list[str], str]:
-    """The terms and the result of an einsum's equation, with letters for its dots, and a result where it leaves it out.
+    """Return terms and output of an einsum equation, with letters for its ellipsis and the implicit output written out.
 
     >>> _spelled("...i,ij->...j", [(4, 2, 3), (3, 5)])
     (['ABi', 'ij'], 'ABj')
     """
-    left, _, right = equation.partition("->")
-    terms = left.split(",")
+    left_side, _, right_side = equation.partition("->")
+    terms = left_side.split(",")
     free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
     counts = [len(shape) - len(term.replace("...", "")) if "..." in term else 0 for term, shape in zip(terms, ins, strict=True)]
     dots = "".join(free[: max(counts, default=0)])
     if "->" not in equation:
         letters = "".join(terms).replace(".", "")
-        right = "..." * bool(dots) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
-    spelled = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
-    return spelled, right.replace("...", dots)
+        right_side = "..." * bool(dots) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    expanded = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
+    return expanded, right_side.replace("...", dots)
 
 
 def _tensor_product(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`tensordot`: pairs of dimensions are contracted, the others follow each other."""
+    """Return the rule of `tensordot`: pairs of dimensions are contracted, the others follow each other."""
     dims = [[int(d) % len(s) for d in numbers] for numbers, s in zip(op.args[2:4], ins, strict=True)]  # type: ignore[attr-defined]
     rows = []
-    for place, shape in enumerate(ins):
-        names = [f"k{dims[place].index(i)}" if i in dims[place] else f"d{place}.{i}" for i in range(len(shape))]
+    for operand, shape in enumerate(ins):
+        names = [f"k{dims[operand].index(i)}" if i in dims[operand] else f"d{operand}.{i}" for i in range(len(shape))]
         rows.append(tuple(x if n > 1 else BLOCKED for x, n in zip(names, shape, strict=True)))
-    return Rule(tuple(rows), (tuple(x for row, gone in zip(rows, dims, strict=True) for i, x in enumerate(row) if i not in gone),))
+    return Rule(tuple(rows), (tuple(x for row, summed in zip(rows, dims, strict=True) for i, x in enumerate(row) if i not in summed),))
 
 
 def _kron(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """A block for every element of the first: its dimensions lead those of the result."""
+    """Return the rule of `kron`: the first operand's dimensions are the outer part of the output's."""
     if len(ins[0]) != len(ins[1]):
         return None
     firsts = named(ins[0])
@@ -102,20 +102,20 @@ def _kron(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _orders(op: Operator) -> tuple[tuple[int, ...], ...]:
-    """Of two operands' product: in which order the gradient of each comes, the outermost dimension first."""
-    left, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
+    """Return the dimension order, outermost first, of each operand's gradient in a product of two."""
+    operands, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or len(terms) != 2 or "." in operands or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
         return ()
     a, b = terms
     if any(x not in result and x not in b for x in a) or any(x not in result and x not in a for x in b):
         return ()
-    both = [x for x in result if x in a and x in b]
-    ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
+    batch = [x for x in result if x in a and x in b]
+    first_only, second_only = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
     summed = sorted(x for x in a if x in b and x not in result)
-    if theirs and ours and [x for x in result if x not in both] == [*theirs, *ours]:  # torch multiplies them the other way round
-        return tuple(a.index(x) for x in (*both, *summed, *ours)), tuple(b.index(x) for x in (*both, *theirs, *summed))
-    return tuple(a.index(x) for x in (*both, *ours, *summed)), tuple(b.index(x) for x in (*both, *summed, *theirs))
+    if second_only and first_only and [x for x in result if x not in batch] == [*second_only, *first_only]:  # torch swaps the operands
+        return tuple(a.index(x) for x in (*batch, *summed, *first_only)), tuple(b.index(x) for x in (*batch, *second_only, *summed))
+    return tuple(a.index(x) for x in (*batch, *first_only, *summed)), tuple(b.index(x) for x in (*batch, *summed, *second_only))
 
 
 OPS = (

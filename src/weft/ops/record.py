@@ -1,7 +1,7 @@
-"""What is known of an operator, in one record: what planner, cost, lowering and checks ask of it, and nothing else.
+"""The record of an operator: its sharding rule, memory format, backward behavior, randomness, cost and lowering.
 
-In: the fields that a family's file fills in (`pointwise`, `products`, ...). Out: `Op`. A field that a record leaves out has the answer
-that fits most operators: no rule (it is replicated), elementwise, nothing drawn, its operands kept for backward.
+Planner, cost model, lowering and checks read these fields and nothing else. A field that a record leaves out has the default that fits most
+operators: no rule (the operator is replicated), elementwise, not random, inputs saved for backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.ops.sliding_window import Window
 Shape = tuple[int, ...]
 Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
 Tensors = Mapping[str, Tensor]
-# Values that an operator, linear in some of its tensors together, is linear in (None: not in this call), given values that are zero.
+# Returns the inputs in which a call is jointly linear (None: in none), given the values that are zero.
 Carries = Callable[[Operator, Container[str]], tuple[str, ...] | None]
 
 KINDS = (
@@ -34,15 +34,15 @@ GRADIENT = ("", "same", "summed", "broadcast", "scattered", "spectrum", "padded"
 
 @dataclass(frozen=True, slots=True)
 class ByTensors:
-    """A rule that is made of more than shapes: of dtypes, or of which argument is which tensor."""
+    """A rule that depends on more than shapes: on dtypes, or on which argument is which tensor."""
 
     make: Callable[[Operator, Tensors], Rule | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """`states`: how many it reads behind its input. `is_cell`: it makes one step. `single`: of a GRU's small operators in a step, the part
-    that processors run one by one."""
+    """A recurrent operator. `num_states`: states that it reads after its input. `is_cell`: it computes one step. `serial_fraction`:
+    fraction of a step's small operators that CPUs run serially (GRU)."""
 
     states: int
     is_cell: bool = False
@@ -51,9 +51,9 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """How an operator's weight gradient is made by itself: from argument `x`, and the gradient of what is made, for argument `weight`.
+    """How to compute an operator's weight gradient separately: from argument `input_at` and the output gradient, for argument `weight_at`.
 
-    `dims`: that the weight must have. `formulas`: by overload, the name of the function in `weft.lower.split_backward`.
+    `num_dims`: required of the weight. `formulas`: by overload, the name of the function in `weft.lower.split_backward`.
     """
 
     weight: int
@@ -64,10 +64,10 @@ class WeightGradient:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """`of`: by label, the window that slides along it (a label that it leaves out comes whole). `padding`: position of the padding, which a
-    rank that has padded its piece leaves out; `fill`: what is padded with (a position: of the argument that says it). `counts`: position of
-    whether an average counts padding. `tap`: of windows that are no products, how long reading one of their entries takes, forward and
-    backward, in additions of one number."""
+    """Sliding windows of an operator. `windows_by_label`: by label, the window along it (unlisted labels cannot be sharded). `padding`:
+    position of the padding argument, omitted by a rank that has padded its shard; `fill`: padding value (`fill_at`: position of the
+    argument that gives it). `counts_padding_at`: position of the flag by which an average counts padding. `tap_cost`: for windows that are
+    no products, time to read one entry, forward and backward, in additions of one number."""
 
     of: Callable[[Operator, Tensors], Mapping[str, Window]]
     padding: int | None = None
@@ -77,94 +77,93 @@ class Windows:
     tap: tuple[float, float] = (0.0, 0.0)
 
 
-# What an operator tells those who ask what a mask of positions hides: its elements are numbers in order; the first operand is at most,
-# or at least, the second; all operands hold; the one operand does not; a number stands where the second operand holds; nothing stands
-# above the diagonal.
+# Predicates of which attention masks are made: the elements are consecutive numbers; first operand <= second; first >= second; logical and;
+# logical not; fill where the second operand is true; lower triangle.
 COUNTS, AT_MOST, AT_LEAST, ALL_HOLD, NOT, FILLS, LOWER = "counts", "at most", "at least", "all hold", "not", "fills", "lower"
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One record, of all operators in `names` (torch's, without overload, separated by spaces). What a field asks stands above it."""
+    """The record of all operators in `names` (torch's, without overload, separated by spaces); comments explain the fields."""
 
     names: str
-    # How it can be cut: a line of notation (`weft.ops.rule`), several of which the first that fits, or a function of the call; and what
-    # notation cannot say of a call.
+    # Factor rule: lines of notation (`weft.ops.rule`), of which the first that fits applies, or a function of the call;
+    # `adjust` changes the parsed rule by the arguments of a call.
     rule: str | tuple[str, ...] | Made | ByTensors | None = None
     adjust: Callable[[Operator, Rule, list[Shape]], Rule | None] | None = None
     namespace: str = "aten"
-    # Labels whose dimensions are runs, one behind another, each cut by itself (`weft.ops.rule.Along`).
+    # Labels of fused dimensions: consecutive runs, each of which is sharded separately (`weft.ops.rule.Along`).
     along: Callable[[Operator, list[Shape], list[Shape]], tuple[Along, ...]] | None = None
 
-    # How elements lie in what is made: in another shape ("reshape"), repeated ("expand", "repeat"), a "part", the "same" view, a copy in
-    # "rows", in another dtype ("cast"), a "copy".
+    # How output elements relate to input elements: another shape ("reshape"), repeated ("expand", "repeat"), a slice ("part"), the
+    # "same" view, a contiguous copy ("rows"), another dtype ("cast"), a "copy".
     moves: str = ""
-    # Which dimension of what is read each dimension of what is made is, of so many, where it turns them round.
+    # Of a permutation: the input dimension of each output dimension, by the number of dimensions.
     turn: Callable[[Operator, int], list[int]] | None = None
-    shifts: bool = False  # it mixes positions, and leaves a dimension what it is
-    joins: bool = False  # it puts tensors together
-    reads: bool = True  # values, not the shape alone
-    sample_invariant: bool = False  # it makes the same for every sample, or draws
-    shape_at: int | None = None  # position of the result's shape
-    fill_at: int | None = None  # position of the number that fills it
-    fill: float | None = None  # that number, where it is always one
-    draws: bool | Callable[[Operator], bool] = False  # random numbers
-    drawn_shape: Callable[[Operator, Tensors], Shape] | None = None  # of which shape, where that is not the result's
-    idle: Callable[[Operator], bool] | None = None  # whether a call hands back what it is given
-    statistics: tuple[int, int, int] | None = None  # positions of running statistics and of the switch that has them written
-    over_samples: bool = False  # its statistics are
-    windows: Windows | None = None  # that slide along positions
+    shifts: bool = False  # mixes positions along a dimension that keeps its meaning
+    joins: bool = False  # concatenates tensors
+    reads: bool = True  # reads values, not only the shape
+    sample_invariant: bool = False  # the output is equal for every sample, or random
+    shape_at: int | None = None  # position of the output's shape
+    fill_at: int | None = None  # position of the fill value
+    fill: float | None = None  # the fill value, where it is a constant
+    draws: bool | Callable[[Operator], bool] = False  # draws random numbers
+    drawn_shape: Callable[[Operator, Tensors], Shape] | None = None  # shape of the draw, where it is not the output's
+    idle: Callable[[Operator], bool] | None = None  # whether a call returns its input unchanged
+    statistics: tuple[int, int, int] | None = None  # positions of the running statistics and of the training flag
+    over_samples: bool = False  # statistics are taken over samples
+    windows: Windows | None = None  # sliding windows along positions
 
-    tells: str = ""  # of positions: `COUNTS` and so on, above
+    tells: str = ""  # predicate of positions: `COUNTS` etc., above
 
-    # What is made is a sum over a label that is contracted.
+    # Contracted labels are summed: sharding one leaves partial sums.
     contracts: bool = False
-    # Linear in all tensors "together", in a "sum" also beside numbers, in "each" by itself, in its "numerator"; or in which of a call.
+    # Linear in all tensors jointly ("together", or "sum", which also adds numbers), in "each" separately, in the "numerator"; or by call.
     linear: str | Carries = ""
-    bias: int | None = None  # position of an operand that is added once, after the sum
-    extreme: str = ""  # the "largest" or the "least" of its elements
+    bias: int | None = None  # position of the operand that is added once, after the sum
+    extreme: str = ""  # reduces to the "largest" or the "least" element
     is_loss: bool = False
-    over_classes: bool = False  # which lie in dimension 1; the mean of such a loss is over the targets that count
+    over_classes: bool = False  # classes are in dimension 1; the mean is over targets that count
 
-    learns: int | None = None  # how many of its tensors it hands a gradient on to; None: all
-    closed: tuple[int, ...] = ()  # positions of tensors by which torch does not differentiate
-    lowering: str = ""  # how `weft.lower.special` calls it, where that is not as it stands
-    repeats: bool = False  # later operands may have fewer entries of a label, each for several of the first's (heads of keys)
-    weight: WeightGradient | None = None  # how its weight gradient is made by itself
-    sparse_at: int | None = None  # position of what asks for a sparse one
+    learns: int | None = None  # number of leading inputs that get a gradient; None: all
+    closed: tuple[int, ...] = ()  # positions of tensors that torch does not differentiate
+    lowering: str = ""  # special lowering in `weft.lower.operator_lowering`
+    repeats: bool = False  # later operands may have fewer entries of a label, as keys of grouped heads
+    weight: WeightGradient | None = None  # how its weight gradient is computed separately
+    sparse_at: int | None = None  # position of the flag for a sparse gradient
 
-    # What its speed depends on, see `weft.model.work.Work`; FLOPs of a product.
+    # Cost kind, see `weft.model.work.OperatorWork`; FLOPs of a product.
     kind: str = "elementwise"
     flops: Callable[[Operator, Tensors], float] | None = None
-    # A product of an activation with a weight that is (outputs, inputs), "linear", or another, "weight"; of "stacked" matrices; "grouped".
+    # A product of activations with a weight [outputs, inputs] ("linear") or other ("weight"); batched ("stacked"); of experts ("grouped").
     product: str = ""
-    ragged: str = ""  # whether rows that follow from data begin here, go on or end, see `weft.ops.experts`
-    looks_up: bool = False  # it reads rows of a weight
-    normalises: bool = False  # it makes weights that sum to one
-    fuses_softmax: bool = False  # there is one inside, whose logarithms are written and kept
-    many_ways: bool = False  # it can be cut in more ways than propagation follows
+    ragged: str = ""  # data-dependent rows of experts begin, go on or end here, see `weft.ops.experts`
+    looks_up: bool = False  # looks up rows of a weight
+    normalises: bool = False  # outputs weights that sum to one
+    fuses_softmax: bool = False  # contains a softmax whose logarithms are written and saved
+    many_ways: bool = False  # has more sharding strategies than propagation considers
     recurrence: Recurrence | None = None
 
-    keeps: Keeps = floats  # for backward
-    keeps_normalised: bool = False  # on processors, as large as the result
-    # How an operand's gradient lies to the result's: the "same" memory, so but "summed" where the operand was repeated, as large as the
-    # result ("broadcast"), added up where elements came from ("scattered"), a complex "spectrum" of what is real, or one that was "padded".
+    keeps: Keeps = floats  # tensors saved for backward
+    keeps_normalised: bool = False  # on CPUs: saves a normalized copy as large as the output
+    # Memory of an operand's gradient: the output gradient's ("same"), reduced where the operand was broadcast ("summed"), as large as the
+    # output ("broadcast"), scatter-added ("scattered"), a complex "spectrum" of a real operand, or of a "padded" one.
     gradient: str = ""
-    makes: float = 0.0  # in backward besides, in sizes of the first operand
-    conjugates: bool = False  # what it kept, of complex numbers
-    turned: float = 0.0  # what is copied where the gradient comes in another order than what was kept, in sizes of the result
-    rows: int = 0  # so many operands are copied into rows, where they do not lie so
-    # In which order the gradient of each operand comes.
+    makes: float = 0.0  # other temporaries of backward, in sizes of the first operand
+    conjugates: bool = False  # backward conjugates its saved complex tensors
+    turned: float = 0.0  # copies where gradient and saved tensor differ in dimension order, in output sizes
+    rows: int = 0  # number of leading operands that are made contiguous
+    # Dimension order of each operand's gradient.
     orders: Callable[[Operator], tuple[tuple[int, ...], ...]] | None = None
 
-    # Under autocast operands are cast "lower" or "wider", the result has the "first" one's type, each has its own ("apart"), or it is
-    # "narrow"; and the operand whose type the result has.
+    # Under autocast operands are cast "lower" or "wider", the output has the dtype of the "first", each output that of its operand
+    # ("apart"), or it is "narrow"; `decides`: the operand whose dtype the output has.
     autocast: str = ""
     decides: int | None = None
 
     @property
     def over_steps(self) -> bool:
-        """Whether it is layers of a recurrence over a sequence."""
+        """Return whether the operator is recurrent layers over a sequence."""
         return self.recurrence is not None and not self.recurrence.is_cell
 
     def __post_init__(self) -> None:

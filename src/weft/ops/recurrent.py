@@ -1,4 +1,4 @@
-"""Recurrent layers, and cells that make one step of them."""
+"""Recurrent layers (LSTM, GRU, RNN) and single-step cells."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.ops.record import Made, Op, Recurrence, Shape, Tensors
 from weft.ops.rule import BLOCKED, Along, Labels, Rule
 
 UNITS = "h"
-RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its output's size (LSTM; fewer for the others)
+RECURRENT_KEEPS = 5.0  # gates and cell states of every step and layer, in output sizes (LSTM; fewer for the others)
 
 
 def _cell(num_states: int) -> Made:
-    """One step of a recurrence: samples can be cut, weights come whole."""
+    """Return the rule of one step: samples can be sharded, weights cannot."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         if any(len(s) != 2 for s in ins[: 1 + num_states]):
@@ -27,22 +27,22 @@ def _cell(num_states: int) -> Made:
 
 
 def _layers(num_states: int) -> Made:
-    """Samples can be cut; states are (layers, samples, width), weights come whole. Packed sequences have no rule."""
+    """Return the rule of layers: samples can be sharded; states are (layers, samples, width). Packed sequences have no rule."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         if len(ins[0]) != 3 or not isinstance(op.args[-1], bool):
             return None
-        x = ("b", BLOCKED, BLOCKED) if op.args[-1] else (BLOCKED, "b", BLOCKED)
+        input_labels = ("b", BLOCKED, BLOCKED) if op.args[-1] else (BLOCKED, "b", BLOCKED)
         state = (BLOCKED, "b", BLOCKED)
-        rows: list[Labels] = [x] + [state] * num_states + [(BLOCKED,) * len(s) for s in ins[1 + num_states :]]
-        return Rule(tuple(rows), (x, *([state] * num_states)))
+        rows: list[Labels] = [input_labels] + [state] * num_states + [(BLOCKED,) * len(s) for s in ins[1 + num_states :]]
+        return Rule(tuple(rows), (input_labels, *([state] * num_states)))
 
     return rule
 
 
 def _units(num_states: int, gates: int, is_cell: bool) -> Callable[[Operator, list[Shape], list[Shape]], tuple[Along, ...]]:
-    """Hidden units: weights and biases are as many runs of them as there are gates, the output as there are directions. With projections,
-    whose hidden states are narrower than cells, none are cut."""
+    """Return the label of hidden units: weights and biases have one run of them per gate, the output one per direction. With projections,
+    whose hidden states are narrower than cells, units are not sharded."""
 
     def along(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
         weights = ins[1 + num_states :]
@@ -50,7 +50,7 @@ def _units(num_states: int, gates: int, is_cell: bool) -> Callable[[Operator, li
         if any(s[0] != gates * units for s in weights):
             return ()
         run = ((0, units),)
-        # A cell reads the whole hidden state; layers gather it themselves.
+        # A cell reads the full hidden state; layers gather it themselves.
         states = [(i, len(ins[i]) - 1, run) for i in range(2 if is_cell else 1, 1 + num_states)]
         read = [(1 + num_states + i, 0, run * gates) for i in range(len(weights))]
         outputs = [(len(ins) + i, len(s) - 1, run * (s[-1] // units)) for i, s in enumerate(outs)]
@@ -60,24 +60,24 @@ def _units(num_states: int, gates: int, is_cell: bool) -> Callable[[Operator, li
 
 
 def matrices(op: Operator, tensors: Tensors, states: int = 0) -> list[Shape]:
-    """Shapes of the matrices of weights: of a layer two for each direction. The `states` of a cell are no such matrices."""
+    """Return the shapes of the weight matrices: two per layer and direction. `states`: inputs of a cell that are states."""
     return [tensors[v].shape for v in op.inputs[1 + states :] if len(tensors[v].shape) == 2]
 
 
 def num_layers(op: Operator, tensors: Tensors) -> float:
-    """Layers of a recurrent operator; both directions of one make its output together."""
+    """Return the number of layers; both directions of one share its output."""
     directions = 2 if len(op.args) > 1 and op.args[-2] is True else 1
     return len(matrices(op, tensors)) / 2 / directions
 
 
 def gathered_steps(op: Operator, tensors: Tensors) -> tuple[int, float]:
-    """(how often a hidden state is gathered, its bytes): at the start, and in each step of each layer and direction."""
+    """Return (number of gathers of a hidden state, bytes of one): at the start, and in each step of each layer and direction."""
     x, state = tensors[op.inputs[0]].shape, tensors[op.outputs[-1]]
     return state.shape[0] * (x[1 if op.args[-1] is True else 0] + 1), state.size_bytes / state.shape[0]
 
 
 def _flops(states: int) -> Callable[[Operator, Tensors], float]:
-    """2 x (weights) a step and layer. `states`: of a cell."""
+    """Return the FLOPs function: 2 x weights per step and layer. `states`: of a cell."""
 
     def flops(op: Operator, tensors: Tensors) -> float:
         steps = prod(tensors[op.inputs[0]].shape[:-1])
@@ -87,7 +87,7 @@ def _flops(states: int) -> Callable[[Operator, Tensors], float]:
 
 
 def _keeps_gates(states: int, gates: int) -> Keeps:
-    """Of a cell: input and states, and its gates or else what it makes."""
+    """Return the saved-tensors rule of a cell: input and states, and its gates or else its output."""
 
     def keeps(op: Operator, tensors: Tensors, grads: Set[str]) -> Kept:
         read = dict.fromkeys((*op.inputs[: 1 + states], *op.outputs[: 0 if gates else 1]))
@@ -97,14 +97,14 @@ def _keeps_gates(states: int, gates: int) -> Keeps:
 
 
 def _keeps_steps(op: Operator, tensors: Tensors, grads: Set[str]) -> Kept:
-    """Of layers: input, weights and output, and gates and cell states of every step."""
+    """Return input, weights and output of layers, and the bytes of gates and cell states of every step."""
     inputs, out = tuple(dict.fromkeys(op.inputs)), op.outputs[0]
     weights = tuple(v for v in inputs[1:] if len(tensors[v].shape) == 2)
     return (*inputs[:1], *weights, out), RECURRENT_KEEPS * tensors[out].size_bytes * num_layers(op, tensors)
 
 
 def _drops(op: Operator) -> bool:
-    """Dropout between layers."""
+    """Return whether there is dropout between layers."""
     return any(isinstance(arg, float) and arg > 0 for arg in op.args)
 
 
@@ -116,7 +116,7 @@ def _layered(names: str, states: int, gates: int, single: float = 0.0) -> Op:
 
 
 def _celled(names: str, states: int, gates: int = 0, runs: int = 1) -> Op:
-    # Products inside of a cell are narrow under autocast, so that the state decides which this operand is.
+    # Products inside a cell are narrow under autocast, so the output has the dtype of the state.
     return Op(
         names, _cell(states), along=_units(states, runs, True), lowering="units", kind="recurrent", flops=_flops(states),
         recurrence=Recurrence(states, is_cell=True), keeps=_keeps_gates(states, gates), decides=states if gates else None,

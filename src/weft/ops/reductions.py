@@ -1,4 +1,4 @@
-"""Operators that sum, choose or sort along dimensions: what is left of those, and which others can be cut."""
+"""Reductions, sorts and scans along dimensions: which other dimensions can be sharded, and how a sharded one is reduced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.ops.rule import BLOCKED, Rule
 
 
 def dims_of(op: Operator, position: int, rank: int) -> list[int] | None:
-    """The reduced dimensions: None means all; none of a scalar, which torch lets count as one."""
+    """Return the reduced dimensions; None for all, empty for a scalar (which torch counts as one dimension)."""
     value = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim")
     if value is None or value == ():
         return None
@@ -21,18 +21,18 @@ def dims_of(op: Operator, position: int, rank: int) -> list[int] | None:
 
 
 def along(position: int = 1, last: bool = False, loose: bool = False, reduces: bool = False) -> Made:
-    """The rule of an operator that works along the dimensions in argument `position`, the `last` one where none is given.
+    """Return the rule of an operator along the dimensions in argument `position` (by default all, or the `last`).
 
-    Every other dimension can be cut; all tensors must agree in size there. `loose`: tensors may have other numbers of dimensions, and then
-    come whole. `reduces`: the dimensions may be gone from the result.
+    Every other dimension can be sharded if all tensors agree in its size. `loose`: tensors may have other ranks, and are then replicated.
+    `reduces`: the dimensions may be missing from the output.
     """
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         dims = dims_of(op, position, len(ins[0])) or ([len(ins[0]) - 1] if last else None)
         if dims is None:
             return None
-        gone = reduces and len(outs[0]) != len(ins[0])
-        shapes = [*ins, *([] if gone else outs)]
+        is_reduced = reduces and len(outs[0]) != len(ins[0])
+        shapes = [*ins, *([] if is_reduced else outs)]
         if any(len(s) != len(ins[0]) for s in shapes) and not loose:
             return None
         labels = tuple(
@@ -40,7 +40,7 @@ def along(position: int = 1, last: bool = False, loose: bool = False, reduces: b
             for i, n in enumerate(ins[0])
         )
         rows = tuple(labels if len(s) == len(ins[0]) else (BLOCKED,) * len(s) for s in ins)
-        if gone:
+        if is_reduced:
             return Rule(rows, tuple(tuple(x for i, x in enumerate(labels) if i not in dims) for _ in outs))
         return Rule(rows, tuple(labels for _ in outs))
 
@@ -48,8 +48,9 @@ def along(position: int = 1, last: bool = False, loose: bool = False, reduces: b
 
 
 def _reduction(how: str = "", position: int = 1, several: bool = True) -> ByTensors:
-    """Kept dimensions pass through. `how` what is left of a cut one is a reduction: a "sum", a "mean" (an average); of an "extreme" ranks
-    compare their own ("whole": where all dimensions are reduced). The rest come whole. `several`: of two tensors it works by element."""
+    """Return the rule of a reduction: other dimensions pass through. `how` a sharded reduced dimension is combined: "sum", "mean",
+    "extreme" (ranks compare their own; "whole": only where all dimensions are reduced); else it is not sharded. `several`: with two tensors
+    it is elementwise."""
 
     def rule(op: Operator, tensors: Tensors) -> Rule | None:
         ins, outs = ([tensors[v].shape for v in values] for values in (op.inputs, op.outputs))
@@ -74,7 +75,7 @@ def _reduction(how: str = "", position: int = 1, several: bool = True) -> ByTens
 
 
 def _running(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Of a dimension that it runs along a rank adds what those before it have."""
+    """Return the rule of a running sum: along a sharded dimension a rank adds the totals of earlier ranks."""
     dims = dims_of(op, 1, len(ins[0]))
     if dims is None:
         return None
@@ -83,7 +84,7 @@ def _running(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _renormed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Every piece along `dim` by its own norm, which is over all other dimensions."""
+    """Return the rule of `renorm`: each slice along `dim` has its own norm over all other dimensions."""
     dim = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim")
     if not isinstance(dim, int):
         return None

@@ -1,17 +1,17 @@
-"""What a factor rule is, and the notation that writes one down.
+"""Factor rules: how an operator can be sharded, and the notation for them.
 
-A rule gives every dimension of an operator's tensors a label. To cut a label over a mesh axis is to parallelise the operator:
+A rule gives every dimension of an operator's tensors a label. To shard a label over a mesh axis is to parallelize the operator:
 
     linear: "b* i, o i, o -> b* o"
 
-Cut `b` and the samples are divided, cut `o` and the output features are, cut `i` and every rank holds a summand of the output.
-Notation: one entry a tensor argument, `->`, one entry an output. `b*` stands for as many dimensions as are left. `!x` cannot be
-cut. A mark behind a label says that cutting it needs more than the same operator on a smaller tensor:
+Shard `b` for data parallelism, `o` for column parallelism; with `i` sharded, every rank holds a partial sum of the output. Notation: one
+entry per tensor argument, `->`, one entry per output. `b*` stands for all remaining dimensions. `!x` cannot be sharded. A mark after a
+label says that sharding it needs more than the same operator on a smaller tensor:
 
-    x/  the output is an average over x              x^  vocabulary: look-ups and softmax over a cut class dimension
-    x+  statistics over x (batch norm)               x~  windows slide along x: a rank reads its neighbours' edges
-    x@  queries of attention: a rank's know which they are   x&  keys of attention
-    x?  a dimension that may be missing, and is then broadcast
+    x/  the output is a mean over x                  x^  vocabulary: look-ups and softmax over a sharded class dimension
+    x+  statistics over x (batch norm)               x~  windows slide along x: a rank reads its neighbors' halos
+    x@  queries of attention (ranks know positions)  x&  keys of attention
+    x?  an optional dimension (broadcast if missing)
     _   any placement will do, the values are not read
 """
 
@@ -25,11 +25,11 @@ HALO, QUERIES, KEYS = "halo", "queries", "keys"
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a label is said to need when it is cut, in `Rule.kernels`, and what others ask of that.
+    """What sharding a label requires (`Rule.kernels`), and its properties.
 
-    `mark`: in the notation. `positional`: of labels that are positions, which axes that cut features or samples leave alone. `ordered`: it
-    asks of a rank where its one piece begins, so that pieces lie in the order of ranks. `mixing`: it takes other pieces into account; of
-    samples, other microbatches. `several`: it talks along several axes, one after another.
+    `mark`: in the notation. `is_positional`: the label is positions, which feature and sample axes do not shard. `is_ordered`: the kernel
+    needs the offset of a rank's one contiguous shard, so that shards are in rank order. `mixes_samples`: it combines shards; for samples,
+    microbatches too. `spans_axes`: it communicates along several axes, one after another.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Kernel:
 
 
 KERNELS = {
-    one.name: one
-    for one in (
+    kernel.name: kernel
+    for kernel in (
         Kernel("average", "/", several=True),
         Kernel("summands", several=True),
         Kernel("statistics", "+", mixing=True, several=True),
@@ -62,7 +62,7 @@ POSITIONAL = frozenset(name for name, kernel in KERNELS.items() if kernel.positi
 ORDERED = frozenset(name for name, kernel in KERNELS.items() if kernel.ordered)
 MIXING = frozenset(name for name, kernel in KERNELS.items() if kernel.mixing)
 SEVERAL = frozenset(name for name, kernel in KERNELS.items() if kernel.several)
-BLOCKED = ""  # a dimension without a label stays whole
+BLOCKED = ""  # a dimension without a label is not sharded
 Labels = tuple[str, ...]
 
 
@@ -70,8 +70,8 @@ Labels = tuple[str, ...]
 class Rule:
     """Labels of every tensor input (in the order of `Operator.inputs`; None = any placement) and output.
 
-    `kernels`: label -> name of the implementation that cutting it needs. A label of an input that is in no output
-    is contracted: cutting it leaves a partial sum. `units`: label -> of how many parts, none of which can be cut, its dimensions are.
+    `kernels`: label -> name of the kernel that sharding it needs. A label of an input that is in no output is contracted: sharding it
+    leaves a partial sum. `num_units`: label -> number of indivisible parts of its dimensions.
     """
 
     inputs: tuple[Labels | None, ...]
@@ -81,22 +81,22 @@ class Rule:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels that can be cut, in the order of appearance."""
-        seen = [x for labels in (*self.outputs, *(i for i in self.inputs if i is not None)) for x in labels if x]
-        return tuple(dict.fromkeys(seen))
+        """Labels that can be sharded, in order of appearance."""
+        labels_seen = [x for labels in (*self.outputs, *(i for i in self.inputs if i is not None)) for x in labels if x]
+        return tuple(dict.fromkeys(labels_seen))
 
 
-Runs = tuple[tuple[int, int], ...]  # ranges (start, stop) of what a label counts, one behind the other in a dimension
+Runs = tuple[tuple[int, int], ...]  # ranges (start, stop) of a label's entries, consecutive in a dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """A label whose dimensions are runs: of a fused projection's output, queries, keys and values.
+    """A label of fused dimensions, which consist of runs: queries, keys and values in one projection's output.
 
-    `places`: of tensor number (inputs before outputs) which dimension it is and which ranges of the label lie there, one behind the
-    other, each entry of the label as often as makes the dimension as long as it is. `ends`: where else the label is taken apart. `apart`:
-    (tensor, dimension) that must be taken apart, entry by entry, for this label to be the one that can be cut. What has places in inputs
-    alone says where borders are, and is no label that could be cut.
+    `dims`: (tensor number, inputs before outputs; dimension; ranges of the label there, consecutive, each entry repeated as often as makes
+    up the dimension's length). `extra_borders`: further positions at which the label is split. `split_dims`: (tensor, dimension) that must
+    be split entry by entry for this label to be the one that is sharded. A label with dimensions in inputs only gives borders and is never
+    sharded.
     """
 
     label: str
@@ -105,42 +105,42 @@ class Along:
     apart: tuple[tuple[int, int], ...] = ()
 
     def rule(self, rule: Rule) -> Rule:
-        """A rule in which the label stands at these places, and nowhere else."""
+        """Return the rule with this label at these dimensions and nowhere else."""
         rows = [None if row is None else [x if x != self.label else BLOCKED for x in row] for row in (*rule.inputs, *rule.outputs)]
         for number, dim, _ in self.places:
             row = rows[number]
             if row is not None:
                 row[dim] = self.label
         labels_of = [None if row is None else tuple(row) for row in rows]
-        count = len(rule.inputs)
-        return Rule(tuple(labels_of[:count]), tuple(row or () for row in labels_of[count:]), rule.kernels, rule.units)
+        num_inputs = len(rule.inputs)
+        return Rule(tuple(labels_of[:num_inputs]), tuple(row or () for row in labels_of[num_inputs:]), rule.kernels, rule.units)
 
 
 def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence[tuple[int, ...]]) -> Rule | None:
-    """Read the notation for tensors of these shapes (None: an argument that was not given). None where ranks do not fit.
+    """Parse the notation for tensors of these shapes (None: an omitted argument). Return None where ranks do not fit.
 
-    A dimension of size 1 beside a larger one of the same label is broadcast: it stays whole.
+    A dimension of size 1 where others of the same label are larger is broadcast and is not sharded.
     """
-    left, _, right = text.partition("->")
-    entries_in, entries_out = ([e.split() for e in side.split(",")] for side in (left, right))
+    left_side, _, right_side = text.partition("->")
+    entries_in, entries_out = ([e.split() for e in side.split(",")] for side in (left_side, right_side))
     kernels: dict[str, str] = {}
     sizes: dict[str, int] = {}
 
     def labels(entry: list[str], shape: tuple[int, ...]) -> list[str] | None:
         fixed = [word for word in entry if not word.endswith("*")]
-        spare = len(shape) - len(fixed)
-        if absent := [word for word in fixed if word.endswith("?")][: max(0, -spare)]:  # outermost first
-            entry, spare = [word for word in entry if word not in absent], spare + len(absent)
-        if spare < 0 or (spare and len(fixed) == len(entry)):
+        num_free = len(shape) - len(fixed)
+        if missing := [word for word in fixed if word.endswith("?")][: max(0, -num_free)]:  # outermost first
+            entry, num_free = [word for word in entry if word not in missing], num_free + len(missing)
+        if num_free < 0 or (num_free and len(fixed) == len(entry)):
             return None
         parsed: list[str] = []
         for word in entry:
             if word.startswith("!"):
-                parsed += [BLOCKED] * (spare if word.endswith("*") else 1)
+                parsed += [BLOCKED] * (num_free if word.endswith("*") else 1)
                 continue
             base = word.rstrip("*?")
             name = base.rstrip("".join(MARKS))
-            names = [f"{name}{i - spare}" for i in range(spare)] if word.endswith("*") else [name]
+            names = [f"{name}{i - num_free}" for i in range(num_free)] if word.endswith("*") else [name]
             if name != base:
                 kernels.update(dict.fromkeys(names, MARKS[base[-1]]))
             parsed += names
@@ -166,29 +166,29 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
             return None
         results.append(row)
 
-    def cuttable(row: list[str], shape: tuple[int, ...]) -> Labels:
+    def shardable(row: list[str], shape: tuple[int, ...]) -> Labels:
         fits = (size > 1 and (size == sizes.get(label) or kernels.get(label) == HALO) for label, size in zip(row, shape, strict=True))
         return tuple(label if label and fit else BLOCKED for label, fit in zip(row, fits, strict=True))
 
     return Rule(
-        tuple(None if row is None else cuttable(row, shape) for row, shape in zip(rows, shapes, strict=True)),
-        tuple(cuttable(row, shape) for row, shape in zip(results, outputs, strict=True)),
+        tuple(None if row is None else shardable(row, shape) for row, shape in zip(rows, shapes, strict=True)),
+        tuple(shardable(row, shape) for row, shape in zip(results, outputs, strict=True)),
         kernels,
     )
 
 
 def named(shape: tuple[int, ...], blocked: Container[int] = ()) -> Labels:
-    """A label for each dimension that can be cut; those in `blocked` cannot."""
+    """Return a label for each dimension that can be sharded; those in `blocked` cannot."""
     return tuple(f"d{i}" if size > 1 and i not in blocked else BLOCKED for i, size in enumerate(shape))
 
 
 def lead(shape: tuple[int, ...], count: int) -> Labels:
-    """Labels of the first `count` dimensions; the others come whole."""
+    """Return labels of the first `count` dimensions; the others are not sharded."""
     return named(shape, range(count, len(shape)))
 
 
 def only(rule: Rule, keep: set[str]) -> Rule:
-    """The rule with no other labels than these."""
+    """Return the rule restricted to these labels."""
 
     def row(labels: Labels) -> Labels:
         return tuple(x if x in keep else BLOCKED for x in labels)

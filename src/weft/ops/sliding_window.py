@@ -1,7 +1,7 @@
-"""Arithmetic of sliding windows along one dimension: which entries of the input a range of the output reads. No torch.
+"""Arithmetic of sliding windows along one dimension: the input range that a range of the output reads, and thus the halo of a rank. No
+torch.
 
-In: a range of output entries, the input's size. Out: a range of input entries, which may reach beyond the input where padding is read.
-A halo follows from it: what a rank needs besides its piece of the input, to compute its piece of the output.
+Input ranges may extend beyond the input where padding is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """Windows of a convolution or a pool, or the entries of what is padded (`kernel` 1): output o reads o * stride - before + tap *
-    dilation, for each tap."""
+    """Windows of a convolution or a pool, or padding (`kernel` 1): output o reads inputs o * stride - padding_before + tap * dilation."""
 
     kernel: int
     stride: int = 1
@@ -23,7 +22,8 @@ class Sliding:
     before: int = 0
 
     def needs(self, start: int, stop: int, size: int) -> Range:
-        """
+        """Return the input range that outputs [start, stop) read.
+
         >>> Sliding(3, stride=2, before=1).needs(2, 4, 8)
         (3, 8)
         """
@@ -31,14 +31,14 @@ class Sliding:
         return first, first + (stop - 1 - start) * self.stride + self.dilation * (self.kernel - 1) + 1
 
     def inside(self, entry: int, size: int) -> int:
-        """How many taps of output `entry` fall on the input, and not on padding."""
+        """Return the number of taps of output `entry` that fall on the input rather than on padding."""
         first, _ = self.needs(entry, entry + 1, size)
         return sum(0 <= first + tap * self.dilation < size for tap in range(self.kernel))
 
 
 @dataclass(frozen=True, slots=True)
 class Spreading:
-    """Windows of a transposed convolution: input i is spread over i * stride - before + tap * dilation, for each tap."""
+    """Windows of a transposed convolution: input i contributes to outputs i * stride - padding_before + tap * dilation."""
 
     kernel: int
     stride: int = 1
@@ -46,24 +46,25 @@ class Spreading:
     before: int = 0
 
     def needs(self, start: int, stop: int, size: int) -> Range:
-        """
+        """Return the input range that contributes to outputs [start, stop).
+
         >>> Spreading(2, stride=2).needs(4, 8, 8), Spreading(3, stride=2, before=1).needs(4, 8, 8)
         ((2, 4), (2, 5))
         """
         reach = self.dilation * (self.kernel - 1)
         first, last = -(-(start + self.before - reach) // self.stride), (stop - 1 + self.before) // self.stride
-        low = min(max(first, 0), size - 1)  # at least one entry, so that there is something to compute with
+        low = min(max(first, 0), size - 1)  # at least one entry, so that the operand is not empty
         return low, max(low + 1, min(last + 1, size))
 
     def first_made(self, start: int) -> int:
-        """The first output entry that an input which begins at `start` is spread over."""
+        """Return the first output entry to which inputs from `start` on contribute."""
         return start * self.stride - self.before
 
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Interpolation: output o lies at `scale` * (o + 1/2) - 1/2 of the input, or at `scale` * o where corners are aligned; a neighbour's
-    value (`order` 0) is that at floor(scale * (o + `shift`))."""
+    """Interpolation: output o is at input `scale` * (o + 1/2) - 1/2, or `scale` * o with aligned corners; nearest neighbor (`order` 0)
+    reads input floor(scale * (o + `shift`))."""
 
     order: int
     scale: float
@@ -71,7 +72,7 @@ class Resample:
     shift: float = 0.0
 
     def taps(self, entry: int, size: int) -> tuple[int, int, float]:
-        """Both neighbours of output `entry`, and the weight of the second."""
+        """Return both neighbors of output `entry`, and the weight of the second."""
         if self.order == 0:
             low = min(floor((entry + self.shift) * self.scale), size - 1)
             return low, low, 0.0
@@ -80,7 +81,8 @@ class Resample:
         return low, min(low + 1, size - 1), min(max(at - low, 0.0), 1.0)
 
     def needs(self, start: int, stop: int, size: int) -> Range:
-        """
+        """Return the input range that outputs [start, stop) read.
+
         >>> Resample(1, 0.5).needs(4, 8, 4)
         (1, 4)
         """

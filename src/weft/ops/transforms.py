@@ -1,4 +1,4 @@
-"""Operators that do the same for each matrix, row or signal of a stack: decompositions, Fourier transforms, distances."""
+"""Batched linear algebra, Fourier transforms and distances: operators that treat each matrix, signal or row of a batch alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops.rule import BLOCKED, Rule, lead, named
 
 
 def _matrices(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Inverses, determinants, factors, solutions: each matrix of a stack by itself."""
+    """Return the rule of inverses, determinants, factorizations, solves: matrix by matrix."""
     count = len(ins[0]) - 2
     if (
         count < 0
@@ -23,25 +23,25 @@ def _matrices(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _matrix_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Norms over one dimension or two, which go or stay with size 1."""
+    """Return the rule of norms over one dimension or two, which are removed or kept with size 1."""
     default = (-2, -1) if op.target.split(".")[1] == "linalg_matrix_norm" else None
     dims = (*op.args, None, None)[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", default)
     over = tuple(range(len(ins[0]))) if dims is None else dims if isinstance(dims, tuple) else (dims,)
-    gone = [int(d) % max(len(ins[0]), 1) for d in over]
-    labels = named(ins[0], gone)
-    out = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in gone)
+    reduced = [int(d) % max(len(ins[0]), 1) for d in over]
+    labels = named(ins[0], reduced)
+    out = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in reduced)
     return Rule((labels,), (out,)) if len(out) == len(outs[0]) else None
 
 
 def _signals(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Short-time Fourier transforms: each signal by itself, and one window for all."""
+    """Return the rule of short-time Fourier transforms: signal by signal, with one window for all."""
     if len(ins[0]) <= (2 if op.target.startswith("aten.istft") else 1):
         return None
     return Rule((lead(ins[0], 1), *((BLOCKED,) * len(s) for s in ins[1:])), tuple(lead(s, 1) for s in outs))
 
 
 def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Cosines and distances of two tensors along one dimension, which goes or stays with size 1."""
+    """Return the rule of cosine similarity and distances along one dimension, which is removed or kept with size 1."""
     rank = max(map(len, ins))
     dim = -1
     if op.target.split(".")[1] == "cosine_similarity":
@@ -63,20 +63,20 @@ def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Fourier transforms: every dimension but those that are transformed."""
+    """Return the rule of Fourier transforms: every dimension passes through except the transformed ones."""
     name, rank = op.target.split(".")[1], len(ins[0])
     last: tuple[int, ...] = (-2, -1) if name.endswith("2") else tuple(range(rank)) if name.endswith("n") else (-1,)
     sizes = op.args[1] if len(op.args) > 1 else None
     default = tuple(range(-len(sizes), 0)) if isinstance(sizes, tuple) and name.endswith("n") else last
     axes = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
     dims = default if axes is None or axes == () else axes if isinstance(axes, tuple) else (axes,)
-    touched = {int(d) % rank for d in dims}
-    labels = named(ins[0], touched)
+    transformed_dims = {int(d) % rank for d in dims}
+    labels = named(ins[0], transformed_dims)
     return Rule((labels,), (labels,))
 
 
 def transformed(op: Operator, tensors: Tensors) -> tuple[int, int]:
-    """Of a Fourier transform of one dimension: which it is, and the length to which that is cut or padded."""
+    """Return (dimension, length to which it is cut or padded) of a one-dimensional Fourier transform."""
     options = dict(op.kwargs)
     dim = op.args[2] if len(op.args) > 2 else options.get("dim", -1)
     at = dim if isinstance(dim, int) else -1
@@ -85,7 +85,7 @@ def transformed(op: Operator, tensors: Tensors) -> tuple[int, int]:
 
 
 def _keeps_padded(op: Operator, tensors: Tensors, grads: Set[str]) -> Kept:
-    """What it reads, or a copy that is cut or padded."""
+    """Return the input, or the bytes of its cut or padded copy."""
     x, (at, length) = tensors[op.inputs[0]], transformed(op, tensors)
     padded = x.size_bytes / x.shape[at] * length
     return inputs(op, tensors, grads) if padded == x.size_bytes else ((), padded)

@@ -1,4 +1,4 @@
-"""Factor rules of operators that move dimensions about: which input dimension is which output dimension."""
+"""Views and rearrangements: reshape, permute, slice, split, concatenate, expand; which input dimension becomes which output dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Dimensions larger than one, on both sides of a reshape, whose products agree; without what is left at the end."""
+    """Return groups of dimensions larger than one on both sides of a reshape whose products agree; no trailing remainder."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) and j < len(target):
@@ -30,19 +30,19 @@ def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
             else:
                 return groups
         groups.append(([k for k in range(i0, i) if source[k] > 1], [k for k in range(j0, j) if target[k] > 1]))
-    return [(left, right) for left, right in groups if left and right]
+    return [(read, written) for read, written in groups if read and written]
 
 
 def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
-    """Labels of a reshape: dimensions are grouped where their products agree, and the outermost of a group can be cut.
+    """Return labels of a reshape: dimensions are grouped where their products agree; the outermost of a group can be sharded.
 
     >>> reshape((4, 32, 64), (4, 32, 8, 8))
     (('d0', 'd1', 'd2'), ('d0', 'd1', 'd2', ''))
     """
-    left, right = [BLOCKED] * len(source), [BLOCKED] * len(target)
+    source_labels, target_labels = [BLOCKED] * len(source), [BLOCKED] * len(target)
     for number, (read, written) in enumerate(_groups(source, target)):
-        left[read[0]] = right[written[0]] = f"d{number}"
-    return tuple(left), tuple(right)
+        source_labels[read[0]] = target_labels[written[0]] = f"d{number}"
+    return tuple(source_labels), tuple(target_labels)
 
 
 def _dim(op: Operator, position: int, default: int, rank: int, key: str = "dim") -> int:
@@ -51,9 +51,9 @@ def _dim(op: Operator, position: int, default: int, rank: int, key: str = "dim")
 
 
 def _reshape(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    left, right = reshape(ins[0], outs[0])
-    # A second tensor (view_as) only lends its shape.
-    return Rule((left, *([None] * (len(ins) - 1))), (right,))
+    source, target = reshape(ins[0], outs[0])
+    # Only the shape of a second tensor (view_as) is read.
+    return Rule((source, *([None] * (len(ins) - 1))), (target,))
 
 
 def _permute(order: Callable[[Operator, int], list[int]]) -> Callable[[Operator, list[Shape], list[Shape]], Rule]:
@@ -66,7 +66,7 @@ def _permute(order: Callable[[Operator, int], list[int]]) -> Callable[[Operator,
 
 def _swapped(op: Operator, rank: int) -> list[int]:
     order = list(range(rank))
-    if not order:  # a number, which torch swaps with itself
+    if not order:  # torch allows swapping dimensions of a scalar
         return order
     a, b = _dim(op, 1, 0, rank, "dim0"), _dim(op, 2, 1, rank, "dim1")
     order[a], order[b] = order[b], order[a]
@@ -109,7 +109,7 @@ def _select(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 
 def _scattered(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """slice_scatter and select_scatter: args (x, source, dim, ...)."""
+    """Return the rule of slice_scatter and select_scatter: args (x, source, dim, ...)."""
     dim = _dim(op, 2, 0, len(ins[0]))
     labels = list(named(ins[0]))
     labels[dim] = BLOCKED
@@ -149,7 +149,7 @@ def _repeat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 
 def _repeat_interleave(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Every row so many times in place, so that equal parts of the rows are equal parts of what comes out."""
+    """Return the rule of a constant number of repeats in place: equal shards of the input give equal shards of the output."""
     if not isinstance(op.args[1], int) or len(ins[0]) != len(outs[0]) or "output_size" in dict(op.kwargs) or len(ins) > 1:
         return Rule(((BLOCKED,) * len(ins[0]), *([None] * (len(ins) - 1))), ((BLOCKED,) * len(outs[0]),))
     labels = named(ins[0])
@@ -157,14 +157,14 @@ def _repeat_interleave(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rul
 
 
 def _windows(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`x.unfold(dim, size, step)`: windows along one dimension, whose elements come last."""
+    """Return the rule of `x.unfold(dim, size, step)`: windows along one dimension, with their elements last."""
     dim = int(op.args[1]) % max(len(ins[0]), 1)  # type: ignore[call-overload]
     labels = named(ins[0], (dim,))
     return Rule((labels,), ((*labels, BLOCKED),))
 
 
 def _diagonal(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """The diagonal of two dimensions comes last."""
+    """Return the rule of a diagonal of two dimensions, which becomes the last one."""
     options = dict(op.kwargs)
     rank = len(ins[0])
     dims = [int(op.args[i] if len(op.args) > i else options.get(f"dim{i - 1}", i - 2)) % rank for i in (2, 3)]  # type: ignore[call-overload]
@@ -173,21 +173,21 @@ def _diagonal(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _spread(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`diag_embed` at its defaults: the last dimension becomes the diagonal of a matrix."""
+    """Return the rule of `diag_embed` at its defaults: the last dimension becomes the diagonal of a matrix."""
     if len(op.args) > 2 or op.kwargs:
         return None
     return Rule((lead(ins[0], len(ins[0]) - 1),), (lead(outs[0], len(ins[0]) - 1),))
 
 
 def _grid(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`meshgrid`: each tensor has a dimension of its own."""
+    """Return the rule of `meshgrid`: each tensor has its own dimension."""
     if any(len(s) != 1 for s in ins):
         return None
     labels = [f"d{i}" if s[0] > 1 else BLOCKED for i, s in enumerate(ins)]
-    across = list(labels)
+    output_labels = list(labels)
     if dict(op.kwargs).get("indexing") == "xy" and len(labels) > 1:
-        across[:2] = across[1::-1]
-    return Rule(tuple((x,) for x in labels), tuple(tuple(across) for _ in outs))
+        output_labels[:2] = output_labels[1::-1]
+    return Rule(tuple((x,) for x in labels), tuple(tuple(output_labels) for _ in outs))
 
 
 def _reversed(op: Operator, rank: int) -> list[int]:
@@ -199,7 +199,7 @@ def _last_two(op: Operator, rank: int) -> list[int]:
 
 
 def _parts(dim: int, ins: list[Shape], outs: list[Shape], starts: Sequence[int]) -> tuple[Along, ...]:
-    """Parts of one dimension, which begin at `starts`."""
+    """Return the fused label of slices of one dimension that begin at `starts`."""
     outputs = tuple((len(ins) + i, dim, ((start, start + out[dim]),)) for i, (start, out) in enumerate(zip(starts, outs, strict=True)))
     return (Along(f"d{dim}", ((0, dim, ((0, ins[0][dim]),)), *outputs)),)
 
@@ -210,7 +210,7 @@ def _parts_of_split(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[
 
 
 def _part_of_slice(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
-    """`slice(x, dim, start, stop, step)` and `narrow(x, dim, start, length)`."""
+    """Return the label of `slice(x, dim, start, stop, step)` and `narrow(x, dim, start, length)`."""
     dim, arguments = _dim(op, 1, 0, len(ins[0])), (*op.args, *(None,) * 5)
     length, step = ins[0][dim], 1 if op.target.startswith("aten.narrow") else arguments[4]
     start = 0 if arguments[2] is None else arguments[2]
@@ -221,7 +221,7 @@ def _part_of_slice(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[A
 
 
 def _taken(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
-    """`select` takes one entry of a dimension, `unbind` each by itself."""
+    """Return the label of `select`, which takes one entry of a dimension, or `unbind`, which takes each separately."""
     dim = _dim(op, 1, 0, len(ins[0]))
     length = ins[0][dim]
     at = int(op.args[2]) % length if len(outs) == 1 and len(op.args) > 2 and isinstance(op.args[2], int) else None
@@ -230,8 +230,8 @@ def _taken(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ..
 
 
 def _inner(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Along, ...]:
-    """A reshape that splits a dimension, or puts some together, of which the outer ones are taken apart: an inner one is that which is cut,
-    and its dimension on the other side is as many runs of it."""
+    """Return labels of a reshape that splits or merges a dimension whose outer factors are split entry by entry: an inner factor can be
+    sharded, and its dimension on the other side is as many runs of it."""
     along = []
     for label, (read, written) in enumerate(_groups(ins[0], outs[0])):
         for group, number, shape, other in ((written, len(ins), outs[0], (0, read[0])), (read, 0, ins[0], (len(ins), written[0]))):

@@ -1,4 +1,4 @@
-"""Operators that slide windows over positions: convolutions, pools, and what resizes, pads and rearranges images."""
+"""Sliding-window operators: convolutions, pools, interpolation, padding and pixel rearrangement."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weft.ops.sliding_window import Resample, Sliding, Spreading, Window
 
 
 def is_transposed(op: Operator) -> bool:
-    """Whether a convolution is the transposed one, which spreads each place of its input over a window."""
+    """Return whether a convolution is transposed."""
     name = op.target.split(".")[1]
     return "transpose" in name or (name in ("convolution", "_convolution") and len(op.args) > 6 and op.args[6] is True)
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
-    """2 x outputs (of the transposed: inputs) x (window x channels of a group)."""
-    places = prod(tensors[op.inputs[0]].shape) if is_transposed(op) else tensors[op.outputs[0]].size
-    return 2.0 * places * prod(tensors[op.inputs[1]].shape[1:])
+    """FLOPs: 2 x outputs (inputs if transposed) x window x channels of a group."""
+    num_positions = prod(tensors[op.inputs[0]].shape) if is_transposed(op) else tensors[op.outputs[0]].size
+    return 2.0 * num_positions * prod(tensors[op.inputs[1]].shape[1:])
 
 
-POSITIONS = ("z~", "h~", "w~")  # labels of an image's dimensions in every rule here: planes, height, width
+POSITIONS = ("z~", "h~", "w~")  # labels of an image's dimensions: depth, height, width
 LABELS = tuple(word[0] for word in POSITIONS)
 
 
-AVERAGED, LARGEST = (1.0, 1.0), (4.0, 0.0)  # a maximum compares and keeps where it lies, which alone has a gradient
+AVERAGED, LARGEST = (1.0, 1.0), (4.0, 0.0)  # a maximum compares, and has a gradient at one tap only
 
 
 def _labels(dims: int) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def _labels(dims: int) -> tuple[str, ...]:
 
 
 def numbers(op: Operator, position: int, dims: int, default: int = 0) -> tuple[int, ...] | None:
-    """An argument that is a number for each dimension, or one for all; None where it is none."""
+    """Return an argument with one number per dimension, or one for all; None where it is neither."""
     value = op.args[position] if len(op.args) > position else default
     values = value if isinstance(value, tuple) else (value,)
     if value is None or value == () or not all(isinstance(n, int) for n in values):
@@ -45,7 +45,7 @@ def numbers(op: Operator, position: int, dims: int, default: int = 0) -> tuple[i
 
 
 def _sliding(dims: int) -> Windows:
-    """Windows of a convolution: (x, weight, bias, stride, padding, dilation, groups); padding may be a word."""
+    """Return windows of a convolution: (x, weight, bias, stride, padding, dilation, groups); padding may be "same" or "valid"."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         kernel = tensors[op.inputs[1]].shape[2:]
@@ -62,7 +62,7 @@ def _sliding(dims: int) -> Windows:
 
 
 def _spreading(dims: int) -> Windows:
-    """Windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
+    """Return windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         options = [numbers(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
@@ -75,8 +75,8 @@ def _spreading(dims: int) -> Windows:
 
 
 def _pooling(dims: int, average: bool) -> Windows:
-    """Windows of pools: (x, kernel, stride, padding, dilation, ceil) of a maximum, (x, kernel, stride, padding, ceil, counts) of an
-    average. An average whose last window is cut off divides by what no piece tells."""
+    """Return windows of pools: (x, kernel, stride, padding, dilation, ceil) of a maximum, (x, kernel, stride, padding, ceil, counts) of an
+    average. With `ceil` an average has none: the divisor of its last window does not follow from a shard."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         kernel, ceil = numbers(op, 1, dims), 4 if average else 5
@@ -94,7 +94,7 @@ def _pooling(dims: int, average: bool) -> Windows:
 
 
 def _bins(dims: int) -> Windows:
-    """Windows of an adaptive pool whose bins are alike."""
+    """Return windows of an adaptive pool with equal bins."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         source, target = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
@@ -107,7 +107,7 @@ def _bins(dims: int) -> Windows:
 
 
 def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:
-    """Interpolation: (x, size, [aligned], factors) or (x, size, [aligned], factor of each dimension)."""
+    """Return windows of interpolation: (x, size, [aligned], factors) or (x, size, [aligned], factor of each dimension)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         source, target = tensors[op.inputs[0]].shape[2:], tensors[op.outputs[0]].shape[2:]
@@ -125,7 +125,7 @@ def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:
 
 
 def _grouped(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """In groups whole ones are cut: their channels, read and made, with a number of groups of a rank's own."""
+    """Return the rule of a grouped convolution: whole groups are sharded, with their input and output channels."""
     groups = op.args[6] if len(op.args) > 6 else 1
     if groups == 1 or not isinstance(groups, int):
         return rule
@@ -133,31 +133,29 @@ def _grouped(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
     def with_groups(row: Labels, dim: int) -> Labels:
         return (*row[:dim], "o", *row[dim + 1 :])
 
-    sides = only(rule, {"n", *LABELS})
-    x, weight, *bias = (row or () for row in sides.inputs)
+    ungrouped = only(rule, {"n", *LABELS})
+    x, weight, *bias = (row or () for row in ungrouped.inputs)
     inputs = (with_groups(x, 1), with_groups(weight, 0), *(("o",) for _ in bias))
-    return Rule(inputs, (with_groups(sides.outputs[0], 1),), {**sides.kernels, "o": "groups"}, {"o": groups})
+    return Rule(inputs, (with_groups(ungrouped.outputs[0], 1),), {**ungrouped.kernels, "o": "groups"}, {"o": groups})
 
 
 def _pads(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-    """What is padded with a number: by label, how far. (x, pads, value), or (x, pads, mode, value)."""
+    """Return windows of constant padding by label: (x, pads, value), or (x, pads, mode, value)."""
     pads, rank = op.args[1], len(tensors[op.inputs[0]].shape)
     if op.target.split(".")[1] == "pad" and len(op.args) > 2 and op.args[2] != "constant":
         return {}
     assert isinstance(pads, tuple)
     before = {rank - 1 - i // 2: int(p) for i, p in enumerate(pads) if i % 2 == 0}
-    touched = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}
-    return {f"d{dim}": Sliding(1, before=before[dim]) for dim in touched}
+    padded_dims = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}
+    return {f"d{dim}": Sliding(1, before=before[dim]) for dim in padded_dims}
 
 
 def _padded(op: Operator, tensors: Tensors) -> Rule:
-    """A dimension padded by (+1, -1) keeps its size but not its rows: what is padded is read from the argument."""
+    """Return the rule of padding: padded dimensions are read from the argument, since (+1, -1) keeps the size."""
     shape, target = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
     slides = _pads(op, tensors)
-    touched = {len(shape) - 1 - i // 2 for i, p in enumerate(op.args[1]) if p}  # type: ignore[arg-type,var-annotated]
-    labels = tuple(
-        f"d{i}" if n > 1 and target[i] > 1 and (i not in touched or f"d{i}" in slides) else BLOCKED for i, n in enumerate(shape)
-    )
+    padded = {len(shape) - 1 - i // 2 for i, p in enumerate(op.args[1]) if p}  # type: ignore[arg-type,var-annotated]
+    labels = tuple(f"d{i}" if n > 1 and target[i] > 1 and (i not in padded or f"d{i}" in slides) else BLOCKED for i, n in enumerate(shape))
     return Rule((labels,), (labels,), {x: HALO for x in labels if x in slides})
 
 
@@ -173,7 +171,7 @@ def _convolution(name: str, rule: str, dims: int, transposed: bool = False) -> O
 
 
 def _adaptive(dims: int) -> Made:
-    """An adaptive average: of bins, or over all of a dimension."""
+    """Return the rule of an adaptive average: over bins, or over an entire dimension."""
 
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         if len(ins[0]) != dims + 2:

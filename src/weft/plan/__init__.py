@@ -1,4 +1,4 @@
-"""The middle: frozen data that every other part meets in. Standard library only."""
+"""Intermediate representation: frozen data (layouts, programs, placements, plans) that every other part shares. Standard library only."""
 
 from weft.callable import make_callable
 

@@ -1,7 +1,7 @@
-"""Actions and their notation: `0F3` computes, `0OFFLOAD3` and `0UNSHARD` manage what is held, `x(0,1,3)>1` sends, `x(0,1,3)<0`
+"""Actions of a program and their notation: `0F3` computes, `0OFFLOAD3` and `0UNSHARD` manage memory, `x(0,1,3)>1` sends, `x(0,1,3)<0`
 receives, `chunk(2)+<0` receives and adds.
 
-What a long program has very many of is a named tuple: made and looked up in a fraction of a data class's time.
+What a long program has very many of is a named tuple: created and looked up in a fraction of a data class's time.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from weft.errors import ProgramError
 
 
 class Op(StrEnum):
-    """What a compute action does with one stage and one microbatch."""
+    """Operation of a compute action on one stage and one microbatch."""
 
     F = "F"  # forward
     B = "B"  # the whole backward
     I = "I"  # backward, input gradients only  # noqa: E741
     W = "W"  # backward, parameter gradients only; after I
-    R = "R"  # the forward again, from inputs that were kept: what was dropped is there for the backward
+    R = "R"  # recompute the forward from saved inputs, for the backward
 
 
 class ManageOp(StrEnum):
-    """What a manage action does with what its rank holds. The first three are of a whole stage, the others of a stage and a microbatch."""
+    """Operation of a manage action on its rank's memory. The first three are for a whole stage, the others for a stage and a microbatch."""
 
     UNSHARD = "UNSHARD"  # gather the stage's weights
-    RESHARD = "RESHARD"  # and drop what was gathered
-    REDUCE_GRAD = "REDUCE_GRAD"  # sum the stage's gradient over its data replicas, into what was reduced before
-    OFFLOAD = "OFFLOAD"  # copy what was saved for the backward to the host's memory
-    LOAD = "LOAD"  # and back
-    DROP = "DROP"  # keep only the inputs of what was saved
+    RESHARD = "RESHARD"  # free the gathered weights
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce the stage's gradient over its data replicas, accumulating
+    OFFLOAD = "OFFLOAD"  # copy tensors saved for the backward to the host's memory
+    LOAD = "LOAD"  # copy them back
+    DROP = "DROP"  # free saved tensors except the inputs
 
 
-AHEAD = 2  # computes ahead of which a rank posts its receives
+AHEAD = 2  # computes before their use that a rank posts its receives
 OF_A_STAGE = frozenset({ManageOp.UNSHARD, ManageOp.RESHARD, ManageOp.REDUCE_GRAD})
 
 
 class Value(NamedTuple):
-    """A named thing that one rank can hold: `Value("x", (0, 1, 5))` prints as `x(0,1,5)`."""
+    """A named value that a rank can hold: `Value("x", (0, 1, 5))` prints as `x(0,1,5)`."""
 
     name: str
     index: tuple[int, ...]  # type: ignore[assignment]  # a tuple's own method of that name is not used
@@ -62,10 +62,10 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manage:
-    """Do `op` with what is held of `stage`, and of `microbatch` where it is of one: `1UNSHARD`, `1OFFLOAD2`.
+    """Do `op` with the memory of `stage`, and of `microbatch` where it is for one: `1UNSHARD`, `1OFFLOAD2`.
 
     Raises:
-        ProgramError: an op of a whole stage with a microbatch, or another without.
+        ProgramError: an op for a whole stage with a microbatch, or another without.
     """
 
     op: ManageOp
@@ -74,9 +74,9 @@ class Manage:
 
     def __post_init__(self) -> None:
         if (self.op in OF_A_STAGE) != (self.microbatch is None):
-            form = f"{self.stage}{self.op}" if self.op in OF_A_STAGE else f"{self.stage}{self.op}{self.microbatch or 0}"
-            of = "a whole stage" if self.op in OF_A_STAGE else "a stage and a microbatch"
-            raise ProgramError(f"{self} is not an action: {self.op} is of {of}, for example {form}")
+            example = f"{self.stage}{self.op}" if self.op in OF_A_STAGE else f"{self.stage}{self.op}{self.microbatch or 0}"
+            subject = "a whole stage" if self.op in OF_A_STAGE else "a stage and a microbatch"
+            raise ProgramError(f"{self} is not an action: {self.op} is of {subject}, for example {example}")
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}" if self.microbatch is None else f"{self.stage}{self.op}{self.microbatch}"
@@ -93,7 +93,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive `value` from rank `source`: `x(0,1,3)<0`; with `add` it is added to what is held: `chunk(2)+<0`."""
+    """Receive `value` from rank `source`: `x(0,1,3)<0`; with `add` it is added to the value held: `chunk(2)+<0`."""
 
     value: Value
     source: int
@@ -105,7 +105,7 @@ class Recv(NamedTuple):
 
 Action = Compute | Manage | Send | Recv
 
-_LONGEST = 40  # characters of a word that an error repeats
+_LONGEST = 40  # characters of a word that an error shows
 _COMPUTE = re.compile(rf"(\d{{1,9}})([{''.join(Op)}])(\d{{1,9}})")
 _MANAGE = re.compile(rf"(\d{{1,9}})({'|'.join(ManageOp)})(\d{{1,9}})?")
 _VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
@@ -114,7 +114,7 @@ _ONE_VALUE = re.compile(_VALUE)
 
 
 def parse_value(text: str) -> Value:
-    """Read a value as it prints.
+    """Parse a value as it prints.
 
     >>> parse_value("x(0,1,5)")
     Value(name='x', index=(0, 1, 5))
@@ -126,7 +126,7 @@ def parse_value(text: str) -> Value:
 
 
 def parse_action(text: str) -> Action:
-    """Read an action as it prints.
+    """Parse an action as it prints.
 
     >>> parse_action("1B2"), parse_action("chunk(2)+<0")
     (Compute(op=<Op.B: 'B'>, stage=1, microbatch=2), Recv(value=Value(name='chunk', index=(2,)), source=0, add=True))

@@ -1,8 +1,8 @@
-"""What each mesh axis may cut, as data: a row an axis. In: an axis' name. Out: its row.
+"""Mesh axes as data: one row an axis, with the kinds of dimensions that it may shard.
 
-Kinds of dimensions: samples of the batch; features, which weights have too; experts, of which a weight has a matrix each; positions of
-an image (width is the last dimension, height the one before, planes the one before that; `outermost` is the first that an image has,
-whatever it is); positions of a sequence. `weft.model.dims.labels` tells of each operator's labels which kind they are.
+Kinds of dimensions: samples of the batch; features, which weights have too; experts, of which a weight has a matrix each; positions of an
+image (width is the last dimension, height the one before, planes the one before that; `outermost` is the first that an image has, whichever
+it is); positions of a sequence. `weft.model.dims.labels` assigns a kind to each operator's labels.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from weft.plan.grid import AXES, NESTED, TENSOR, counts
 SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
 SEQUENCE = "sequence"
-CHANNELS = "channels"  # features of an image: what windows multiply, and whatever lies as they do
-# How ranks that share sequences attend to one another's positions: each gathers all keys; each attends to all positions with some of the
-# heads (Jacobs et al. 2023, DeepSpeed-Ulysses); keys go round the ranks (Liu et al. 2023, ring attention); of gathering and exchanging
-# whatever moves fewer bytes, operator by operator. Or ranks that lie side by side exchange positions for heads, and keys go round from one
-# such set of ranks to the next (Fang and Zhao 2024, arXiv 2405.07719).
+CHANNELS = "channels"  # features of an image: those that convolutions multiply, and values placed like them
+# Attention under context parallelism: gather all keys; exchange positions for heads, so that each rank attends to all positions with some
+# of the heads (Jacobs et al. 2023, DeepSpeed-Ulysses); pass keys around the ranks (Liu et al. 2023, ring attention); or `auto`: gather or
+# Ulysses, whichever sends fewer bytes, operator by operator. `ulysses+ring`: adjacent ranks exchange positions for heads, and keys are
+# passed around between such groups (Fang and Zhao 2024, arXiv 2405.07719).
 GATHER, ULYSSES, RING, BOTH = "gather", "ulysses", "ring", "ulysses+ring"
 ATTENTION = (AUTO, GATHER, ULYSSES, RING, BOTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`cuts`: kinds of dimensions that it may cut. `again`: whether it may cut the pieces of another axis once more. `owns`: whether one
-    of its ranks may run an operator for all."""
+    """One axis. `shards`: kinds of dimensions that it may shard. `may_reshard`: whether it may shard another axis's shards once more.
+    `owns_operators`: whether one of its ranks may run an operator for all."""
 
     name: str
     cuts: frozenset[str] = frozenset()
@@ -40,7 +40,8 @@ class Axis:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether weights are cut over it, experts' aside; otherwise every rank has them whole, and sums their gradients."""
+        """Return whether weights are sharded over it, experts aside; otherwise every rank holds them whole, and their gradients are
+        reduced."""
         return self.cuts_channels or FEATURES in self.cuts
 
     @property
@@ -57,7 +58,7 @@ class Axis:
 
     @property
     def replicas(self) -> bool:
-        """Whether its ranks are replicas, each with samples of its own; those along the other axes share theirs."""
+        """Return whether its ranks are replicas, each with samples of its own; ranks along other axes share their samples."""
         return self.cuts_samples and not self.owns
 
     @property
@@ -70,7 +71,7 @@ class Axis:
 
     @property
     def follows(self) -> bool:
-        """Whether every operator that can be cut is, whatever the latency: that is what such an axis is for."""
+        """Return whether every operator that can be sharded is, whatever the latency: the purpose of such an axis."""
         return not self.cuts_weights
 
 
@@ -91,22 +92,22 @@ TABLE = {row.name: row for row in _ROWS}
 
 @cache
 def axis_of(name: str) -> Axis:
-    """The row of an axis; a name that the table lacks is one of tensor ranks."""
+    """Return the row of an axis; a name that the table lacks is one of tensor ranks."""
     return TABLE.get(name) or Axis(name, frozenset({FEATURES}))
 
 
 def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """Those along which ranks have other samples, the one first whose pieces the next cuts once more.
+    """Return the axes along which ranks have different samples, in the order in which they shard the batch.
 
     >>> sample_axes(("data", "expert", "tensor"))
     ('data', 'expert')
     """
-    cutting = {axis for axis in axes if axis_of(axis).cuts_samples}
-    return tuple(axis for axis in TABLE if axis in cutting)
+    sharding = {axis for axis in axes if axis_of(axis).cuts_samples}
+    return tuple(axis for axis in TABLE if axis in sharding)
 
 
 def nothing_to_cut(row: Axis, n: int) -> str:
-    """Why an axis of positions or channels cannot have so many ranks, in a model that has none such.
+    """Explain that an axis of positions or channels cannot have so many ranks, in a model that has none such.
 
     >>> nothing_to_cut(axis_of("context"), 4)
     'context=4 shares sequences, and no attention, recurrence or look-up of this model is over 4 positions or more'
@@ -120,7 +121,7 @@ def nothing_to_cut(row: Axis, n: int) -> str:
 
 
 def attention_kind(word: str) -> str:
-    """A word for `attention` without its count, which those have that exchange heads inside of a ring.
+    """Return a value for `attention` without its number of Ulysses ranks.
 
     >>> attention_kind("ulysses:2+ring"), attention_kind("ring:2")
     ('ulysses+ring', 'ring:2')
@@ -132,7 +133,7 @@ def attention_kind(word: str) -> str:
 
 @cache
 def exchanging(word: str, context: int) -> int:
-    """Of `context` ranks those that exchange heads inside of a ring, as a word for `attention` says; 0: as many as there are heads for.
+    """Number of the `context` ranks that exchange heads (Ulysses) in a value for `attention`; 0: as many as there are heads for.
 
     >>> exchanging("ulysses:2+ring", 8), exchanging("ulysses+ring", 8), exchanging("ring", 8)
     (2, 0, 1)
@@ -152,7 +153,7 @@ def exchanging(word: str, context: int) -> int:
 
 
 def attention_of(word: str, context: int) -> str:
-    """A word for `attention` as a layout of so many ranks has it: alone it says nothing, and where nobody exchanges heads keys go round.
+    """Normalise a value for `attention` for so many ranks: `auto` on one rank, and `ring` where no ranks exchange heads.
 
     >>> attention_of("ring", 1), attention_of("ulysses:1+ring", 2)
     ('auto', 'ring')
@@ -165,9 +166,9 @@ def attention_of(word: str, context: int) -> str:
 HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"
 
 
-@cache  # a search asks of every layout
+@cache  # a search calls it for every layout
 def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
-    """The mesh axes that cut an image, outermost first, those of more than one rank: of a count the first dimension that there is.
+    """Return the mesh axes that shard an image, outermost first, those of more than one rank: of a count the image's first dimension.
 
     >>> parse_spatial("4"), parse_spatial("2x1"), parse_spatial("2x1x4"), parse_spatial("1")
     ((('spatial', 4),), (('height', 2),), (('planes', 2), ('width', 4)), ())
@@ -182,7 +183,7 @@ def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
 
 @cache
 def spatial_ranks(text: str) -> int:
-    """Ranks that share an image.
+    """Number of ranks that share an image.
 
     >>> spatial_ranks("2x4")
     8

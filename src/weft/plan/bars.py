@@ -1,4 +1,4 @@
-"""A small picture of shares. In: rows of (name, share, words). Out: SVG text, as wide as its place."""
+"""Horizontal bar charts of fractions as SVG text, from rows of (name, fraction, words)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COLOUR, _OVER = "#4c78a8", "#e45756"
 
 
 def bars(rows: Sequence[tuple[str, float, str]], mark: float | None = None) -> str:
-    """A bar for each row, `share` of 1 wide; with `mark` a line there, and what passes it in another colour.
+    """Draw a bar for each row, `share` of 1 wide; with `mark` a line there, and what exceeds it in another colour.
 
     >>> bars([("compute", 0.5, "1 ms")]).count("<rect")
     1

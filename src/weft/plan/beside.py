@@ -1,4 +1,4 @@
-"""What goes with a choice of a layout that does not go with everything: tables by key, and why a layout is refused."""
+"""Compatibility of a layout's keys: tables of the values that go with a choice, and why a layout is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.plan.precision import PRECISIONS
 from weft.plan.residency import kind_of
 from weft.plan.schedule_sizes import SCHEDULES
 
-# What goes with stages that are arranged differently.
+# Values that go with stages of different arrangements.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
     "chunks": (1,),
@@ -26,7 +26,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "staleness": (0,),
     "servers": (0,),
 }
-# What goes with updates that come late.
+# Values that go with late updates (staleness).
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "chunks": (1,),
     "schedule": ("1f1b", "gpipe", "sequential"),
@@ -41,9 +41,9 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "batch_norm": ("exact",),
     "branch": (1,),
 }
-# What goes with servers that hold the weights: what goes with late updates, and sums of no other kind.
+# Values that go with parameter servers: those for late updates, and no other all-reduce.
 SERVED_WITH: dict[str, tuple[int | str, ...]] = {**STALE_WITH, "all_reduce": (AUTO,)}
-# What goes with ranks that own branches.
+# Values that go with branch parallelism.
 BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
     "sample_parallel": ("off",),
     "expert": (1,),
@@ -51,7 +51,7 @@ BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
     "shares": ("",),
     "batch_norm": ("exact",),
 }
-# What goes with compiled stages: nothing that comes and goes inside of them, or has a backward in two parts.
+# Values that go with compiled stages: no gather, offload or recompute inside of them, and no split backward.
 COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "branch": (1,),
@@ -60,9 +60,9 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
-# Whether each microbatch may have a split of its own, by its length.
+# Values of `split`: one for all microbatches, or one for each by its length.
 FIXED, LENGTHS = "fixed", "lengths"
-# What goes with that: ranks whose weights do not depend on it, and microbatches that run one after another.
+# Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
 SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
     "pipeline": (1,),
     "chunks": (1,),
@@ -81,7 +81,7 @@ SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
 
 
 class Replicas(Protocol):
-    """What a layout says of its replicas."""
+    """Keys of a layout that concern its replicas."""
 
     @property
     def data(self) -> int: ...
@@ -98,7 +98,7 @@ class Replicas(Protocol):
 
 
 def refuse_staleness(layout: Replicas) -> str:
-    """Why updates of a layout cannot come late; empty where they can, or need not."""
+    """Return why updates of a layout cannot be late; empty where they can, or need not."""
     if layout.staleness < 0:
         return f"staleness={layout.staleness}; it counts steps, so use staleness=0 for updates at once, or more"
     if not layout.staleness:
@@ -109,7 +109,7 @@ def refuse_staleness(layout: Replicas) -> str:
 
 
 def refuse_servers(layout: Replicas) -> str:
-    """Why no replicas of a layout can hold the weights for all; empty where some can, or need not."""
+    """Return why no replicas of a layout can be parameter servers; empty where some can, or need not."""
     if layout.servers < 0:
         return f"servers={layout.servers}; it counts replicas that hold the weights, so use servers=1 or more, or servers=0 for none"
     if not layout.servers:
@@ -121,7 +121,7 @@ def refuse_servers(layout: Replicas) -> str:
 
 
 def refuse_together(layout: Replicas) -> str:
-    """Why a choice of a layout does not go with another one; empty where all go together."""
+    """Return why a choice of a layout does not go with another one; empty where all go together."""
     reason = refuse_beside(layout, COMPILE_WITH, "compile=on", "compile=off") if layout.compile == "on" else ""
     if not reason and layout.branch > 1:
         reason = refuse_beside(layout, BRANCH_WITH, f"branch={layout.branch}", "branch=1")
@@ -131,7 +131,7 @@ def refuse_together(layout: Replicas) -> str:
 
 
 def server_ranks(data: int, servers: int) -> tuple[int, ...]:
-    """The replicas that are servers, evenly among all, so that hosts share what passes their ports.
+    """Return the replicas that are servers, evenly among all, so that hosts share the traffic.
 
     >>> server_ranks(8, 2), server_ranks(3, 3), server_ranks(4, 0)
     ((0, 4), (0, 1, 2), ())
@@ -140,7 +140,7 @@ def server_ranks(data: int, servers: int) -> tuple[int, ...]:
 
 
 def refuse_beside(layout: object, table: Mapping[str, tuple[int | str, ...]], word: str, remedy: str) -> str:
-    """Why what a layout says does not go with a word, as a table has it; empty where it does. `remedy`: what else would do."""
+    """Return why a layout's values do not go with a word, by a table; empty where they do. `remedy`: what else would do."""
     for key, values in table.items():
         if kind_of(key, value := getattr(layout, key)) not in values:
             return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in values)}, or {remedy}"

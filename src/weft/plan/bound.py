@@ -1,14 +1,14 @@
-"""How far a plan may be from the best, in words. In: its step, a time that is proven to be a lower bound. Out: a sentence."""
+"""Describe in words how far a plan may be from the best, from its step and a proven lower bound."""
 
 from __future__ import annotations
 
 from weft.units import format_seconds
 
-TOLERANCE = 0.005  # part of a step above its bound that is none
+TOLERANCE = 0.005  # gap below which a step equals its bound
 
 
 def bound_words(step_s: float, gap: float | None, by_hand: bool = False) -> str:
-    """`gap`: by what part the step is above the bound; None where nothing is proven. `by_hand`: the bound is of this layout alone.
+    """Describe `gap`, the step's excess over the bound; None: nothing proven. `by_hand`: the bound is of this layout alone.
 
     >>> bound_words(1.0, 0.0)
     'proven: no layout that the search admits takes less than 1.00 s a step, and this plan takes no more'
@@ -17,8 +17,8 @@ def bound_words(step_s: float, gap: float | None, by_hand: bool = False) -> str:
     """
     if gap is None:
         return "nothing is proven: the search priced the layouts that it lists, and claims nothing of others"
-    what = "no stages and no order of this layout take" if by_hand else "no layout that the search admits takes"
-    least = f"proven: {what} less than {format_seconds(step_s / (1 + gap))} a step"
+    subject = "no stages and no order of this layout take" if by_hand else "no layout that the search admits takes"
+    least = f"proven: {subject} less than {format_seconds(step_s / (1 + gap))} a step"
     if gap < TOLERANCE:
         return f"{least}, and this plan takes no more"
     return f"{least}; this plan takes {100 * gap:.1f} % more, and nothing is known in between"

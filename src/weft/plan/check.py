@@ -1,8 +1,8 @@
 """Proof of a `Program`: it is run on contributions instead of tensors.
 
-In: a program. Out: what each rank holds at the end, or the first rank, step and reason why it is wrong. A pipeline's
-contribution is a microbatch, a collective's is a rank's summand. Not proven: that numbers come out in the same order of
-addition, and how long anything takes. Costs some 15 microseconds an action: check winners, not every candidate.
+Returned is what each rank holds at the end, or the first rank, step and reason why the program is wrong. A pipeline's contribution is a
+microbatch, a collective's is a rank's summand. Not proven: that numbers come out in the same order of addition, and how long anything
+takes. Costs some 15 microseconds an action: check the chosen program, not every candidate.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections import deque
 from weft.errors import ProgramError
 from weft.plan.program import WEIGHTS, Content, Program, Recv, Send, Value, walk_effects
 
-_FOR_BACKWARD = frozenset({"saved", "half", "host", "inputs"})  # what a forward leaves, and backward takes
+_FOR_BACKWARD = frozenset({"saved", "half", "host", "inputs"})  # written by a forward, and freed by a backward
 
 
 def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, dict[int, int]], ...]:
-    """[rank] -> the values it holds at the end, with how many times each contribution is in them.
+    """Return [rank] -> the values it holds at the end, with how many times each contribution is in them.
 
     >>> program = Program.parse("rank 0: 0F0 0B0 0F1 0B1")
     >>> {str(value): content for value, content in contents(program)[0].items()}
     {'dw(0)': {0: 1, 1: 1}}
 
     Raises:
-        ProgramError: all that `walk` refuses; a compute whose input does not hold its microbatch exactly once; a send
+        ProgramError: all that `walk_actions` refuses; a compute whose input does not hold its microbatch exactly once; a send
             that nobody receives.
     """
     state: list[dict[Value, dict[int, int]]] = [{value: dict(content) for value, content in held.items()} for held in program.initial]
@@ -32,7 +32,7 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
         here = state[rank]
         if isinstance(action, Send):
             content = here[action.value]
-            # What goes on being held goes on being added to, and what was sent does not change.
+            # A value that stays may be added to later, and the message must not change.
             wire.setdefault((rank, action.to, action.value), deque()).append((step, content if e.frees else dict(content)))
         elif isinstance(action, Recv):
             _, got = wire[action.source, rank, action.value].popleft()
@@ -56,10 +56,10 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
                 _add(here.setdefault(value, {}), counts)
         for value in e.frees:
             del here[value]
-    for (rank, to, value), left in wire.items():
-        if left:
+    for (rank, to, value), sent in wire.items():
+        if sent:
             raise ProgramError(
-                f"{program.name}: rank {rank} step {left[0][0]}: {Send(value, to)} is never received; rank {to} needs {Recv(value, rank)}"
+                f"{program.name}: rank {rank} step {sent[0][0]}: {Send(value, to)} is never received; rank {to} needs {Recv(value, rank)}"
             )
     return tuple(state)
 
@@ -68,11 +68,11 @@ def check(program: Program, rendezvous: bool = False) -> None:
     """Prove that the program runs to its end and leaves what it wants: each contribution exactly as often as wanted.
 
     Raises:
-        ProgramError: all that `contents` refuses; a wanted value that is missing, lacks a contribution or has it twice; what a forward left
-            for a backward that does not come, where others come.
+        ProgramError: refused by `final_contents`; a wanted value that is missing, lacks a contribution or has it twice; values saved
+            for a backward that is missing, in a stage that has others.
     """
     final = contents(program, rendezvous)
-    trains = {value.index[0] for wanted in program.wants for value in wanted if value.name in ("dw", "grad")}
+    trained_stages = {value.index[0] for wanted in program.wants for value in wanted if value.name in ("dw", "grad")}
     for rank, wanted in enumerate(program.wants):
         for value, content in wanted.items():
             got = final[rank].get(value)
@@ -80,9 +80,9 @@ def check(program: Program, rendezvous: bool = False) -> None:
             if reason:
                 reason += _first_excess(program, rendezvous, value, content)
                 raise ProgramError(f"{program.name}: rank {rank} step {len(program.actions[rank])} (its end): wanted {value} {reason}")
-    for rank, held in enumerate(final):
-        for value in held:
-            if value.name in _FOR_BACKWARD and value.index[0] in trains:
+    for rank, values in enumerate(final):
+        for value in values:
+            if value.name in _FOR_BACKWARD and value.index[0] in trained_stages:
                 s, m = value.index
                 at = f"rank {rank} step {len(program.actions[rank])} (its end)"
                 raise ProgramError(
@@ -92,7 +92,7 @@ def check(program: Program, rendezvous: bool = False) -> None:
 
 
 def _first_excess(program: Program, rendezvous: bool, value: Value, wanted: Content) -> str:
-    """Where a rank first added to `value` what was in it already; empty where none did."""
+    """Describe the action that first added to `value` what was in it already; empty where none did."""
     state = [dict(held.get(value, {})) for held in program.initial]
     wire: dict[tuple[int, int], deque[dict[int, int]]] = {}
     for rank, step, action, _ in walk_effects(program, rendezvous):
@@ -104,15 +104,15 @@ def _first_excess(program: Program, rendezvous: bool, value: Value, wanted: Cont
         got = wire[action.source, rank].popleft()
         if action.add:
             _add(got, state[rank])
-            twice = next((c for c in sorted(got) if got[c] > max(1, wanted.get(c, 0))), None)
-            if twice is not None:
-                return f"; rank {rank} step {step}: {action} brings contribution {twice} {_times(got[twice])}"
+            excess = next((c for c in sorted(got) if got[c] > max(1, wanted.get(c, 0))), None)
+            if excess is not None:
+                return f"; rank {rank} step {step}: {action} brings contribution {excess} {_times(got[excess])}"
         state[rank] = got
     return ""
 
 
 def _difference(got: Content, wanted: Content) -> str:
-    """In words, what is wrong with `got`; empty where nothing is."""
+    """Describe what is wrong with `got`; empty where nothing is."""
     if got == wanted:
         return ""
     reasons = []
@@ -122,8 +122,8 @@ def _difference(got: Content, wanted: Content) -> str:
             reasons.append(f"has contribution {contribution} {_times(have)}" + ("" if want == 1 else f" instead of {_times(want)}"))
         elif have < want:
             reasons.append(f"lacks contribution {contribution}" + (f" (has it {_times(have)})" if have else ""))
-    more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    return ", ".join(reasons[:4]) + more
+    others = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+    return ", ".join(reasons[:4]) + others
 
 
 def _times(count: int) -> str:

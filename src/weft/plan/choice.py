@@ -1,4 +1,4 @@
-"""Which algorithm sums how many bytes over ranks. In: rows of sizes and names, or their text. Out: `Choices`, asked for a size.
+"""All-reduce algorithms by message size: rows of sizes and names, or their text, as `AllReduceChoices` that are looked up by bytes.
 
 `native` is the transport's own collective: shared memory, gloo or NCCL. The other names are those of `weft.collectives`. Not modelled here:
 what an algorithm costs (`weft.cost`), and between which ranks.
@@ -18,7 +18,7 @@ ALGORITHMS = (
     "parameter_server", "naive", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "hierarchical",
 )  # fmt: skip
 NAMES = (NATIVE, *ALGORITHMS)
-# Those that first scatter sums and then gather them, with the names of the two halves: what ZeRO, which does either by itself, can use.
+# Algorithms that are a reduce-scatter and an all-gather, with the names of these halves, which ZeRO runs separately.
 SCATTERING = {"naive": ("naive", "naive"), "ring": ("ring", "ring"), "halving_doubling": ("halving", "doubling")}
 
 _ROW = re.compile(r"(\w+) to (\d{1,18}) B")
@@ -26,7 +26,7 @@ _ROW = re.compile(r"(\w+) to (\d{1,18}) B")
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """`rows` of (up to how many bytes, name of the algorithm), sizes ascending; what is larger than all of them is done by `above`.
+    """Rows of (up to how many bytes, name of the algorithm), sizes ascending; larger messages use `default`.
 
     >>> choices = Choices(((4096, "recursive_doubling"), (1 << 20, "ring")))
     >>> choices.of(4096), choices.of(4097), choices.of(1 << 30)
@@ -52,7 +52,7 @@ class Choices:
             raise LayoutError(f"sizes {sizes} of all-reduce choices; give bytes that ascend")
 
     def of(self, size_bytes: int) -> str:
-        """The name of the algorithm for a sum of so many bytes."""
+        """Return the name of the algorithm for an all-reduce of so many bytes."""
         for up_to, name in self.rows:
             if size_bytes <= up_to:
                 return name
@@ -60,16 +60,16 @@ class Choices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that some size has, once."""
+        """Return every name that some size has, once."""
         return tuple(dict.fromkeys((*(name for _, name in self.rows), self.above)))
 
     def __str__(self) -> str:
-        """One line; `Choices.parse` reads it back."""
+        """Return one line; `AllReduceChoices.parse` reads it back."""
         return ", ".join([*(f"{name} to {size} B" for size, name in self.rows), self.above])
 
     @classmethod
     def parse(cls, text: str) -> Choices:
-        """Read the line that `str` wrote.
+        """Parse the line that `str` wrote.
 
         Raises:
             LayoutError: another form, an unknown name, sizes that do not ascend.
@@ -82,7 +82,7 @@ class Choices:
 
 
 def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
-    """Why gradients of so many ranks cannot be summed by an algorithm, as ZeRO needs it; empty where they can.
+    """Return why gradients of so many ranks cannot be reduced by an algorithm, as ZeRO needs it; empty where they can.
 
     >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
     ('', '')

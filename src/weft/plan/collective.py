@@ -1,7 +1,7 @@
-"""What a collective means: what every rank holds before and what it wants after. In: a name, numbers of ranks and pieces. Out: `Held`.
+"""Semantics of collectives: what every rank holds before and what it wants after, from a name and numbers of ranks and chunks.
 
-`chunk(c)` is piece c of the tensor that all ranks have alike, `block(s,t)` what rank s has for rank t; a contribution is a rank's summand,
-or the rank that had the piece. Where ranks keep pieces, rank r has the r-th of equally many.
+`chunk(c)` is chunk c of the tensor that all ranks have, `block(s,t)` what rank s has for rank t; a contribution is a rank's summand, or the
+rank that had the chunk. Where ranks keep chunks, rank r has the r-th of equally many.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
 
 
 def ends(name: str, num_ranks: int, pieces: int, root: int = 0) -> tuple[tuple[Held, ...], tuple[Held, ...]]:
-    """(given, wants) by rank. `root`: who has what a broadcast sends.
+    """Return (given, wants) by rank. `root`: the rank that has what a broadcast sends.
 
     >>> given, wants = ends("all_reduce", 2, 1)
     >>> given[1], wants[1]
     ({Value(name='chunk', index=(0,)): {1: 1}}, {Value(name='chunk', index=(0,)): {0: 1, 1: 1}})
 
     Raises:
-        ProgramError: a name that is none, a root that is no rank, pieces that ranks cannot keep equally many of.
+        ProgramError: an unknown name, a root that is no rank, chunks that do not divide among ranks.
     """
     ranks = range(num_ranks)
     if name not in NAMES:
@@ -41,9 +41,9 @@ def ends(name: str, num_ranks: int, pieces: int, root: int = 0) -> tuple[tuple[H
     if name == "all_reduce":
         return one_each, (total,) * num_ranks
     if pieces % num_ranks:
-        raise ProgramError(f"{name} of {pieces} pieces over {num_ranks} ranks; cut the tensor into a multiple of {num_ranks} pieces")
-    each = pieces // num_ranks
-    chunks = [[_chunk(c) for c in range(r * each, (r + 1) * each)] for r in ranks]
+        raise ProgramError(f"{name} of {pieces} chunks over {num_ranks} ranks; divide the tensor into a multiple of {num_ranks} chunks")
+    chunks_each = pieces // num_ranks
+    chunks = [[_chunk(c) for c in range(r * chunks_each, (r + 1) * chunks_each)] for r in ranks]
     if name == "reduce_scatter":
         return one_each, tuple({value: total[value] for value in values} for values in chunks)
     everything = {value: {r: 1} for r in ranks for value in chunks[r]}
@@ -51,22 +51,22 @@ def ends(name: str, num_ranks: int, pieces: int, root: int = 0) -> tuple[tuple[H
 
 
 def num_pieces(actions: Iterable[Iterable[Action]]) -> int:
-    """Into how many pieces the tensor is cut: one more than the highest `chunk` that is sent or received.
+    """Count the chunks that the tensor is divided into: one more than the highest `chunk` that is sent or received.
 
     Raises:
-        ProgramError: an action that is no transfer, since a collective has no other; a piece beyond the first that is not moved.
+        ProgramError: an action that is no transfer, since a collective has no other; a chunk that is never transferred.
     """
-    moved: dict[int, str] = {}  # piece -> where first
+    first_transfer: dict[int, str] = {}  # chunk -> its first transfer
     for rank, row in enumerate(actions):
         for step, action in enumerate(row):
             if not isinstance(action, (Send, Recv)):
                 raise ProgramError(f"rank {rank} step {step}: {action} is no transfer, and a collective has nothing else")
             if action.value.name == "chunk" and action.value.index:
-                moved.setdefault(action.value.index[0], f"rank {rank} step {step}: {action}")
-    missing = next(c for c in count() if c not in moved)
-    if moved and max(moved) > missing:
-        raise ProgramError(f"{moved[max(moved)]} moves a piece, and chunk({missing}) is never moved; pieces count from 0 without gaps")
-    return max(1, len(moved))
+                first_transfer.setdefault(action.value.index[0], f"rank {rank} step {step}: {action}")
+    gap = next(c for c in count() if c not in first_transfer)
+    if first_transfer and max(first_transfer) > gap:
+        raise ProgramError(f"{first_transfer[max(first_transfer)]} transfers a chunk, but chunk({gap}) is missing; chunks have no gaps")
+    return max(1, len(first_transfer))
 
 
 def _chunk(index: int) -> Value:

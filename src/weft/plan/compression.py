@@ -1,8 +1,8 @@
-"""How gradients are compressed on the way between ranks. In: the word of a layout, `int8`. Out: `Compression`, and bytes of its messages.
+"""Gradient compression between ranks: the layout's word (`compress=int8`) as `Compression`, and the bytes of its messages.
 
-Lossy: the run that compresses is another than the serial one. What a rank does not send it keeps and adds to its next gradients (error
-feedback: Seide et al. 2014; Karimireddy et al. 2019; for top-k Stich et al. 2018), so that nothing is lost, only late; bfloat16 keeps
-nothing back, as mixed-precision training rounds. Not modelled: entropy coding, low rank.
+Lossy: a run that compresses differs from the serial one. What a rank does not send it adds to its next gradients (error feedback: Seide et
+al. 2014; Karimireddy et al. 2019; for top-k Stich et al. 2018), so that nothing is lost, only late; bfloat16 has no error feedback, like
+rounding in mixed-precision training. Not modelled: entropy coding, low rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from weft.plan.precision import PRECISIONS
 
 KINDS = ("none", "bfloat16", "int8", "topk")
 BLOCK = 512  # elements that share one scale of int8: 0.8 % more bytes, and one large element spoils few others
-FRACTION = 0.01  # of a bucket that top-k sends where nothing is said, as Aji and Heafield (2017)
+FRACTION = 0.01  # of a bucket that top-k sends by default, as Aji and Heafield (2017)
 _SCALE_BYTES = 4
 _INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """One way of compressing. `fraction`: part of the elements that `topk` sends; 0 with the others."""
+    """One method of compression. `fraction`: fraction of the elements that `topk` sends; 0 for the others."""
 
     kind: str = "none"
     fraction: float = 0.0
@@ -31,7 +31,7 @@ class Compression:
     @staticmethod
     @cache
     def parse(word: str) -> Compression:
-        """Read `none`, `bfloat16`, `int8`, `topk` (a hundredth) or `topk:0.05`.
+        """Parse `none`, `bfloat16`, `int8`, `topk` (a hundredth) or `topk:0.05`.
 
         Raises:
             LayoutError: another word (names the nearest), or a fraction that is none.
@@ -57,11 +57,11 @@ class Compression:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is not sent is kept for the next step."""
+        """Return whether what is not sent is added in the next step (error feedback)."""
         return self.kind in ("int8", "topk")
 
     def sent(self, num_elements: int) -> int:
-        """Elements of `num_elements` that a message holds.
+        """Number of elements, of `num_elements`, that a message holds.
 
         >>> Compression.parse("topk:0.1").sent(25), Compression.parse("int8").sent(25)
         (3, 25)
@@ -87,7 +87,7 @@ class Compression:
 
 
 def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "auto") -> str:
-    """Why gradients cannot be compressed in such a layout; empty where they can.
+    """Return why gradients cannot be compressed in such a layout; empty where they can.
 
     >>> refuse_compression("int8", 2, 1)
     ''
@@ -98,7 +98,7 @@ def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "a
         return f"compress={compress} is for gradients between replicas, and data={data} has none; use data=2 or more, or compress=none"
     if all_reduce not in ("auto", "native"):
         return (
-            f"all_reduce={all_reduce} compress={compress}: compressed gradients are exchanged in pieces and gathered, not summed on their "
+            f"all_reduce={all_reduce} compress={compress}: compressed gradients are exchanged in shards and gathered, not reduced on their "
             "way; use all_reduce=auto, or compress=none"
         )
     if zero >= 2:
@@ -110,8 +110,8 @@ def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "a
 
 
 def refuse_scaled(compress: str, precision: str) -> str:
-    """Why gradients cannot be compressed in a precision; empty where they can. What is kept back of one step would be added to gradients
-    of another scale, and what is not finite would never leave it.
+    """Return why gradients cannot be compressed in a precision; empty where they can. Error feedback would be added to gradients of another
+    loss scale, and values that are not finite would never leave it.
 
     >>> refuse_scaled("bfloat16", "float16"), refuse_scaled("int8", "bfloat16")
     ('', '')

@@ -1,8 +1,8 @@
-"""A pipeline schedule of the user's own: what a layout with `schedule=FILE` says. In: the file's name and its text. Out: its program.
+"""Custom pipeline schedules: the program of a layout with `schedule=FILE`, from the file's name and its text.
 
 A layout carries the text itself, so that it means the same after the file has been edited or removed, and on machines that do not have it.
-What it costs and how it runs follows from its program, as from that of a named schedule (`weft.schedules.schedule`). Not here: transfers
-and the proof, which hang on the model's own links (`weft.schedules.custom`).
+Its cost and execution follow from its program, as for a named schedule (`weft.schedules.schedule`). Not here: transfers and the proof,
+which depend on the model's own links (`weft.schedules.custom`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MOST_BYTES = 256 << 20
 
 
 def is_file(name: str) -> bool:
-    """Whether the name of a schedule is rather that of a file of actions."""
+    """Return whether the name of a schedule is that of a file of actions."""
     return "." in name or "/" in name or Path(name).is_file()
 
 
 def read_actions(file: str | Path) -> str:
-    """What a file of actions says.
+    """Read a file of actions.
 
     Raises:
         UsageError: it cannot be read, or is no text.
@@ -37,7 +37,7 @@ def read_actions(file: str | Path) -> str:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
-        return file.read_text(encoding="utf-8-sig")  # with a byte order mark or without, which some editors write
+        return file.read_text(encoding="utf-8-sig")  # with a byte order mark, which some editors write, or without
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
     except UnicodeDecodeError:
@@ -45,7 +45,7 @@ def read_actions(file: str | Path) -> str:
 
 
 def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
-    """What the file says that a schedule is, from `files` where it is one of these; nothing of a schedule by name.
+    """Return the text of the file that a schedule names, from `files` if it is there; empty for a named schedule.
 
     Raises:
         UsageError: the file cannot be read.
@@ -59,10 +59,10 @@ def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
 
 @lru_cache(maxsize=64)
 def custom_program(name: str, text: str) -> Program:
-    """The program that a file called `name` says by its text.
+    """Parse the program of a file called `name`.
 
     Raises:
-        ProgramError: text that is no program, or none that trains: names the line, the rank or the stage.
+        ProgramError: text that is no program of a training step; names the line, the rank or the stage.
     """
     try:
         program = parse_program(text)
@@ -74,23 +74,23 @@ def custom_program(name: str, text: str) -> Program:
 
 
 def fewer(program: Program, microbatches: int) -> Program:
-    """The same order of the first so many microbatches: what an order of all allows, it allows of some.
+    """Return the program of the first so many microbatches, in the same order: what is legal for all is legal for some.
 
     >>> print(fewer(custom_program("mine.txt", "0F0 0F1 0B0 0B1"), 1).actions[0])
     (Compute(op=<Op.F: 'F'>, stage=0, microbatch=0), Compute(op=<Op.B: 'B'>, stage=0, microbatch=0))
     """
 
-    def is_of_these(action: Action) -> bool:
+    def is_kept(action: Action) -> bool:
         if isinstance(action, (Send, Recv)):
             return len(action.value.index) < 3 or action.value.index[2] < microbatches
         return action.microbatch is None or action.microbatch < microbatches
 
-    rows = tuple(tuple(filter(is_of_these, row)) for row in program.actions)
+    rows = tuple(tuple(filter(is_kept, row)) for row in program.actions)
     return replace(program, actions=rows, wants=default_wants(rows))
 
 
 def refuse_program(program: Program) -> str:
-    """Why a program is no schedule of a training step; empty where it may be one."""
+    """Return why a program is no schedule of a training step; empty where it may be one."""
     computes = [a for row in program.actions for a in row if isinstance(a, Compute)]
     if not computes:
         return "it has no computes, so it is no schedule; weft check proves collectives"
@@ -107,8 +107,8 @@ def refuse_program(program: Program) -> str:
             missing = [m for m in microbatches if (stage, m) not in done]
             if missing:
                 all_of = len(missing) == len(microbatches)
-                of = "" if all_of else f" on microbatch{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
-                return f"stage {stage} has no {words}{of}; write {stage}{example}{missing[0]} on one rank"
+                where = "" if all_of else f" on microbatch{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
+                return f"stage {stage} has no {words}{where}; write {stage}{example}{missing[0]} on one rank"
     if any(program.initial):
         return "a step begins with nothing held; leave the lines `given` out"
     if program.wants != default_wants(program.actions):
@@ -117,7 +117,7 @@ def refuse_program(program: Program) -> str:
 
 
 def refuse_custom(name: str, program: Program, pipeline: int, microbatches: int) -> str:
-    """Why a schedule is not for so many ranks and microbatches; empty where it is.
+    """Return why a schedule is not for so many ranks and microbatches; empty where it is.
 
     >>> refuse_custom("mine.txt", custom_program("mine.txt", "0F0 0B0"), 2, 1)
     'schedule=mine.txt has actions of 1 rank, and pipeline=2; use pipeline=1, or give it a line for each of 2 ranks'
@@ -137,7 +137,7 @@ def refuse_custom(name: str, program: Program, pipeline: int, microbatches: int)
 
 
 def check_name(name: str, names: tuple[str, ...]) -> None:
-    """Raise `LayoutError` for a file whose name cannot stand in a layout beside the `names` schedules."""
+    """Raise `LayoutError` for a file whose name cannot be in a layout, next to the `names` of schedules."""
     if name in names:
         raise LayoutError(f"a file called {name} would pass for the schedule of that name; rename it, for example to {name}.txt")
     if not name or re.search(r"[\s,]", name):

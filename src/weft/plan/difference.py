@@ -1,8 +1,8 @@
-"""Two timelines of one program, action by action: which took longer, and which came later.
+"""Differences of two timelines of one program, action by action: which took longer, and which ended later.
 
-In: two timelines, for example a simulated and a measured one. Out: a difference for every compute that both have. Each timeline counts
-from its own start. A measurement has a rank for every device, a simulation one for every pipeline rank; since the pipeline is the
-outermost axis, the first device of each pipeline rank then stands for it. Not modelled: why an action came later.
+For example a simulated and a measured timeline. Each counts from its own start. A measurement has a rank for every device, a simulation one
+for every pipeline rank; since the pipeline is the outermost axis, the first device of each pipeline rank represents it. Not modelled: why
+an action came later.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ActionDifference:
 
     @property
     def longer_s(self) -> float:
-        """By how much it takes longer in b."""
+        """Seconds by which it takes longer in b."""
         return (self.end_b_s - self.start_b_s) - (self.end_a_s - self.start_a_s)
 
     @property
     def later_s(self) -> float:
-        """By how much it ends later in b."""
+        """Seconds by which it ends later in b."""
         return self.end_b_s - self.end_a_s
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two timelines beside each other. `actions`: what both have, in a's order; `only_a`, `only_b`: how many computes the other lacks."""
+    """Two timelines compared. `actions`: what both have, in a's order; `only_a`, `only_b`: how many computes the other lacks."""
 
     total_a_s: float
     total_b_s: float
@@ -47,11 +47,11 @@ class Difference:
 
     @property
     def total(self) -> float:
-        """b's total over a's, less one: 0.1 where b takes 10 % longer; nan where a takes no time."""
+        """Return b's total over a's, less one: 0.1 where b takes 10 % longer; nan where a takes no time."""
         return self.total_b_s / self.total_a_s - 1 if self.total_a_s else float("nan")
 
     def largest(self, count: int) -> tuple[ActionDifference, ...]:
-        """The actions whose durations differ most, most first."""
+        """Return the actions whose durations differ most, most first."""
         return tuple(sorted(self.actions, key=lambda d: -abs(d.longer_s))[:count])
 
 
@@ -69,20 +69,20 @@ def by_action(a: Timeline, b: Timeline) -> Difference:
     num_ranks = min(a.num_ranks, b.num_ranks)
     if not num_ranks or max(a.num_ranks, b.num_ranks) % num_ranks:
         return Difference(a.total_s, b.total_s, (), _count(a), _count(b))
-    left, right = _computes(a, num_ranks), _computes(b, num_ranks)
-    both = [key for key in left if key in right]
+    spans_a, spans_b = _computes(a, num_ranks), _computes(b, num_ranks)
+    common = [key for key in spans_a if key in spans_b]
     actions = tuple(
         ActionDifference(
             key[0],
             key[1],
-            left[key].start_s - a.start_s,
-            left[key].end_s - a.start_s,
-            right[key].start_s - b.start_s,
-            right[key].end_s - b.start_s,
+            spans_a[key].start_s - a.start_s,
+            spans_a[key].end_s - a.start_s,
+            spans_b[key].start_s - b.start_s,
+            spans_b[key].end_s - b.start_s,
         )
-        for key in both
+        for key in common
     )
-    return Difference(a.total_s, b.total_s, actions, len(left) - len(both), len(right) - len(both))
+    return Difference(a.total_s, b.total_s, actions, len(spans_a) - len(common), len(spans_b) - len(common))
 
 
 def _count(timeline: Timeline) -> int:
@@ -90,13 +90,13 @@ def _count(timeline: Timeline) -> int:
 
 
 def _computes(timeline: Timeline, num_ranks: int) -> dict[tuple[int, str, int], Span]:
-    """(pipeline rank, name, how many of that name before) -> span."""
+    """Return (pipeline rank, name, number of earlier computes of that name) -> span."""
     devices = timeline.num_ranks // num_ranks
-    seen: dict[tuple[int, str], int] = defaultdict(int)
+    counts: dict[tuple[int, str], int] = defaultdict(int)
     spans: dict[tuple[int, str, int], Span] = {}
     for span in timeline.spans:
         if span.lane == COMPUTE_LANE and span.rank % devices == 0:
             key = (span.rank // devices, span.name)
-            spans[(*key, seen[key])] = span
-            seen[key] += 1
+            spans[(*key, counts[key])] = span
+            counts[key] += 1
     return spans

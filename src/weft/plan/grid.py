@@ -1,8 +1,8 @@
-"""How tensor ranks are arranged in a grid: `tensor=2x4` or `tensor=2x2x2`. In: text. Out: rows, columns, depth, each a mesh axis.
+"""Grids of tensor ranks for 2-D and 3-D tensor parallelism: `tensor=2x4` or `tensor=2x2x2` as rows, columns and depth, each a mesh axis.
 
-Every axis cuts weights by the same factor rules. Rows are cut first, then columns, which cut other dimensions than rows do, then depth,
-which cuts what these leave or a piece of theirs once more (3-D parallel matrix multiplication: Singh et al. SC'24). The last axis is the
-innermost one: its ranks are neighbours. Not modelled: grids of more than three axes.
+Every axis shards weights by the same factor rules. Rows shard first, then columns, which shard other dimensions than rows do, then depth,
+which shards what these leave or one of their shards once more (3-D parallel matrix multiplication: Singh et al. SC'24). The last axis is
+the innermost one: its ranks are neighbours. Not modelled: grids of more than three axes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from weft.errors import LayoutError
 
 AXES = ("rows", "columns", "depth")  # outermost first
 MOST = len(AXES)  # axes of a grid, and of an image
-NESTED = AXES[-1]  # which may cut a piece of another axis once more
+NESTED = AXES[-1]  # which may shard the shards of another axis once more
 TENSOR = "tensor"  # the axis of tensor ranks in a line
 HOW = "use a count (tensor=4), rows x columns (tensor=2x2) or rows x columns x depth (tensor=2x2x2)"
 
 
 def counts(key: str, text: str, of: str, how: str) -> list[int]:
-    """The numbers of `4` or `2x2x2`: ranks along each axis `of` what has at most three. `how` the layout's `key` is written.
+    """Parse `4` or `2x2x2` as ranks along each axis of `subject`, three at most. `usage`: how the layout's `key` is written.
 
     Raises:
         LayoutError: an axis without ranks, more than three axes.
@@ -34,13 +34,13 @@ def counts(key: str, text: str, of: str, how: str) -> list[int]:
 
 
 def parse_grid(text: str) -> tuple[int, ...]:
-    """Ranks along rows, columns and depth; the last sizes are left out where they are 1, and () is a line.
+    """Return ranks along rows, columns and depth; trailing sizes of 1 are left out, and () is a line.
 
     >>> parse_grid("2x4"), parse_grid("2x1x2"), parse_grid("2x2x1"), parse_grid("1x4")
     ((2, 4), (2, 1, 2), (2, 2), ())
 
     Raises:
-        LayoutError: no such text, an axis without ranks, more than three axes.
+        LayoutError: another form, an axis without ranks, more than three axes.
     """
     sizes = counts(TENSOR, text, "a grid", HOW)
     while sizes and sizes[-1] == 1:
@@ -49,7 +49,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
 
 
 def format_grid(sizes: tuple[int, ...]) -> str:
-    """As `parse_grid` reads it.
+    """Format a grid as `parse_grid` reads it.
 
     >>> format_grid((2, 4)), format_grid(())
     ('2x4', '')
@@ -58,7 +58,7 @@ def format_grid(sizes: tuple[int, ...]) -> str:
 
 
 def checked_grid(text: str, tensor: int) -> tuple[int, str]:
-    """(tensor ranks, the grid in its one form) of `text`; a `tensor` of 1 says nothing.
+    """Return (tensor ranks, the grid in its canonical form) of `text`; a `tensor` of 1 is a default.
 
     >>> checked_grid("2x2x1", 1), checked_grid("4x1", 4)
     ((4, '2x2'), (4, ''))
@@ -74,7 +74,7 @@ def checked_grid(text: str, tensor: int) -> tuple[int, str]:
 
 
 def axes_of(tensor: int, grid: str) -> tuple[tuple[str, int], ...]:
-    """Mesh axes of the tensor ranks with their sizes, outermost first; of a grid those that have more than one rank.
+    """Return the mesh axes of the tensor ranks with their sizes, outermost first; of a grid those that have more than one rank.
 
     >>> axes_of(4, ""), axes_of(4, "2x1x2")
     ((('tensor', 4),), (('rows', 2), ('depth', 2)))
@@ -85,7 +85,7 @@ def axes_of(tensor: int, grid: str) -> tuple[tuple[str, int], ...]:
 
 
 def grids_of(tensor: int) -> list[str]:
-    """Every grid of so many ranks that is none in another form: of rows and columns, and of all three axes.
+    """Return every grid of so many ranks, once: of rows and columns, and of all three axes.
 
     >>> grids_of(8), grids_of(3)
     (['2x4', '4x2', '2x2x2'], [])

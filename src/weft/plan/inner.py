@@ -1,6 +1,7 @@
-"""How the ranks of each pipeline stage are arranged, where stages differ: `inner=4x1/2x2`. In: text. Out: (data, tensor) of each stage.
+"""Per-stage meshes: how the ranks of each pipeline stage are arranged where stages differ, `inner=4x1/2x2`, as (data, tensor) of each
+stage.
 
-Stages may have unlike numbers of ranks, `inner=2x1/1x1`: ranks then count through the stages in order.
+Stages may have unequal numbers of ranks, `inner=2x1/1x1`: ranks then count through the stages in order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ Inner = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def parse_inner(text: str) -> Inner:
-    """(data, tensor) of every stage.
+    """Return (data, tensor) of every stage.
 
     >>> parse_inner("4x1/2x2")
     ((4, 1), (2, 2))
 
     Raises:
-        LayoutError: no such text.
+        LayoutError: another form.
     """
     axes = []
     for word in text.split("/"):
@@ -33,8 +34,8 @@ def parse_inner(text: str) -> Inner:
 
 
 def begins_of(inner: Inner, positions: int = 1) -> tuple[int, ...]:
-    """The first rank of every stage, and behind the last one the number of all; () where stages have equally many. `positions`: ranks that
-    share those of a sample.
+    """Return the first rank of every stage, and after the last one the total; () where stages have equally many. `positions`: ranks that
+    share the positions of a sample.
 
     >>> begins_of(((2, 1), (1, 1))), begins_of(((2, 1), (1, 2)))
     ((0, 2, 3), ())

@@ -1,4 +1,4 @@
-"""The one-line layout that a person writes: `data=2 tensor=2 pipeline=2 microbatches=4 schedule=1f1b zero=1`."""
+"""Layout: the parallel configuration as a person writes it, `data=2 tensor=2 pipeline=2 microbatches=4 schedule=1f1b zero=1`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 _words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
-# What other programs call a key.
+# Names of keys in other programs.
 OTHER_NAMES = {
     "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
     "ep": "expert", "cp": "context", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches",
@@ -66,31 +66,30 @@ class Layout:
     """Sizes of every axis and the choices that go with them.
 
     `chunks`: stages of each pipeline rank (interleaved, breadth-first; of zb-v always 2). `expert`: data replicas among which the experts
-    of a layer are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`:
-    by size, as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
+    of a layer are distributed. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that reduces gradients;
+    `auto`: by size, as in the plan. `recompute` and `offload`: a `Residency`. `compress`: gradient compression, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
-    `servers`: replicas that also hold and update the weights, a part of them each, for all; 0: every replica does so for itself.
-    `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
-    `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
-    gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `ulysses:2+ring`: heads are exchanged
-    by two ranks side by side, and keys go round from two to two (without a number by as many as there are heads for); `auto`: of the first
-    two what moves fewer bytes. Alone a rank has all.
-    `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
-    `channel`: ranks that share the channels and filters of convolutions, and whatever reads or makes these.
-    `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
-    `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`), the replicas of one branch (`data`), or the
+    `servers`: replicas that are parameter servers as well, for a shard of the weights each; 0: every replica updates its own weights.
+    `grid`: rows, columns and depth of the tensor ranks, if not a line; `tensor` is their number. Both print as `tensor=2x2`.
+    `context`: ranks that share a sequence, each with a shard of its positions. `attention`: how they attend to one another's, by
+    gathering all keys, by exchanging positions for heads (`ulysses`), by passing keys around (`ring`); `ulysses:2+ring`: two adjacent ranks
+    exchange heads, and keys are passed around between such pairs (no number: as many as there are heads for); `auto`: fewest bytes.
+    `spatial`: ranks that share an image, each with a shard of its positions: `4` of the outermost dimension, `2x2` of height and width.
+    `channel`: ranks that share the channels and filters of convolutions, and the operators that read or write these.
+    `branch`: ranks of a replica that share its samples, each of which runs some of the model's parallel branches on all of them.
+    `neighbours`: whose ranks are adjacent, those of one replica's branches (`branch`), the replicas of one branch (`data`), or the
     stages of one replica's pipeline (`pipeline`).
-    `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
-    predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
+    `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (CPUs only); `auto`: if a plan
+    predicts that it pays, which then has `on`. Without a pipeline it has no effect.
     `shares`: the part of every batch that each data replica has, where these differ: `3/2/2/1`.
-    `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
+    `segment`: layers that `recompute=full` recomputes together, of which only the input of the first is saved.
     `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
     something else.
-    `compile`: whether what torch computes between collectives is compiled, stage by stage, which takes a minute or more at the start.
-    `split`: whether every microbatch has the layout's data x context, or, by its length, whichever of the same ranks takes least time.
-    `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
-    `begins`: of stages with unlike numbers of ranks the first rank of each, and the number of all, as `inner` says them.
+    `compile`: whether torch's computation between collectives is compiled, stage by stage, which takes a minute or more at the start.
+    `split`: whether every microbatch has the layout's data x context, or, by its length, the fastest split of the same ranks.
+    `actions`: text of a custom schedule, whatever its file contains by now; empty for a named one.
+    `begins`: of stages with unequal numbers of ranks (`inner`) the first rank of each, and the total.
     """
 
     data: int = 1
@@ -145,7 +144,7 @@ class Layout:
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
-            object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
+            object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # canonical form
             _refuse(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
             _refuse(refuse_scaled(self.compress, self.precision))
         self._check_shares()
@@ -158,7 +157,7 @@ class Layout:
                 raise LayoutError(f"{key}={getattr(self, key)}; it counts something, so use {key}=1 or more")
 
     def _check_grid(self) -> None:
-        """A grid says how many tensor ranks there are."""
+        """Set `tensor` from a grid."""
         if not self.grid:
             return
         tensor, grid = checked_grid(self.grid, self.tensor)
@@ -170,7 +169,7 @@ class Layout:
             )
 
     def _check_words(self) -> None:
-        """Words must be known ones; without a pipeline nobody lends."""
+        """Refuse unknown words, and normalise keys that have no effect in this layout."""
         named = "1f1b" if self.actions else self.schedule
         _refuse(refuse_words((named, *_words_of(self))))
         if (self.neighbours == DATA and self.branch == 1) or (self.neighbours == PIPELINE and self.pipeline == 1):
@@ -180,7 +179,7 @@ class Layout:
         object.__setattr__(self, "attention", attention_of(self.attention, self.context))
 
     def _check_chunks(self) -> None:
-        """Chunks are what the schedule has; 1 says nothing."""
+        """Set the chunks that the schedule has; 1 is a default."""
         chunks = chunks_of(self.schedule, self.chunks) if self.program is None else -(-self.program.num_stages // self.pipeline)
         if self.chunks == 1:
             object.__setattr__(self, "chunks", chunks)
@@ -194,7 +193,7 @@ class Layout:
         residency = self.residency
         for choice in (residency.recompute, residency.offload):
             if choice.picks:
-                object.__setattr__(self, choice.key, str(choice))  # in one form
+                object.__setattr__(self, choice.key, str(choice))  # canonical form
             if len(choice.counts) not in (0, 1, self.num_stages):
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
@@ -202,7 +201,7 @@ class Layout:
         _refuse(refuse_segment(residency, self.zero))
 
     def _check_custom(self) -> None:
-        """A schedule of the user's own is for the ranks and microbatches; a named one has no actions."""
+        """Check a custom schedule against the ranks and microbatches; a named one has no actions."""
         if self.schedule in SCHEDULES:
             object.__setattr__(self, "actions", "")
             return
@@ -214,17 +213,17 @@ class Layout:
             raise LayoutError(f'schedule={self.schedule} is a file, which has not been read; Layout.parse("schedule={self.schedule}") does')
 
     def _check_shares(self) -> None:
-        """Shares are in lowest terms, and with nothing that takes equal pieces of replicas' samples."""
+        """Reduce shares to lowest terms, and refuse keys that need equal samples on all replicas."""
         if not self.shares:
             return
         object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
         set_keys = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
         if self.shares and any(set_keys.values()):
-            other = next(f"{key}={getattr(self, key)}" for key, is_so in set_keys.items() if is_so)
-            raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
+            conflict = next(f"{key}={getattr(self, key)}" for key, is_so in set_keys.items() if is_so)
+            raise LayoutError(f"shares={self.shares} with {conflict}, which needs equal samples on all replicas; leave one out")
 
     def _check_inner(self) -> None:
-        """Stages of different inner layouts: `data` and `tensor` are then the first one's."""
+        """Check stages of different arrangements; `data` and `tensor` are then the first one's."""
         if not self.inner:
             return
         if self.grid:
@@ -248,18 +247,18 @@ class Layout:
 
     @property
     def inner_sizes(self) -> Inner:
-        """(data, tensor) of every place of the pipeline."""
+        """Return (data, tensor) of every pipeline position."""
         return parse_inner(self.inner) if self.inner else ((self.data, self.tensor),) * self.pipeline
 
     def of_stage(self, stage: int) -> Layout:
-        """The layout as one stage has it: its own `data` and `tensor`."""
+        """Return the layout of one stage: with its own `data` and `tensor`."""
         if not self.inner:
             return self
         data, tensor = self.inner_sizes[stage]
         return replace(self, data=data, tensor=tensor, inner="")
 
     def mesh_of(self, rank: int) -> Mesh:
-        """The mesh as a rank's own stage arranges it."""
+        """Return the mesh as a rank's own stage arranges it."""
         if not self.inner:
             return self.mesh
         stage = bisect_right(self.begins, rank) - 1 if self.begins else rank // self.stage_ranks
@@ -267,51 +266,51 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Samples are divided among so many: the `data` of the stage that has most, and ranks of branches."""
+        """Number of replicas that the samples are divided among: the `data` of the stage that has most, and branch ranks."""
         return max(data for data, _ in self.inner_sizes) * self.branch
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The share of every replica; () where all are equal."""
+        """Return the share of every replica; () where all are equal."""
         return parse_shares(self.shares, self.data)
 
     @property
     def residency(self) -> Residency:
-        """Which layers are computed again in backward, and which lie on the host until then."""
+        """Return which layers are recomputed in backward, and which are offloaded to the host until then."""
         return Residency.parse(self.recompute, self.offload, self.segment)
 
     @property
     def repeats_layers(self) -> bool:
-        """Whether layers, some or all, are computed again in backward."""
+        """Return whether layers, some or all, are recomputed in backward."""
         return self.recompute.startswith("full")
 
     @property
     def moves_layers(self) -> bool:
-        """Whether activations of layers, some or all, lie on the host until their backward."""
+        """Return whether activations of layers, some or all, are offloaded to the host until their backward."""
         return self.offload.startswith(("activations", "all"))
 
     @property
     def moves_optimizer(self) -> bool:
-        """Whether the optimizer's state lies on the host, and updates there."""
+        """Return whether the optimizer's state is offloaded to the host, and updates there."""
         return self.offload.startswith(("optimizer", "all"))
 
     @property
     def program(self) -> Program | None:
-        """What its ranks do, where the schedule is one of the user's own."""
+        """Return the program of a custom schedule; None for a named one."""
         return custom_program(self.schedule, self.actions) if self.actions else None
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, `chunks` on every rank of it; of a schedule of one's own those that it computes."""
+        """Number of pipeline stages, `chunks` on every rank; of a custom schedule those that it computes."""
         return self.pipeline * self.chunks if self.program is None else self.program.num_stages
 
     def with_schedule(self, name: str, actions: str) -> Layout:
-        """The same under a schedule of the user's own, which a file called `name` says."""
+        """Return the layout under a custom schedule, from a file called `name`."""
         check_name(name, SCHEDULES)
         return replace(self, schedule=name, actions=actions, chunks=1)
 
     def with_microbatches(self, count: int) -> Layout:
-        """The same with so many microbatches; a schedule of one's own, which is for a number, without those behind."""
+        """Return the layout with so many microbatches; a custom schedule, which is for one number, without the later ones."""
         actions = self.actions
         if self.program is not None and count != self.microbatches:
             actions = str(fewer(self.program, count))
@@ -323,11 +322,11 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage; of the first, where they differ."""
+        """Number of ranks of one pipeline stage; of the first, where they differ."""
         return self.replica_ranks * self.data
 
     def span(self, place: int) -> tuple[int, int]:
-        """The first rank of a place of the pipeline, of stages that lie one after another, and behind its last.
+        """Return the first rank of a pipeline position, where stages follow one another, and the rank after its last.
 
         >>> Layout.parse("pipeline=2 inner=2x1/1x1").span(1)
         (2, 3)
@@ -338,27 +337,28 @@ class Layout:
 
     @property
     def stage_stride(self) -> int:
-        """How far apart the ranks of one stage and the next lie."""
+        """Distance between the ranks of one stage and the next."""
         return self.replica_ranks if self.neighbours == PIPELINE else self.stage_ranks
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks of one pipeline stage that share their samples."""
+        """Number of ranks of one pipeline stage that share their samples."""
         return self.tensor * self.channel * self.position_ranks * self.branch
 
     @property
     def position_ranks(self) -> int:
-        """Ranks of one pipeline stage that share the positions of their samples, of a sequence or an image."""
+        """Number of ranks of one pipeline stage that share the positions of their samples, of a sequence or an image."""
         return self.context * spatial_ranks(self.spatial)
 
     @property
     def mesh(self) -> Mesh:
-        """Pipeline outermost, since it talks least, unless its stages are to be neighbours; tensor innermost, since it talks most."""
+        """Return the mesh: pipeline outermost, with the least traffic, unless its stages are neighbours; tensor innermost, with the
+        most."""
         return Mesh(self.axes, self.begins)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes with their sizes, outermost first. Replicas that have experts of their own lie along two axes.
+        """Return the mesh's axes with their sizes, outermost first. With expert parallelism replicas are along two axes.
 
         >>> Layout(data=4, expert=2).axes
         (('pipeline', 1), ('data', 2), ('expert', 2), ('tensor', 1))
@@ -372,20 +372,20 @@ class Layout:
 
     @property
     def local_statistics(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks take statistics of batch norm over samples of their own."""
+        """Return the mesh axes along which ranks compute batch-norm statistics over their own samples."""
         return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" and self.data > 1 else ()
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
-        """The replicas that hold the weights for all."""
+        """Return the replicas that are parameter servers."""
         return server_ranks(self.data, self.servers)
 
     def replica_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's replica."""
+        """Return the ranks of a rank's replica."""
         return self.mesh.group(rank, *(axis for axis, _ in self.axes if axis != DATA))
 
     def servers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the weights of a rank for all replicas: of each server's replica the one with the same place in it.
+        """Return the ranks that hold the weights of a rank for all replicas: in each server's replica the rank at the same position.
 
         >>> Layout(data=2, tensor=2, servers=1).servers_of(3)
         (1,)
@@ -395,12 +395,12 @@ class Layout:
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
+        """Number of ranks of one pipeline stage that hold the same weights, and among which ZeRO divides state."""
         return self.data * self.position_ranks * self.branch
 
     @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh axes of the ranks that share their samples, with their sizes, outermost first.
+        """Return the mesh axes of the ranks that share their samples, with their sizes, outermost first.
 
         >>> Layout.parse("spatial=2x2").inner_axes
         (('height', 2), ('width', 2), ('tensor', 1))
@@ -412,7 +412,7 @@ class Layout:
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh axes of the tensor ranks with their sizes, outermost first: `tensor`, or those of a grid.
+        """Return the mesh axes of the tensor ranks with their sizes, outermost first: `tensor`, or those of a grid.
 
         >>> Layout(tensor=4).tensor_axes, Layout.parse("tensor=2x2").tensor_axes
         ((('tensor', 4),), (('rows', 2), ('columns', 2)))
@@ -420,7 +420,7 @@ class Layout:
         return axes_of(self.tensor, self.grid)
 
     def __str__(self) -> str:
-        """Axis sizes always, the rest where it differs from the default; `Layout.parse` reads it back."""
+        """Return axis sizes always, the rest where it differs from the default; `Layout.parse` reads it back."""
         always = ("data", "tensor", "pipeline")
         parts = []
         for key in KEYS:
@@ -433,10 +433,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, files: Mapping[str, str] | None = None) -> Layout:
-        """Read `key=value` words; keys not given keep their defaults.
+        """Parse `key=value` words; keys not given keep their defaults.
 
         Args:
-            files: what files of actions say, by name; a schedule that is a file and is none of these is read from it.
+            files: texts of files of actions, by name; a schedule that names another file is read from it.
 
         Raises:
             LayoutError: an unknown key (names the nearest), a key given twice, a value of the wrong type. UsageError: a file that cannot
@@ -452,8 +452,8 @@ class Layout:
             if not eq or not value:
                 raise LayoutError(f"layout word {word!r} is not key=value; for example data=2")
             if key not in types:
-                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, tuple(types))
-                raise LayoutError(f"unknown layout key {key}{near}; known: {', '.join(types)}")
+                suggestion = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, tuple(types))
+                raise LayoutError(f"unknown layout key {key}{suggestion}; known: {', '.join(types)}")
             if key in words:
                 raise LayoutError(f"layout key {key} is given twice")
             if key == "tensor" and "x" in value:
@@ -467,7 +467,7 @@ class Layout:
         return cls(**words, actions=actions_of(str(words.get("schedule", "")), files))  # type: ignore[arg-type]
 
 
-KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "begins"))  # what a person writes
+KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "begins"))  # those that a person writes
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
 
 
@@ -478,17 +478,17 @@ def _refuse(reason: str) -> None:
 
 @cache
 def refuse_words(words: tuple[str, ...]) -> str:
-    """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
-    layouts of the same few words.
+    """Return why one of the `words` for the keys of `CHOICES`, in their order, is invalid; empty where none is. Cached, since a search
+    builds thousands of layouts of the same few words.
 
     >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off", "fixed"))
     'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, float16, float8, float64'
     """
-    return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")
+    return next((reason for key, word in zip(CHOICES, words, strict=True) if (reason := refuse_word(key, word))), "")
 
 
 def refuse_word(key: str, word: str) -> str:
-    """Why a word is no choice for a key of `CHOICES`; empty where it is.
+    """Return why a word is invalid for a key of `CHOICES`; empty where it is valid.
 
     >>> refuse_word("sequence_parallel", "om")
     'sequence_parallel=om is unknown (did you mean on?); use one of off, on'

@@ -1,8 +1,8 @@
-"""Cores of ranks that wait, lent to those that compute. In: a program, how much work its stages are. Out: threads of each compute.
+"""Core lending: waiting pipeline ranks lend their CPU cores to ranks that compute. Derives the threads of each compute from a program.
 
-While a pipeline fills and drains some of its ranks wait, and on processors their cores can do the others' work meanwhile (Garcia,
-Corbalan and Labarta 2009, "LeWI": lend when idle). Who waits when is told from the program and the stages' relative work, not from a
-clock, so that every run gives an operator as many threads and its sums come out alike. Not modelled: transfers, copies to the host.
+While a pipeline fills and drains some of its ranks wait, and on CPUs their cores can do the others' work meanwhile (Garcia, Corbalan and
+Labarta 2009, "LeWI": lend when idle). Which ranks wait is derived from the program and the stages' relative work, not from a clock, so that
+every run gives an operator as many threads and its sums are the same. Not modelled: transfers, copies to the host.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from weft.plan.program import Compute, Op, Program, Recv, Send, Value, order
 
 __all__ = ["beside", "threads_of"]
 
-# Times a stage's forward: the gradient of a product is two products.
+# Work in units of a stage's forward: the gradient of a product is two products.
 WORK = {Op.F: 1.0, Op.R: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
-TOUCHES = 0.05  # of a compute: what reaches less far into it is not beside it
+TOUCHES = 0.05  # of a compute, at least, that another overlaps to count as concurrent
 
 
 def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] | None = None) -> tuple[dict[int, frozenset[int]], ...]:
-    """[rank][step of a compute] -> the other ranks that compute at some time of it.
+    """Return [rank][step of a compute] -> the other ranks that compute at some time of it.
 
     Args:
         work: of a stage's forward, in any unit. sizes: of the microbatches against one another, where they are unequal.
@@ -47,27 +47,27 @@ def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] |
             spans[rank][step] = now, clock[rank]
     by_rank: list[dict[int, frozenset[int]]] = []
     for rank, row in enumerate(spans):
-        others = {r: sorted(other.values()) for r, other in enumerate(spans) if r != rank}
-        first = dict.fromkeys(others, 0)
-        mine: dict[int, frozenset[int]] = {}
+        other_spans = {r: sorted(other.values()) for r, other in enumerate(spans) if r != rank}
+        first = dict.fromkeys(other_spans, 0)
+        by_step: dict[int, frozenset[int]] = {}
         for step, (start, end) in row.items():
             margin = TOUCHES * (end - start)
-            met = set()
-            for r, times in others.items():
+            overlapping = set()
+            for r, times in other_spans.items():
                 while first[r] < len(times) and times[first[r]][1] <= start + margin:
                     first[r] += 1
                 if first[r] < len(times) and times[first[r]][0] < end - margin:
-                    met.add(r)
-            mine[step] = frozenset(met)
-        by_rank.append(mine)
+                    overlapping.add(r)
+            by_step[step] = frozenset(overlapping)
+        by_rank.append(by_step)
     return tuple(by_rank)
 
 
 def threads_of(ranks: int, rank_threads: int, positions: int, num_cores: int) -> int:
-    """Threads of a rank while `ranks` ranks of its pipeline compute on its host, itself among them.
+    """Number of threads of a rank while `num_computing` ranks of its pipeline compute on its host, itself among them.
 
     Args:
-        own: threads that each of them has. positions: ranks of the pipeline on the host. cores: of the host, for this pipeline alone.
+        rank_threads: threads of each of them. positions: ranks of the pipeline on the host. num_cores: of the host, for this pipeline.
 
     >>> [threads_of(ranks, 2, 4, 8) for ranks in (1, 2, 3, 4)], threads_of(1, 1, 4, 2)
     ([8, 4, 2, 2], 2)

@@ -1,4 +1,4 @@
-"""A mesh: ranks arranged along named axes. In: axis sizes. Out: coordinates, ranks, groups."""
+"""Device mesh: ranks arranged along named axes, with their coordinates and process groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weft.errors import LayoutError
 class Mesh:
     """Named axes with sizes, outermost (farthest apart) first; ranks count along the last axis fastest.
 
-    `begins`: where stages of the pipeline, then the outermost axis, have unlike numbers of ranks: the first rank of each, and behind the
-    last one the number of all. The other axes are those of one of these stages, and have no place for ranks of stages that differ.
+    `begins`: where pipeline stages (then the outermost axis) have unequal numbers of ranks, the first rank of each, and after the
+    last one the total. The other axes are those of one of these stages; ranks of stages that differ have no coordinates.
 
     >>> mesh = Mesh((("pipeline", 2), ("data", 2), ("tensor", 2)))
     >>> mesh.coordinates(5)
@@ -42,57 +42,57 @@ class Mesh:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Axes along which the ranks of one pipeline stage lie."""
+        """Return the axes within one pipeline stage."""
         return tuple(name for name, _ in self.axes if name != "pipeline")
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        """Number of ranks along `axis`; 1 for an axis that the mesh does not have."""
         return dict(self.axes).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis."""
+        """Return the position of `rank` along every axis."""
         if not 0 <= rank < self.num_ranks:
             raise LayoutError(f"rank {rank} is not one of the mesh's {self.num_ranks} ranks")
         at: dict[str, int] = {}
-        left = rank
+        remaining = rank
         if self.begins:
             at["pipeline"] = bisect_right(self.begins, rank) - 1
-            left -= self.begins[at["pipeline"]]
+            remaining -= self.begins[at["pipeline"]]
         for name, size in reversed(self.axes[bool(self.begins) :]):
-            left, at[name] = divmod(left, size)
-        if self.begins and left:
+            remaining, at[name] = divmod(remaining, size)
+        if self.begins and remaining:
             raise LayoutError(f"rank {rank} is of stage {at['pipeline']}, which has more ranks than {self}")
         return {name: at[name] for name, _ in self.axes}
 
     def rank(self, at: Mapping[str, int]) -> int:
-        """The rank at these coordinates; a missing axis means 0."""
+        """Return the rank at these coordinates; a missing axis means 0."""
         result = 0
         for name, size in self.axes[bool(self.begins) :]:
             result = result * size + at.get(name, 0)
         return result + self.begins[at.get("pipeline", 0)] if self.begins else result
 
     def place(self, rank: int, axes: Sequence[str]) -> int:
-        """Number of `rank` among those along `axes`, counted along the last of them fastest.
+        """Return the index of `rank` among those along `axes`, counted along the last of them fastest.
 
         >>> Mesh((("branch", 2), ("data", 3))).place(4, ("data", "branch"))
         3
         """
-        at, place = self.coordinates(rank), 0
+        at, index = self.coordinates(rank), 0
         for axis in axes:
-            place = place * self.size(axis) + at.get(axis, 0)
-        return place
+            index = index * self.size(axis) + at.get(axis, 0)
+        return index
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, in order; (rank,) where none has a size."""
+        """Return the ranks that differ from `rank` only along `axes`, in order; (rank,) where none has a size."""
         at = self.coordinates(rank)
-        mine = [(name, size) for name, size in self.axes if name in axes]
+        varying = [(name, size) for name, size in self.axes if name in axes]
         return tuple(
-            self.rank({**at, **dict(zip((n for n, _ in mine), place, strict=True))})
-            for place in product(*(range(size) for _, size in mine))
+            self.rank({**at, **dict(zip((n for n, _ in varying), indices, strict=True))})
+            for indices in product(*(range(size) for _, size in varying))
         )
 
     def stage(self, number: int) -> tuple[int, ...]:
-        """The ranks of a stage of the pipeline.
+        """Return the ranks of a stage of the pipeline.
 
         >>> Mesh((("pipeline", 2), ("data", 2)), (0, 2, 3)).stage(1)
         (2,)
@@ -102,5 +102,5 @@ class Mesh:
         return self.group(self.rank({"pipeline": number}), *self.inside)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`: a partition of the ranks."""
+        """Return all groups along `axes`: a partition of the ranks."""
         return tuple(sorted({self.group(rank, *axes) for rank in range(self.num_ranks)}))

@@ -1,7 +1,7 @@
-"""How many samples every microbatch has, and each replica of it. In: samples of a batch, a layout. Out: sizes.
+"""Sizes of microbatches: the number of samples of each, and of each replica in it, from the samples of a batch and a layout.
 
-Microbatches differ by one sample of each replica at most, the larger ones first; what does not divide over the replicas is in one of them.
-A microbatch's loss counts by its samples, so that the step is that of the mean over the whole batch.
+Microbatches differ by at most one sample of each replica, the larger ones first; samples that do not divide over the replicas are in one of
+them. A microbatch's loss is weighted by its samples, so that the step is that of the mean over the whole batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.plan.schedule_sizes import sizes_of
 
 
 def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1, shares: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Samples of each microbatch, of all `data` replicas together; with `shares` such as divide in these where the batch does.
+    """Number of samples of each microbatch, of all `data` replicas; with `shares`, multiples of their sum where the batch allows.
 
     >>> microbatch_sizes(10, 1, 4), microbatch_sizes(10, 2, 4), microbatch_sizes(11, 2, 4), microbatch_sizes(16, 4, 2, (3, 2, 2, 1))
     ((3, 3, 2, 2), (4, 2, 2, 2), (4, 3, 2, 2), (8, 8))
@@ -23,20 +23,20 @@ def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1, shares:
     Raises:
         Infeasible: microbatches without a sample for each replica.
     """
-    each = sum(shares) if samples % (sum(shares) * microbatches or 1) == 0 and shares else data
-    base, more = divmod(samples // each, microbatches)
+    unit = sum(shares) if samples % (sum(shares) * microbatches or 1) == 0 and shares else data
+    base, num_larger = divmod(samples // unit, microbatches)
     if base < 1:
         raise Infeasible(
             f"a batch of {samples} samples has {samples // data} for each of data={data}, which are too few for "
             f"microbatches={microbatches}; use microbatches={max(1, samples // data)} or less, or a batch of {data * microbatches} or more"
         )
-    sizes = [each * (base + 1)] * more + [each * base] * (microbatches - more)
-    sizes[more] += samples % each
+    sizes = [unit * (base + 1)] * num_larger + [unit * base] * (microbatches - num_larger)
+    sizes[num_larger] += samples % unit
     return tuple(sizes)
 
 
 def replica_rows(size: int, layout: Layout, replica: int) -> tuple[int, int]:
-    """(the first, how many) of the rows of a microbatch of `size` samples that a replica has.
+    """Return (first row, number of rows) of a replica in a microbatch of `size` samples.
 
     >>> [replica_rows(9, Layout(data=4, shares="3/2/2/1"), i) for i in range(4)]
     [(0, 4), (4, 2), (6, 2), (8, 1)]
@@ -46,7 +46,7 @@ def replica_rows(size: int, layout: Layout, replica: int) -> tuple[int, int]:
 
 
 def replica_sizes(size: int, layout: Layout) -> tuple[int, ...]:
-    """Samples of every replica in a microbatch of `size`.
+    """Number of samples of every replica in a microbatch of `size`.
 
     >>> replica_sizes(7, Layout(data=2))
     (4, 3)
@@ -59,7 +59,7 @@ def _ranges(size: int, layout: Layout) -> tuple[Range, ...]:
 
 
 def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = None) -> int:
-    """The most samples of a microbatch that a replica has; of those from one to another where `replicas` says so.
+    """Number of samples of a microbatch that a replica has at most; of the `replicas` from one to another where given.
 
     >>> most_rows(16, Layout(data=4, shares="3/2/2/1", microbatches=2)), most_rows(16, Layout(data=4, shares="3/2/2/1"), (2, 4))
     (3, 4)
@@ -71,7 +71,7 @@ def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = N
 
 
 def check_equal(samples: int, layout: Layout, why: str) -> None:
-    """Raise Infeasible where replicas would have unequal parts of so many samples, and must not: `why`."""
+    """Raise Infeasible where replicas would have unequal parts of so many samples, and must not, for the given `reason`."""
     data = layout.data
     if layout.shares:
         raise Infeasible(f"{layout}: {why}, so that replicas have equal parts of a batch; leave shares out")
@@ -84,10 +84,10 @@ def check_equal(samples: int, layout: Layout, why: str) -> None:
 
 
 def sizes_of_plan(samples: int, layout: Layout) -> tuple[int, ...]:
-    """As `microbatch_sizes`, for a layout.
+    """Return `microbatch_sizes` for a layout.
 
     Raises:
-        Infeasible: as there; unequal parts of samples that another axis cuts once more.
+        Infeasible: as there; unequal parts of samples that another axis shards once more.
     """
     if layout.expert > 1:
         check_equal(samples, layout, f"expert={layout.expert} cuts those of replicas once more")
@@ -100,13 +100,13 @@ def sizes_of_plan(samples: int, layout: Layout) -> tuple[int, ...]:
 
 
 def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) -> tuple[int, ...]:
-    """As `microbatch_sizes`, of a batch that may be smaller than the layout's own of `batch_size`: then in as few as are no larger, and at
-    least the `fewest` that its schedule runs.
+    """Return microbatch sizes of a batch that may be smaller than the layout's own of `batch_size`: then in as few as are no larger, and at
+    least the `min_microbatches` that its schedule runs.
 
     >>> sizes_of_part(5, Layout(microbatches=4), 12, 1), sizes_of_part(5, Layout(microbatches=4, pipeline=2, schedule="chimera"), 12, 2)
     ((3, 2), (3, 2))
 
-    Of fewer samples than replicas the last replicas have none.
+    With fewer samples than replicas the last replicas have none.
 
     >>> sizes_of_part(1, Layout(data=2), 4, 1)
     (1,)
@@ -114,7 +114,7 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) ->
     (2, 1)
 
     Raises:
-        Infeasible: it is too small for the fewest microbatches, where every replica needs samples (`shares`, `inner`, `expert`).
+        Infeasible: it is too small for that many microbatches, where every replica needs samples (`shares`, `inner`, `expert`).
     """
     sizes = sizes_of_plan(batch_size, layout)
     if samples == batch_size:
@@ -126,13 +126,13 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) ->
 
 
 def num_microbatches(samples: int, most: int, layout: Layout, fewest: int) -> int:
-    """In how many microbatches `samples` run, of `most` at most in each, and at least the `fewest` that the schedule runs."""
+    """Number of microbatches for `samples`, of at most `max_size` in each, and at least the `min_microbatches` that the schedule runs."""
     multiple = sizes_of(layout.schedule).multiple
     return max(fewest, -(-max(1, -(-samples // most)) // multiple) * multiple)
 
 
 def rows_by_replica(rows: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """[microbatch][replica] -> samples, of replicas that have so many `rows` each.
+    """Return [microbatch][replica] -> samples, of replicas that have so many `rows` each.
 
     >>> rows_by_replica([5, 4], 4)
     ((2, 1), (1, 1), (1, 1), (1, 1))

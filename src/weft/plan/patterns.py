@@ -1,8 +1,8 @@
-"""Names of parameters with `*` for layer numbers. In: which parameters are cut, and all names of a model. Out: the same, shorter or longer.
+"""Patterns of parameter names with `*` for layer numbers: shorten a plan's sharded parameters to patterns, and expand them again.
 
-A plan of 48 equal layers says each cut once: `layers.*.mlp.up.weight = 0`. A pattern stands for every name of the model that it
-matches, so it is only used where all of these are cut; layers that are cut otherwise are named after it, and the later entry counts.
-Not modelled: ranges of layers.
+A plan of 48 equal layers has each shard once: `layers.*.mlp.up.weight = 0`. A pattern stands for every name of the model that it matches,
+so it is only used where all of these are sharded; layers that are sharded otherwise are named after it, and the later entry wins. Not
+modelled: ranges of layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})(?:\.\.([0-9]{1,9}))?\}")
 
 
 def pattern_of(name: str) -> str:
-    """The name with `*` for every part that is a number.
+    """Return the name with `*` for every part that is a number.
 
     >>> pattern_of("layers.3.mlp.up.weight"), pattern_of("layers.3.attention/linear")
     ('layers.*.mlp.up.weight', 'layers.*.attention/linear')
@@ -31,13 +31,13 @@ def pattern_of(name: str) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern stands for a name: part by part, `*` for any number."""
+    """Return whether a pattern stands for a name: part by part, `*` for any number."""
     want, have = pattern.split("."), name.split(".")
     return len(want) == len(have) and all(w == h or (w == ANY and h.isdigit()) for w, h in zip(want, have, strict=True))
 
 
 def expand(cuts: Cuts, names: Iterable[str]) -> Cuts:
-    """Patterns written out for the names that the model has; other entries as they are, the later of two winning.
+    """Expand patterns for the names that the model has; other entries as they are, the later of two winning.
 
     >>> expand((("h.*.up", 0), ("head", 1)), ["h.0.up", "h.1.up", "h.1.down", "head"])
     (('h.0.up', 0), ('h.1.up', 0), ('head', 1))
@@ -53,13 +53,13 @@ def expand(cuts: Cuts, names: Iterable[str]) -> Cuts:
 
 
 def expand_all(shards: Iterable[tuple[str, Cuts]], names: Iterable[str]) -> dict[str, Cuts]:
-    """A plan's cuts by axis, with patterns written out for the names that the model has."""
+    """Expand a plan's shards by axis, with patterns written out for the names that the model has."""
     names = list(names)
     return {axis: expand(cuts, names) for axis, cuts in shards}
 
 
 def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
-    """The same cuts with as few entries as patterns allow; `names`: all parameters and buffers of the model.
+    """Shorten shards to as few entries as patterns allow; `names`: all parameters and buffers of the model.
 
     >>> shorten((("h.0.up", 0), ("h.1.up", 0), ("head", 1)), ["h.0.up", "h.1.up", "h.1.down", "head"])
     (('h.*.up', 0), ('head', 1))
@@ -72,31 +72,31 @@ def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
             members.setdefault(pattern, []).append(name)
     patterns: dict[str, int] = {}
     exceptions: dict[str, int] = {}
-    done: set[str] = set()
+    covered: set[str] = set()
     for name in dims:
-        if name in done:
+        if name in covered:
             continue
         best, dim = _widest(name, dims, members)
         patterns[best] = dim
-        meant = members[best] if best != name else [name]
-        exceptions.update((n, dims[n]) for n in meant if dims[n] != dim)
-        done.update(meant)
+        matched = members[best] if best != name else [name]
+        exceptions.update((n, dims[n]) for n in matched if dims[n] != dim)
+        covered.update(matched)
     return (*patterns.items(), *exceptions.items())
 
 
 def _widest(name: str, dims: dict[str, int], members: dict[str, list[str]]) -> tuple[str, int]:
-    """The pattern that says most: all that it matches are cut, most of them along the dimension that comes with it."""
+    """Return the pattern that covers most: all that it matches are sharded, most of them along the dimension that is returned with it."""
     for pattern in _patterns(name):
-        here = [dims.get(n) for n in members.get(pattern, ())]
-        if len(here) > 1 and None not in here:
-            dim, count = Counter(d for d in here if d is not None).most_common(1)[0]
-            if 1 + len(here) - count <= max(1, len(here) // 2):
+        matched_dims = [dims.get(n) for n in members.get(pattern, ())]
+        if len(matched_dims) > 1 and None not in matched_dims:
+            dim, count = Counter(d for d in matched_dims if d is not None).most_common(1)[0]
+            if 1 + len(matched_dims) - count <= max(1, len(matched_dims) // 2):
                 return pattern, dim
     return name, dims[name]
 
 
 def _patterns(name: str) -> list[str]:
-    """Patterns for a name, the widest first: every number, then the first alone (layers of which each has numbered parts)."""
+    """Return patterns for a name, the widest first: every number, then the first alone (layers of which each has numbered parts)."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     sets = [numbers, *([numbers[:1]] if len(numbers) > 1 else [])]
@@ -104,7 +104,7 @@ def _patterns(name: str) -> list[str]:
 
 
 def shorten_sites(sites: Sequence[str]) -> tuple[str, ...]:
-    """Runs of sites whose first number grows evenly as `{from..to}` or `{from..to..step}`; sites with braces of their own stay as they are.
+    """Shorten runs of sites whose first number grows evenly to `{from..to}` or `{from..to..step}`; sites that contain braces stay.
 
     >>> shorten_sites(["layers.2.norm", "layers.4.norm", "layers.6.norm", "head"])
     ('layers.{2..6..2}.norm', 'head')
@@ -136,7 +136,7 @@ def shorten_sites(sites: Sequence[str]) -> tuple[str, ...]:
 
 
 def expand_sites(texts: Sequence[str]) -> tuple[str, ...]:
-    """Sites with ranges written out.
+    """Expand sites with ranges.
 
     >>> expand_sites(["layers.{2..6..2}.norm", "head"])
     ('layers.2.norm', 'layers.4.norm', 'layers.6.norm', 'head')
@@ -158,6 +158,6 @@ def expand_sites(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _numbered(site: str) -> tuple[str, int | None, str]:
-    """A site around its first part that is a number."""
+    """Split a site around its first part that is a number."""
     match = _NUMBER.search(site)
     return (site, None, "") if match is None else (site[: match.start()], int(match[0]), site[match.end() :])

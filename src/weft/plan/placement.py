@@ -1,17 +1,17 @@
-"""How a value lies along one mesh axis, and how its shards are cut.
+"""Placement of a value along one mesh axis (replicated, sharded, partial, ...), and the ranges of its shards.
 
-A placement says two things: what a rank holds of the value, and what it holds of the value's gradient. `dual` swaps the two.
+A placement says two things: what a rank holds of the value, and what it holds of the value's gradient. `dual_of` swaps the two.
 
     placement       written   value on a rank      gradient on a rank   dual
     Replicate       R         whole                whole                Replicate
-    Deferred        +         whole                a summand            Partial
-    Partial         P         a summand            whole                Deferred
-    Shard           S2        a piece, or one of   a piece, or one of   Shard
+    DeferredReduce  +         whole                a summand            Partial
+    Partial         P         a summand            whole                DeferredReduce
+    Shard           S2        a shard, or one of   a shard, or one of   Shard
                               each run             each run
-    Strided         T2        a piece of each run  a piece of each run  Strided
-    Halo            H2        a window of pieces   summands of a window HaloPartial
-    HaloPartial     W2        summands of a window a window of pieces   Halo
-    Owned           O1        whole on rank 1      whole on rank 1      Owned
+    Strided         T2        a shard of each run  a shard of each run  Strided
+    Halo            H2        a window of shards   summands of a window HaloPartial
+    HaloPartial     W2        summands of a window a window of shards   Halo
+    SingleOwner     O1        whole on rank 1      whole on rank 1      SingleOwner
 
 Equal placements are one object: a search compares and hashes them millions of times, at the cost of a pointer.
 """
@@ -28,7 +28,7 @@ Range = tuple[int, int]  # start, stop
 
 
 class Interned:
-    """Values whose equal instances are one: compared and hashed by identity, through copies and pickles too."""
+    """Values whose equal instances are one object: compared and hashed by identity, through copies and pickles too."""
 
     __slots__ = ()
     _instances: ClassVar[dict[tuple[Any, ...], Any]] = {}
@@ -54,7 +54,7 @@ class Replicate(Interned):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred(Interned):
-    """Every rank holds the whole value, but of its gradient a summand, which is summed later or on the way back."""
+    """Every rank holds the whole value, but only a summand of its gradient, reduced later or on the way back."""
 
     def __str__(self) -> str:
         return "+"
@@ -70,11 +70,11 @@ class Partial(Interned):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard(Interned):
-    """Rank i of the axis holds piece i of dimension `dim`: `lengths[i]` entries, or without lengths what `piece` says: as many as the
-    others, or one more on the first ranks. `shard` makes one.
+    """Rank i of the axis holds shard i of dimension `dim`: `lengths[i]` entries, or without lengths those of `even_shard_range`: as many as
+    the others, or one more on the first ranks. Built by `shard`.
 
-    `runs`: the dimension is several runs, and of run k rank i holds `runs[k][i]` entries, so a piece of each, one behind the other:
-    queries, keys and values that one weight makes, gates of a recurrence. `in_runs` makes one.
+    `runs`: the dimension is several runs, and of run k rank i holds `runs[k][i]` entries, so a shard of each, one after another:
+    queries, keys and values of one fused weight, gates of a recurrence. Built by `shard_of_runs`.
     """
 
     dim: int
@@ -82,10 +82,10 @@ class Shard(Interned):
     runs: tuple[tuple[int, ...], ...] = ()
 
     def __new__(cls, dim: int, lengths: tuple[int, ...] = (), runs: tuple[tuple[int, ...], ...] = ()) -> Self:
-        return Interned.__new__(cls, dim, lengths, runs)  # one object, whether or not that there are none is said
+        return Interned.__new__(cls, dim, lengths, runs)  # one object, whether defaults are given or not
 
     def ranges(self, length: int, n: int) -> tuple[Range, ...]:
-        """(start, stop) of every rank's piece of a dimension of `length` where pieces lie in the order of ranks.
+        """Return (start, stop) of every rank's shard of a dimension of `length` where shards are in the order of ranks.
 
         >>> Shard(0, (3, 2)).ranges(5, 2), Shard(1).ranges(4, 2)
         (((0, 3), (3, 5)), ((0, 2), (2, 4)))
@@ -96,17 +96,17 @@ class Shard(Interned):
         return tuple(zip((0, *stops[:-1]), stops, strict=True))
 
     def part(self, length: int, n: int, index: int) -> tuple[int, int]:
-        """(start, length) of the piece of rank `index`, which lies in one place."""
+        """Return (start, length) of the shard of rank `index`, which is contiguous."""
         if self.runs:
-            raise AssertionError(f"a piece of each of {len(self.runs)} runs has no one place")
+            raise AssertionError(f"a shard of each of {len(self.runs)} runs is not contiguous")
         return (sum(self.lengths[:index]), self.lengths[index]) if self.lengths else piece(length, n, index)
 
     def sizes(self, length: int, n: int) -> tuple[int, ...]:
-        """How many entries every rank has."""
+        """Number of entries that every rank has."""
         return tuple(stop - start for start, stop in self.ranges(length, n))
 
     def spans(self, length: int, n: int, index: int) -> tuple[Range, ...]:
-        """(start, stop) of everything that rank `index` has.
+        """Return (start, stop) of all ranges that rank `index` has.
 
         >>> Shard(0).spans(4, 2, 1), in_runs(0, ((2, 2), (1, 1))).spans(6, 2, 1)
         (((2, 4),), ((2, 4), (5, 6)))
@@ -122,7 +122,7 @@ class Shard(Interned):
         return tuple(spans)
 
     def ways(self, n: int) -> int | float:
-        """The whole dimension over its longest piece: n where pieces are equal.
+        """Ratio of the whole dimension to its longest shard: n where shards are equal.
 
         >>> Shard(0, (3, 3, 2)).ways(3), Shard(0).ways(3)
         (2.6666666666666665, 3)
@@ -135,10 +135,10 @@ class Shard(Interned):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strided(Interned):
-    """Dimension `dim` is runs of `size` positions of `inner` entries each: rank i holds piece i of the positions of every run.
+    """Dimension `dim` is runs of `size` positions of `inner` entries each: rank i holds shard i of the positions of every run.
 
-    So lie positions of a sequence where samples and positions are one dimension. `zigzag`: a rank's piece is one from the front and one
-    from the back (`zigzag`), so that where positions see those before them all ranks see as much.
+    For positions of a sequence where samples and positions are one dimension. `zigzag`: a rank's shard is a range from the front and one
+    from the back (`zigzag_ranges`), which balances the work of causal attention.
     """
 
     dim: int
@@ -147,11 +147,11 @@ class Strided(Interned):
     zigzag: bool
 
     def run(self, n: int) -> Shard:
-        """How the positions of a run are cut, in the order of ranks."""
+        """Return the shard of a run's positions, in the order of ranks."""
         return shard(self.dim, self.size, n)
 
     def ways(self, n: int) -> int | float:
-        """The whole dimension over the longest piece."""
+        """Ratio of the whole dimension to the longest shard."""
         return self.run(n).ways(n)
 
     def __str__(self) -> str:
@@ -197,47 +197,47 @@ R, D, P = Replicate(), Deferred(), Partial()
 
 
 def is_shard(placement: Placement | None) -> TypeGuard[Shard]:
-    """Whether ranks hold pieces."""
+    """Return whether ranks hold shards."""
     return type(placement) is Shard
 
 
 def is_piece(placement: Placement | None) -> TypeGuard[Shard | Strided]:
-    """Whether ranks hold pieces, in whatever order, each entry once."""
+    """Return whether ranks hold shards, in any order, each entry once."""
     return type(placement) is Shard or type(placement) is Strided
 
 
 def is_halo(placement: Placement | None) -> TypeGuard[Halo]:
-    """Whether ranks hold windows of pieces."""
+    """Return whether ranks hold windows of shards."""
     return type(placement) is Halo
 
 
 def is_full(placement: Placement) -> bool:
-    """Whether every rank holds the whole value."""
+    """Return whether every rank holds the whole value."""
     return placement is R or placement is D
 
 
 def is_cut(placement: Placement | None) -> TypeGuard[Shard | Strided | Halo]:
-    """Whether ranks hold pieces, or windows of them."""
+    """Return whether ranks hold shards, or windows of them."""
     return type(placement) is Shard or type(placement) is Strided or type(placement) is Halo
 
 
 def is_owned(placement: Placement | None) -> TypeGuard[Owned]:
-    """Whether one rank holds the value."""
+    """Return whether a single rank holds the value."""
     return type(placement) is Owned
 
 
 def hands_summands(placement: Placement | None) -> bool:
-    """Whether a gradient that comes back through this form is a rank's summand of the whole one."""
+    """Return whether a gradient that comes back through this placement is a rank's summand of the whole one."""
     return placement is D or is_cut(placement) or is_owned(placement)
 
 
 def crossing(placement: Placement) -> Placement:
-    """How a value goes from one pipeline stage to another: summands are summed, and pieces of several runs put together."""
+    """Return the placement in which a value is sent to another pipeline stage: partial sums reduced, shards of several runs gathered."""
     return R if placement is P or (is_shard(placement) and placement.runs) else placement
 
 
 def dual(placement: Placement) -> Placement:
-    """The placement of the gradient of a value that lies so.
+    """Return the placement of the gradient of a value with this placement.
 
     >>> str(dual(D)), str(dual(Shard(1)))
     ('P', 'S1')
@@ -255,7 +255,7 @@ def dual(placement: Placement) -> Placement:
 
 
 def halo(dim: int, size: int, windows: Sequence[Range]) -> Shard | Halo:
-    """The placement in which rank i reads `windows[i]`, clipped to the dimension; a shard where these are just the pieces.
+    """Return the placement in which rank i reads `windows[i]`, clipped to the dimension; a `Shard` where these are just the shards.
 
     >>> halo(2, 8, [(-1, 5), (3, 9)]).windows, str(halo(2, 8, [(0, 4), (4, 8)]))
     (((0, 5), (3, 8)), 'S2')
@@ -265,7 +265,7 @@ def halo(dim: int, size: int, windows: Sequence[Range]) -> Shard | Halo:
 
 
 def in_runs(dim: int, runs: Sequence[tuple[int, ...]]) -> Shard:
-    """A piece of each run: of run k, `runs[k][i]` entries for rank i.
+    """Return the placement with a shard of each run: of run k, `runs[k][i]` entries for rank i.
 
     >>> in_runs(0, ((3, 2), (2, 2))).lengths, in_runs(0, ((2, 2),)) is Shard(0)
     ((5, 4), True)
@@ -276,8 +276,8 @@ def in_runs(dim: int, runs: Sequence[tuple[int, ...]]) -> Shard:
 
 @cache
 def shard(dim: int, length: int, n: int, unit: int = 1, shares: tuple[int, ...] = ()) -> Shard:
-    """Pieces of a dimension of `length` over n ranks, in whole units of so many entries: equal ones, or one unit longer on the first ranks
-    where it must be; in these `shares` where there are some.
+    """Shard a dimension of `length` over n ranks, in whole units of so many entries: equally, or one unit longer on the first ranks where
+    it must be; in these `shares` where given.
 
     >>> shard(0, 512, 3, 64).lengths, shard(0, 512, 4, 64).lengths, shard(0, 16, 2, 2, (3, 1)).lengths
     ((192, 192, 128), (), (12, 4))
@@ -288,19 +288,18 @@ def shard(dim: int, length: int, n: int, unit: int = 1, shares: tuple[int, ...] 
 
 
 def apportioned(units: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """So many units in these shares, one at least for each: whole numbers, of which those that lose most by rounding get one more (the
-    largest remainders; Hamilton's method), the first of equals.
+    """Apportion so many units in these shares, at least one each, by largest remainders (Hamilton's method), the first of equals.
 
     >>> apportioned(8, (3, 2, 2, 1)), apportioned(8, (1, 1, 1)), apportioned(4, (9, 1, 1))
     ((3, 2, 2, 1), (3, 3, 2), (2, 1, 1))
     """
     total = sum(shares)
     counts = [max(1, units * share // total) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: (counts[i] * total - units * shares[i], i))  # who is owed most comes first
+    order = sorted(range(len(shares)), key=lambda i: (counts[i] * total - units * shares[i], i))  # largest remainder first
     missing = units - sum(counts)
-    for turn in range(max(0, missing)):
-        counts[order[turn % len(order)]] += 1
-    for _ in range(max(0, -missing)):  # what the least were given is taken from those that have most beyond theirs
+    for k in range(max(0, missing)):
+        counts[order[k % len(order)]] += 1
+    for _ in range(max(0, -missing)):  # minimum units are taken from those with the largest excess
         most = max((i for i, count in enumerate(counts) if count > 1), key=lambda i: counts[i] * total - units * shares[i], default=None)
         if most is None:
             break
@@ -309,13 +308,13 @@ def apportioned(units: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def piece(length: int, num_pieces: int, index: int) -> tuple[int, int]:
-    """(start, length) of piece `index`: the first `length % num_pieces` pieces are one longer."""
+    """Return (start, length) of shard `index`: the first `length % num_shards` shards are one longer."""
     base, extra = divmod(length, num_pieces)
     return index * base + min(index, extra), base + (index < extra)
 
 
 def pieces(length: int, num_pieces: int) -> tuple[Range, ...]:
-    """(start, stop) of every piece.
+    """Return (start, stop) of every shard.
 
     >>> pieces(5, 2)
     ((0, 3), (3, 5))
@@ -326,8 +325,8 @@ def pieces(length: int, num_pieces: int) -> tuple[Range, ...]:
 
 @cache
 def zigzag(length: int, num_pieces: int) -> tuple[tuple[Range, Range], ...]:
-    """Of every rank the two ranges of positions that it has: rank i the i-th from the front and the i-th from the back, as many together
-    as `piece` gives it.
+    """Return the two ranges of positions of every rank: rank i has the i-th from the front and the i-th from the back, as many together as
+    `even_shard_range` gives it.
 
     >>> zigzag(8, 2), zigzag(7, 2)
     ((((0, 2), (6, 8)), ((2, 4), (4, 6))), (((0, 2), (5, 7)), ((2, 4), (4, 5))))
@@ -342,7 +341,7 @@ def zigzag(length: int, num_pieces: int) -> tuple[tuple[Range, Range], ...]:
 
 
 def positions_of(placement: Shard | Strided, length: int, num_pieces: int, index: int) -> tuple[Range, ...]:
-    """The ranges of positions that a rank holds, of a run of them; `length`: of a shard's dimension.
+    """Return the ranges of positions that a rank holds, of a run of them; `length`: of a shard's dimension.
 
     >>> positions_of(Shard(1), 5, 2, 1), positions_of(Strided(0, 8, 1, True), 16, 2, 0)
     (((3, 5),), ((0, 2), (6, 8)))

@@ -1,4 +1,4 @@
-"""`Plan`: the decision. Layout, where stages begin, how parameters are cut, and what was predicted, with the reasons."""
+"""Plan: the decision. Layout, where stages begin, how parameters are sharded, and what was predicted, with the reasons."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.plan.splits import Splits
 from weft.units import format_seconds
 
 FORMAT_VERSION = 1
-BUCKET_BYTES = 25 << 20  # gradients are summed in pieces of this size, as DistributedDataParallel does (Li et al., VLDB 2020)
+BUCKET_BYTES = 25 << 20  # gradients are reduced in buckets of this size, as in DistributedDataParallel (Li et al., VLDB 2020)
 FIRST_BUCKET_BYTES = 1 << 20
 
 
 def bucket_alone(size_bytes: float) -> float:
-    """Bytes of a bucket of gradients of `size_bytes` that nobody else sums: they are there twice while they are collected.
+    """Bytes of a bucket of gradients of `size_bytes` that nobody else reduces: they exist twice while they are collected.
 
     >>> [int(bucket_alone(mib << 20)) >> 20 for mib in (8, 64, 4096)]
     [1, 4, 25]
@@ -30,7 +30,7 @@ def bucket_alone(size_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest device, by what they hold."""
+    """Bytes on the fullest device, by category."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -45,8 +45,8 @@ class Memory:
 
     @property
     def copies(self) -> float:
-        """The most that copies of another host's state take besides, where hosts are several and no replica is on another: what is sent,
-        and twice what comes.
+        """Bytes for buddy copies of another host's state at most, where there are several hosts and no replica is on another: the message,
+        and twice what is received.
 
         >>> Memory(parameters=4.0, gradients=4.0, optimizer=8.0).copies
         36.0
@@ -55,8 +55,8 @@ class Memory:
 
     @property
     def saving(self) -> float:
-        """The most bytes of a rank's host, beside all this, that hold the copy of its state which is written while training goes on
-        (`run.save = "async"`): less where replicas have the same state, which one of them writes.
+        """Bytes of host memory a rank, at most, for the snapshot of its state that is written while training goes on (`run.save =
+        "async"`): less where replicas hold the same state, which one of them writes.
 
         >>> Memory(parameters=4.0, gradients=4.0, optimizer=8.0).saving
         12.0
@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one step costs: seconds, bytes on the fullest device, model FLOPs utilisation (0 to 1).
+    """Predicted cost of one step: seconds, bytes on the fullest device, model FLOPs utilisation (0 to 1).
 
     `parts` splits `step_time_s` by cause: compute, tensor, pipeline, gradients, optimizer, overhead.
     """
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def spent(self) -> str:
-        """The step and where its time goes, in words; parts below half a per cent are left out.
+        """Describe the step time and its parts in words; parts below half a per cent are left out.
 
         >>> Prediction(2.0, 0.5, 1.0, Memory(), (("compute", 1.5), ("pipeline", 0.5), ("optimizer", 0.0))).spent
         '2.00 s: compute 1.50 s, pipeline 500 ms'
@@ -99,12 +99,12 @@ class Candidate:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """How to train `model` on `cluster`, `batch_size` samples a step.
+    """Plan to train `model` on `cluster`, `batch_size` samples a step.
 
     `stages`: site of the first operator of every stage after the first (pipeline x chunks - 1 of them).
-    `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is cut).
+    `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is sharded).
     The placement of everything else follows from these by propagation.
-    `sums`: what `all_reduce=auto` is for how many bytes of gradients. `splits`: what `split=lengths` chooses by.
+    `sums`: the algorithms of `all_reduce=auto` by bytes of gradients. `splits`: the prices that `split=lengths` compares.
     """
 
     layout: Layout
@@ -116,9 +116,9 @@ class Plan:
     prediction: Prediction | None = None
     reasons: tuple[tuple[str, str], ...] = ()  # (axis or choice, why)
     candidates: tuple[Candidate, ...] = ()
-    replicated_operators: tuple[str, ...] = ()  # sites whose operator has no rule
+    replicated_operators: tuple[str, ...] = ()  # sites of operators without a rule
     uncaptured: str = ""  # why the model could not be captured; then only data and zero apply
-    bucket_bytes: int = 0  # gradients are summed in pieces of this size; 0 is `BUCKET_BYTES`
+    bucket_bytes: int = 0  # gradients are reduced in buckets of this size; 0 is `BUCKET_BYTES`
     bound_gap: float | None = None  # the step against a proven lower bound: 0.05 is 5 % above; None where nothing is proven
     planning_time_s: float = field(default=0.0, compare=False)
     sums: Choices = field(default_factory=Choices)
@@ -142,9 +142,8 @@ class Plan:
 
     @property
     def protection(self) -> float:
-        """Bytes of a rank's host, beside the memory of its device, that keep its state twice (`run.protect = "memory"`): weights, and of
-        optimizer state that replicas hold alike its part; and twice its gradients where a step is long enough to be gone on with. 0 where
-        nothing is predicted.
+        """Bytes of host memory a rank, besides its device's memory, for two snapshots of its state (`run.protect = "memory"`): weights, its
+        part of optimizer state that replicas share; and of its gradients where a step is long enough to be resumed. 0 without a prediction.
 
         >>> memory = Memory(parameters=4.0, gradients=4.0, optimizer=8.0)
         >>> [Plan(Layout(data=2, zero=zero), "m", "c", 4, prediction=Prediction(0.1, 0, 0, memory)).protection for zero in (0, 1)]
@@ -153,24 +152,24 @@ class Plan:
         if self.prediction is None:
             return 0.0
         memory, step_s, layout = self.prediction.memory, self.prediction.step_time_s, self.layout
-        every, count = keeps_every(memory.gradients / COPIED, step_s / layout.microbatches), layout.microbatches
-        keeps = step_s >= WORTH_S and every < count and not (self.uncaptured or layout.staleness or layout.servers)
+        interval, count = keeps_every(memory.gradients / COPIED, step_s / layout.microbatches), layout.microbatches
+        has_snapshots = step_s >= WORTH_S and interval < count and not (self.uncaptured or layout.staleness or layout.servers)
         sharing = 1 if layout.zero or layout.servers else min(data for data, _ in layout.inner_sizes)
-        return 2 * (memory.parameters + memory.optimizer / sharing + (memory.gradients if keeps else 0.0))
+        return 2 * (memory.parameters + memory.optimizer / sharing + (memory.gradients if has_snapshots else 0.0))
 
     @property
     def all_reduce(self) -> Choices:
-        """The algorithm that sums gradients, by bytes."""
+        """Return the all-reduce algorithms for gradients, by bytes."""
         return self.sums if self.layout.all_reduce == AUTO else Choices(above=self.layout.all_reduce)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Samples of each microbatch, all data replicas together."""
+        """Number of samples of each microbatch, all data replicas together."""
         return sizes_of_plan(self.batch_size, self.layout)
 
 
 def check_uncaptured(layout: Layout, why: str) -> None:
-    """Raise Infeasible where a layout divides more than samples and what is kept of weights, of a model that was not captured: `why`."""
+    """Raise Infeasible where a layout of a model that was not captured, for the given `reason`, has more than data parallelism and ZeRO."""
     no_layers = "its layers are not known"
     refused = {
         "only data and zero apply; use tensor=1 pipeline=1 with one stage a rank": layout.replica_ranks > 1 or layout.num_stages > 1,

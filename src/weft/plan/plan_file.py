@@ -1,7 +1,7 @@
-"""`Plan` as a short TOML file that a person can read and edit, and back.
+"""Plan files: write a `Plan` as a short TOML file that a person can read and edit, and read it back.
 
-In: a `Plan`, or text. Out: the other; what is read equals what was written. Reading is strict: an unknown key, a wrong
-type or a newer format is refused with the line, never ignored. Sizes are bytes, times are seconds.
+A plan that is read equals the one that was written. Reading is strict: an unknown key, a wrong type or a newer format is refused with the
+line, never ignored. Sizes are bytes, times are seconds.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ _WORDS = {
     "pipeline": "stages, one after another",
     "microbatches": "parts of a replica's batch, one after another",
     "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}, or a file of actions",
-    "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
-    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0-6+h.8",
-    "segment": "layers that recompute=full repeats together, keeping only what enters the first",
+    "zero": "state sharded over replicas: 0 none, 1 optimizer state, 2 gradients too, 3 weights too",
+    "recompute": f"activations recomputed in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0-6+h.8",
+    "segment": "layers that recompute=full recomputes together, saving only the input of the first",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
     "threads": "cores of each rank; 0 is an equal share",
     "chunks": "stages of each rank, where the schedule takes any number",
-    "expert": "replicas among which the experts of a layer are spread",
-    "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
-    "sample_parallel": f"samples cut over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
-    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0-6+h.8",
-    "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
+    "expert": "replicas among which the experts of a layer are distributed",
+    "sequence_parallel": f"norms and residuals sharded along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
+    "sample_parallel": f"samples sharded over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
+    "offload": f"offloaded to the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0-6+h.8",
+    "all_reduce": f"how gradients are reduced: {', '.join(CHOICES['all_reduce'])}",
     "shares": "the part of every batch that each replica has, where they differ: 3/2/2/1",
-    "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
-    "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
+    "inner": "data x tensor of every stage, where stages differ: 4x1/2x2",
+    "compress": "compression of gradients between replicas: none, bfloat16, int8, topk:FRACTION",
     "channel": "devices that share the channels of convolutions",
-    "context": "devices that share a sequence, each with a piece of its positions",
+    "context": "devices that share a sequence, each with a shard of its positions",
     "attention": f"how these attend to one another's positions: {', '.join(CHOICES['attention'])}",
-    "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",
+    "spatial": "devices that share an image, each with a shard: a count, or height x width; 4, 2x2, 2x2x2",
     "branch": "devices that each run some of the model's parallel branches, on all samples that they share",
-    "neighbours": "whose devices lie side by side: branch, a replica's branches; data, replicas of a branch; pipeline, a replica's stages",
+    "neighbours": "whose devices are adjacent: branch, a replica's branches; data, replicas of a branch; pipeline, a replica's stages",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
-    "batch_norm": f"whose samples statistics are of, all or each replica's: {', '.join(CHOICES['batch_norm'])}",
-    "compile": f"what torch computes between collectives is compiled: {', '.join(CHOICES['compile'])}",
+    "batch_norm": f"samples of its statistics, all or each replica's: {', '.join(CHOICES['batch_norm'])}",
+    "compile": f"compile the computation between collectives: {', '.join(CHOICES['compile'])}",
     "split": f"data x context of the same ranks, fixed or for each microbatch by its length: {', '.join(CHOICES['split'])}",
-    "servers": "replicas that hold and update the weights for all, a part of them each; 0 is none",
+    "servers": "replicas that hold and update the weights for all, a shard each; 0 is none",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",
 }
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write `plan.toml`; the file is there whole or not at all. A cluster file is named as it lies from the plan's folder.
+    """Write `plan.toml` atomically. A cluster file is named relative to the plan's folder.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -96,7 +96,7 @@ def read_plan(path: str | Path) -> Plan:
     """Read `plan.toml`.
 
     Raises:
-        ConfigError: no such file, or all that `parse_plan` refuses.
+        ConfigError: no such file, or a text that `parse_plan` refuses.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def _from_folder(plan: Plan, old: Path, new: Path) -> Plan:
-    """A plan whose cluster file is named as seen from the folder `old`, with its name as seen from `new`."""
+    """Return the plan with its cluster file, which is named relative to the folder `old`, named relative to `new`."""
     named = re.fullmatch(r"((?:\d+ devices? of )?)([^+]+\.toml)((?::.+)?)", plan.cluster)
     if named is None or not (old / named[2]).exists():
         return plan
@@ -120,7 +120,7 @@ def _from_folder(plan: Plan, old: Path, new: Path) -> Plan:
 
 
 def format_plan(plan: Plan) -> str:
-    """The text of a plan; what is empty is left out.
+    """Format a plan as text; empty fields are omitted.
 
     >>> plan = Plan(Layout(data=2, microbatches=2), "gpt:layers=4", "here", 8, reasons=(("data", "communication is cheap"),))
     >>> parse_plan(format_plan(plan)) == plan
@@ -130,7 +130,7 @@ def format_plan(plan: Plan) -> str:
     if plan.layout.actions:
         lines += [
             "",
-            "[schedules]  # what the schedule is, a line a rank; this is what runs, whatever has become of the file",
+            "[schedules]  # text of the schedule, a line a rank; this is what runs, whatever is in the file by now",
             f"{quoted_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
         ]
     return "\n".join(lines) + "\n"
@@ -146,7 +146,7 @@ def _head(plan: Plan) -> list[str]:
         f"batch_size = {plan.batch_size}  # samples a step, over all ranks",
     ]
     if plan.bucket_bytes:
-        lines.append(f"bucket_bytes = {plan.bucket_bytes}  # of gradients that are summed at once")
+        lines.append(f"bucket_bytes = {plan.bucket_bytes}  # of gradients that are reduced at once")
     if plan.uncaptured:
         lines.append(f"uncaptured = {quoted(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
     if plan.stages:
@@ -159,7 +159,7 @@ def _head(plan: Plan) -> list[str]:
         lines += ["# what was chosen, and why", *_array("reasons", [_list(quoted(a), quoted(b)) for a, b in plan.reasons])]
     if plan.replicated_operators:
         sites = [quoted(s) for s in plan.replicated_operators]
-        lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
+        lines += ["# operators without a sharding rule; every rank computes them whole", *_array("replicated_operators", sites)]
     return lines
 
 
@@ -171,7 +171,7 @@ def _layout(plan: Plan) -> list[str]:
         if field.name in _ALWAYS or value != field.default:
             lines.append(f"{field.name} = {quoted(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if plan.sums != Choices():
-        lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {quoted(str(plan.sums))}"]
+        lines += ["", '[sums]  # algorithms of all_reduce = "auto", up to how many bytes', f"all_reduce = {quoted(str(plan.sums))}"]
     return lines
 
 
@@ -180,8 +180,8 @@ def _shards(plan: Plan) -> list[str]:
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
-        said = "rank that owns it" if axis_of(axis).owns else "dimension that is cut"
-        lines += ["", f"[shards.{quoted_key(axis)}]  # parameter = {said}; * stands for any layer number"]
+        meaning = "rank that owns it" if axis_of(axis).owns else "dimension that is sharded"
+        lines += ["", f"[shards.{quoted_key(axis)}]  # parameter = {meaning}; * stands for any layer number"]
         if len(dict(cuts)) != len(cuts):
             raise UsageError(f"the plan cuts a parameter twice over axis {axis}")
         lines += [f"{quoted_key(name)} = {dim}" for name, dim in cuts]
@@ -195,9 +195,9 @@ def _splits(plan: Plan) -> list[str]:
     prices = ((p.data, p.context, *(_list(*map(_number, seconds)) for seconds in (p.fixed_s, p.row_s))) for p in splits.prices)
     return [
         "",
-        '[splits]  # what split = "lengths" chooses by',
+        '[splits]  # prices that split = "lengths" compares',
         f"positions = {_list(*(_list(quoted(path), str(dim)) for path, dim in splits.positions))}  # tensors of the batch, their dimension",
-        f"most = {splits.most}  # positions of a microbatch that a rank has at most, for which memory is predicted",
+        f"most = {splits.most}  # positions of a microbatch on a rank, at most, for which memory is predicted",
         f"lengths = {_list(*map(str, splits.lengths))}",
         "# data, context; seconds of a microbatch at each length, and of each row of a replica",
         *_array("prices", [_list(*map(str, row)) for row in prices]),
@@ -241,7 +241,7 @@ def _searched(plan: Plan) -> list[str]:
 
 
 def parse_plan(text: str, source: str = "plan.toml") -> Plan:
-    """Read the text of a plan; `source` is named in errors.
+    """Parse the text of a plan; `source` is named in errors.
 
     Raises:
         ConfigError: not TOML, another kind of file, a newer format, an unknown or missing key, a wrong type.
@@ -300,7 +300,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
 
 
 class _Table:
-    """A table of the file while it is read: what is taken from it, and the lines on which its keys stand."""
+    """A table of the file during reading: the keys read so far, and the lines of its keys."""
 
     def __init__(self, data: dict[str, Any], path: tuple[str, ...], text: str, source: str) -> None:
         self.data, self.path, self.text, self.source = data, path, text, source
@@ -334,7 +334,7 @@ class _Table:
         return [self.typed(key, value, kind) for value, kind in zip(row, kinds, strict=True)]
 
     def finish(self, only_close_to: str = "") -> None:
-        """Refuse a key that nobody took; while a key is missing, only one that may be its misspelling."""
+        """Refuse a key that was not read; while a key is missing, only one that may be its misspelling."""
         for key in self.data:
             if key in self.keys:
                 continue
@@ -351,7 +351,7 @@ class _Table:
 
 
 def _line_of(text: str, path: tuple[str, ...]) -> int:
-    """Line of a key or table header, counted from 1; 0 where it is written in a way that is not searched for (a.b = 1)."""
+    """Return the line of a key or table header, counted from 1; 0 where it is written in a form that is not searched (a.b = 1)."""
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.split("\n"), 1):
         if header := re.match(r"\s*\[\[?([^\[\]]+)\]", line):
@@ -425,6 +425,6 @@ def _number(number: float) -> str:
 
 
 def _long_string(text: str) -> str:
-    """A TOML string of several lines, each as it is in the text."""
+    """Format a TOML string of several lines, each as it is in the text."""
     lines = "\n".join(quoted(line)[1:-1] for line in text.split("\n"))
     return f'"""\n{lines}"""'

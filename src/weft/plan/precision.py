@@ -1,4 +1,4 @@
-"""How a precision computes: `PRECISIONS`, by the word of a layout. A row is all that rooms know of one."""
+"""Precisions of computation: `PRECISIONS`, by the word of a layout, with all their dtypes and properties."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class Precision:
     """One precision.
 
-    `weights`: dtype of the weights that are trained, and of gradients, their sums and the optimizer's state. `products`: dtype that
-    autocast makes of products' operands; empty where nothing is cast. `scaled`: whether the loss is multiplied before backward, since
-    small gradients vanish in the range of `products` (Micikevicius et al. 2018, section 3.2). `bits`: of the fraction that units for
-    products keep of operands, where those are cast nowhere else. `elsewhere`: as what it computes on devices without such units that are
-    no GPUs, and how fast; empty where it is a precision of every device or of none. `linears`: dtype of the operands of linear layers,
-    row by row with a scale of its own; gradients among them have more range (`float8_e5m2`), and their weights' gradients are products
-    of `products`.
+    `weight_dtype`: dtype of the trained weights, and of gradients, their reductions and the optimizer's state. `product_dtype`: dtype to
+    which autocast casts products' operands; empty where nothing is cast. `scales_loss`: whether the loss is scaled before backward, since
+    small gradients underflow in `product_dtype` (Micikevicius et al. 2018, section 3.2). `fraction_bits`: bits of the fraction that matrix
+    units keep of operands, where those are not cast. `substitute`: the precision whose results and speed it has on devices other than GPUs
+    without such units; empty where it is a precision of every device or of none. `linear_dtype`: dtype of the operands of linear layers,
+    with a scale for each row; gradients among them have more range (`float8_e5m2`), and gradients of weights are products in
+    `product_dtype`.
     """
 
     name: str
@@ -28,17 +28,17 @@ class Precision:
 
     @property
     def wide(self) -> str:
-        """The precision of products that are no linear layers."""
+        """Return the precision of products that are no linear layers."""
         return self.products if self.linears else self.name
 
     @property
     def rounds(self) -> bool:
-        """Whether operands of products are rounded."""
+        """Return whether operands of products are rounded."""
         return bool(self.products or self.bits)
 
     @property
     def rounds_to(self) -> str:
-        """The dtype whose rounding shows in the results."""
+        """Return the dtype whose rounding shows in the results."""
         return self.products or self.weights
 
 

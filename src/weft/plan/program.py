@@ -1,24 +1,24 @@
-"""`Program`: what each rank holds at first, what it does in which order, and what must be true at the end.
+"""`Program`: what each rank holds initially, its actions in order (computes, transfers, memory management), and what must hold at the end.
 
-In: sizes and orders, from `schedules/` and `collectives/`, or text written by a person. Out: the one thing that is
-checked, timed, drawn and run. `effects` is the only statement of what an action needs and leaves behind; `walk` is the
+Programs of pipeline schedules and collectives (`schedules/`, `collectives/`), or of a text, are checked, simulated, drawn and executed.
+`effects_of` is the only statement of what an action needs and leaves behind; `walk_actions` is the
 only statement of which orders are legal. Not modelled here: how long anything takes, and how large a value is.
 
 Values of a pipeline, for a microbatch m and stages linked src -> dst:
 
-    x(src,dst,m)  the activation that stage src makes for stage dst; one value per link, since each has one reader
+    x(src,dst,m)  the activation that stage src computes for stage dst; one value per link, since each has one reader
     g(dst,src,m)  the gradient of x(src,dst,m), on its way back
-    saved(s,m)    all that stage s keeps from its forward to its backward: its inputs, its outputs or loss, intermediates
-    half(s,m)     what is left of saved and of the gradients after the input part I of a split backward, for W
+    saved(s,m)    tensors that stage s saves from its forward to its backward: its inputs, its outputs or loss, intermediates
+    half(s,m)     saved tensors and gradients that remain after the input part I of a split backward, for W
     dw(s)         the accumulated gradient of stage s's parameters
-    grad(s)       the same summed over data replicas, where the program reduces gradients itself
+    grad(s)       the same reduced over data replicas, where the program reduces gradients itself
     w(s)          the gathered weights of stage s, where the program gathers them itself
     host(s,m)     saved(s,m) while it is in the host's memory
-    inputs(s,m)   what is left of saved(s,m) when it was dropped: enough to compute it again
+    inputs(s,m)   what remains of saved(s,m) after DROP: enough to recompute it
 
 A stage may be on several ranks (replicas), each microbatch of it on one; their dw are then sent to one another and added.
 
-The stage's own slice of the batch is at hand on its rank and needs no value. A collective has values of its own names.
+The stage's own slice of the batch is present on its rank and needs no value. A collective has values with names of its own.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _CHAIN: Links = ((-1, -1),)  # stands for "each stage feeds the next" until the 
 WEIGHTS = "w"  # holds no contribution: the same for every microbatch
 # A link value has exactly one reader, so its send moves it. Any other value (a chunk, a dw) is copied by a send.
 _MOVED_BY_SEND = frozenset({"x", "g"})
-KEPT = ("saved", "half")  # what a rank keeps of a microbatch; what waits for its weights part counts in full
+KEPT = ("saved", "half")  # saved tensors of a microbatch; those that wait for W count in full
 
 
 def chain(num_stages: int) -> Links:
-    """Each stage feeds the next: `chain(3) == ((0, 1), (1, 2))`."""
+    """Return the links of a chain, in which each stage feeds the next: `chain(3) == ((0, 1), (1, 2))`."""
     return tuple((s, s + 1) for s in range(num_stages - 1))
 
 
 @dataclass(frozen=True)
 class Program:
-    """Per rank: what is `initial`, the `actions` in order, and what it `wants` to hold at the end.
+    """Program of all ranks: per rank, what is `initial`, the `actions` in order, and what it `wants` to hold at the end.
 
     `links` are pairs (producer stage, consumer stage), producer first in number; by default the chain. A collective has
     `num_stages=0`. Ranks are positions in the program (for a schedule: pipeline coordinates), not global ranks.
@@ -103,7 +103,7 @@ class Program:
             return "" if is_valid else f"is not of the stages 0 to {self.num_stages - 1}"
         peer = action.to if isinstance(action, Send) else action.source
         if peer == rank:
-            return "is a transfer of a rank with itself; what a rank holds it needs not send"
+            return "is a transfer of a rank with itself, which is not needed"
         return "" if 0 <= peer < len(self.actions) else f"names a rank outside 0 to {len(self.actions) - 1}"
 
     @property
@@ -116,75 +116,75 @@ class Program:
 
     @cached_property
     def pieces(self) -> tuple[Value, ...]:
-        """Every value that some rank is given or wants, in order: of a collective, the pieces of its tensor."""
+        """Return every value that some rank is given or wants, in order: of a collective, the chunks of its tensor."""
         return tuple(sorted({value for held in (*self.initial, *self.wants) for value in held}))
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """Every microbatch that some action names, in order."""
+        """Return every microbatch that some action names, in order."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if isinstance(a, Compute)}))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """[stage] -> the stages that feed it, in order."""
+        """Return [stage] -> the stages that feed it, in order."""
         return self._neighbours([(q, p) for p, q in self.links])
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """[stage] -> the stages that it feeds, in order."""
+        """Return [stage] -> the stages that it feeds, in order."""
         return self._neighbours(self.links)
 
     def _neighbours(self, links: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
         neighbours: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for here, there in sorted(links):
-            neighbours[here].append(there)
+        for stage, neighbour in sorted(links):
+            neighbours[stage].append(neighbour)
         return tuple(map(tuple, neighbours))
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """[rank] -> the stages that it computes, in order."""
+        """Return [rank] -> the stages that it computes, in order."""
         return tuple(tuple(sorted({a.stage for a in row if isinstance(a, Compute)})) for row in self.actions)
 
     @cached_property
     def gathered(self) -> frozenset[int]:
-        """The stages whose weights the program gathers itself: their computes need `w`."""
+        """Return the stages whose weights the program gathers itself: their computes need `w`."""
         return frozenset(a.stage for row in self.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.UNSHARD)
 
     @cached_property
     def effects(self) -> tuple[tuple[Effects, ...], ...]:
-        """[rank][step] -> what the action does; for those who go over a whole program more than once."""
+        """Return [rank][step] -> the effects of the action, cached for repeated walks."""
         return tuple(tuple([effects(action, self) for action in row]) for row in self.actions)
 
     def __str__(self) -> str:
-        """The text form; `Program.parse` reads it back."""
+        """Return the text form; `Program.parse` reads it back."""
         from weft.plan.text import format_program  # here, since the text form is written in terms of Program
 
         return format_program(self)
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Read the text form, see `weft.plan.text`."""
+        """Parse the text form, see `weft.plan.text`."""
         from weft.plan.text import parse_program
 
         return parse_program(text)
 
 
 class Effects(NamedTuple):
-    """What one action does to what its own rank holds.
+    """Effects of one action on the values that its own rank holds.
 
-    Every value of `reads` must be held before; `frees` are not held after. `becomes` is the written value that what is
-    freed passes into, so that memory does not count it twice.
+    Every value of `reads` must be held before; `frees` are not held after. `becomes` is the written value that takes over
+    the memory of what is freed, so that it is not counted twice.
     """
 
     reads: tuple[Value, ...] = ()
     writes: tuple[Value, ...] = ()
-    adds: tuple[Value, ...] = ()  # accumulated into; made by the first add
+    adds: tuple[Value, ...] = ()  # accumulated into; created by the first add
     frees: tuple[Value, ...] = ()
     becomes: Value | None = None
 
 
 def effects(action: Action, program: Program) -> Effects:
-    """What an action needs and leaves behind on its own rank. The only statement of the rules."""
+    """Return what an action needs and leaves behind on its own rank. The only statement of the rules."""
     if isinstance(action, Send):
         value = (action.value,)
         return Effects(reads=value, frees=value if action.value.name in _MOVED_BY_SEND else ())
@@ -201,18 +201,18 @@ def effects(action: Action, program: Program) -> Effects:
             inputs, saved = tuple([Value("x", (p, s, m)) for p in before]), Value("saved", (s, m))
             return Effects((*inputs, *weights), (*[Value("x", (s, q, m)) for q in after], saved), (), inputs, saved)
         case Op.B | Op.I:
-            held = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
+            freed = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
             out = tuple([Value("g", (s, p, m)) for p in before])
             if action.op is Op.B:
-                return Effects((*held, *weights), out, (Value("dw", (s,)),), held)
+                return Effects((*freed, *weights), out, (Value("dw", (s,)),), freed)
             half = Value("half", (s, m))
-            return Effects((*held, *weights), (*out, half), (), held, half)
+            return Effects((*freed, *weights), (*out, half), (), freed, half)
         case Op.W:
-            held = (Value("half", (s, m)),)
-            return Effects((*held, *weights), (), (Value("dw", (s,)),), held)
+            freed = (Value("half", (s, m)),)
+            return Effects((*freed, *weights), (), (Value("dw", (s,)),), freed)
         case Op.R:
-            held, saved = (Value("inputs", (s, m)),), Value("saved", (s, m))
-            return Effects((*held, *weights), (saved,), (), held, saved)
+            freed, saved = (Value("inputs", (s, m)),), Value("saved", (s, m))
+            return Effects((*freed, *weights), (saved,), (), freed, saved)
 
 
 def _effects_of_manage(action: Manage) -> Effects:
@@ -235,11 +235,11 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
     direction); with `rendezvous` it blocks its rank until its receive is reached (NCCL on one stream), and both are
     yielded together.
 
-    Only a transfer can wait for another rank: what a rank holds changes by its own actions alone, so a read of what is
-    not held is refused at once.
+    Only a transfer can wait for another rank: the values of a rank change by its own actions alone, so a read of a value
+    that is not held is refused at once.
 
     Raises:
-        ProgramError: a read of what is not held, a value made while it is held, or no rank can move; names rank, step,
+        ProgramError: a read of a value that is not held, a value created while it is held, or a deadlock; names rank, step,
             action and what it waits for.
     """
     for rank, _, action, _ in walk_effects(program, rendezvous):
@@ -247,18 +247,18 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
 
 
 def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, int, Action, Effects]]:
-    """`walk` with each action's step and effects: (rank, step, action, effects)."""
-    held = [set(values) for values in program.initial]
+    """Yield as `walk_actions`, with each action's step and effects: (rank, step, action, effects)."""
+    held_by_rank = [set(values) for values in program.initial]
     at, rows = [0] * program.num_ranks, program.effects
     for rank, action in order(program, rendezvous):
-        here, step = held[rank], at[rank]
+        here, step = held_by_rank[rank], at[rank]
         e = rows[rank][step]
         if not here.issuperset(e.reads):
             raise ProgramError(_missing(program, rank, step, next(v for v in e.reads if v not in here)))
         if e.writes:
             if not isinstance(action, Recv) and not here.isdisjoint(e.writes):
-                again = next(v for v in e.writes if v in here)
-                raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} makes {again}, which is held already")
+                duplicate = next(v for v in e.writes if v in here)
+                raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} makes {duplicate}, which is held already")
             here.update(e.writes)
         if e.adds:
             here.update(e.adds)
@@ -269,17 +269,17 @@ def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[i
 
 
 def order(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
-    """`walk` without looking at what is held: for programs that have been checked, at a fraction of the cost.
+    """Yield as `walk_actions` without tracking what is held: for programs that have been checked, at a fraction of the cost.
 
     Raises:
-        ProgramError: no rank can move.
+        ProgramError: a deadlock.
     """
     at = yield from _rendezvous(program) if rendezvous else _posted(program)
     if any(step < len(row) for step, row in zip(at, program.actions, strict=True)):
         raise ProgramError(_stuck(program, at, rendezvous))
 
 
-Steps = Generator[tuple[int, Action], None, list[int]]  # returns how far each rank came
+Steps = Generator[tuple[int, Action], None, list[int]]  # returns how many steps each rank did
 
 
 def _posted(program: Program) -> Steps:
@@ -318,10 +318,10 @@ def _rendezvous(program: Program) -> Steps:
             action = row[at[rank]]
             if isinstance(action, (Send, Recv)):
                 peer = action.to if isinstance(action, Send) else action.source
-                there = program.actions[peer]
-                if at[peer] == len(there) or not is_pair(rank, action, there[at[peer]]):
+                peer_row = program.actions[peer]
+                if at[peer] == len(peer_row) or not is_pair(rank, action, peer_row[at[peer]]):
                     break
-                other = there[at[peer]]
+                other = peer_row[at[peer]]
                 at[rank] += 1
                 at[peer] += 1
                 ready.append(peer)
@@ -334,7 +334,7 @@ def _rendezvous(program: Program) -> Steps:
 
 
 def is_pair(rank: int, action: Send | Recv, other: Action) -> bool:
-    """Whether `other`, an action of the peer that `action` names, is the other end of the same transfer."""
+    """Return whether `other`, an action of the peer that `action` names, is the other end of the same transfer."""
     if isinstance(action, Send):
         return isinstance(other, Recv) and other.source == rank and other.value == action.value
     return isinstance(other, Send) and other.to == rank and other.value == action.value
@@ -354,15 +354,15 @@ def _missing(program: Program, rank: int, step: int, value: Value) -> str:
 
 
 def _stuck(program: Program, at: list[int], rendezvous: bool) -> str:
-    """Who waits for whom, as far as it takes to see it."""
+    """Describe which ranks wait for which, for the first few."""
     heads = {rank: row[at[rank]] for rank, row in enumerate(program.actions) if at[rank] < len(row)}
     lines = []
     for rank, action in heads.items():
         if isinstance(action, (Compute, Manage)):
             continue
         peer, verb = (action.to, "receive") if isinstance(action, Send) else (action.source, "send")
-        there = f"is at step {at[peer]}: {heads[peer]}" if peer in heads else "has ended"
-        lines.append(f"rank {rank} step {at[rank]}: {action} waits for rank {peer} to {verb} it; rank {peer} {there}")
+        peer_state = f"is at step {at[peer]}: {heads[peer]}" if peer in heads else "has ended"
+        lines.append(f"rank {rank} step {at[rank]}: {action} waits for rank {peer} to {verb} it; rank {peer} {peer_state}")
     more = [f"and {len(lines) - 8} more ranks wait"] if len(lines) > 8 else []
     rule = "no rank can move, where a send waits for its receive" if rendezvous else "no rank can move"
     return f"{program.name}: {rule}\n  " + "\n  ".join(lines[:8] + more)

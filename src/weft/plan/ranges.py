@@ -1,10 +1,10 @@
-"""Lists of names with ranges of numbers in them, and lists of counts with how often each comes. In: names or their text. Out: the other.
+"""Lists of names with ranges of numbers, and lists of counts with repetitions: format and parse.
 
     layers.0-6+layers.8      layers 0 to 6, and 8
     5x3/4                    5, 5, 5, 4
 
-A name's parts stand between dots. One part that is two numbers with a dash is a range of that part. A name of a model that itself has such
-a part, or a character that means something in a list, is written as a pattern that matches it (`[-]`, `?`).
+A name's parts are separated by dots. One part that is two numbers with a dash is a range of that part. A name of a model that itself has
+such a part, or a character that is special in a list, is written as a pattern that matches it (`[-]`, `?`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import groupby
 
 from weft.errors import LayoutError
 
-MOST = 100_000  # names of a range, and counts of a list
-_FEWEST = 3  # names that are written as a range
+MOST = 100_000  # names of a range, or counts of a list, at most
+_FEWEST = 3  # names, at least, that are written as a range
 _RANGE = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})(?![^.])")
 _COUNTS = re.compile(r"([0-9]{1,6})(?:x([1-9][0-9]{0,5}))?")
 _SPECIAL = re.compile(r"[*?\[]")
@@ -24,7 +24,7 @@ _SEPARATOR = re.compile(r"[+,/\s]")
 
 
 def spelled(name: str) -> str:
-    """A module's path as a list says it: what a list would read otherwise as a pattern that matches it.
+    """Escape a module's path for a list: characters that a list would parse otherwise become a pattern that matches them.
 
     >>> spelled("h.3"), spelled("blocks.0-1.3"), spelled("a+b.0")
     ('h.3', 'blocks.0[-]1.3', 'a?b.0')
@@ -33,7 +33,7 @@ def spelled(name: str) -> str:
 
 
 def write_names(names: Iterable[str]) -> str:
-    """Names and patterns as one word, three or more whose numbers follow one another as a range.
+    """Format names and patterns as one word, three or more with consecutive numbers as a range.
 
     >>> write_names(["h.0", "h.1", "h.2", "h.5", "x.*"])
     'h.0-2+h.5+x.*'
@@ -41,23 +41,23 @@ def write_names(names: Iterable[str]) -> str:
     ('0-2', '[3]')
     """
     text = "+".join(shortened(names))
-    return text if read_counts(text) is None else f"[{text[0]}]{text[1:]}"  # a layer that is called 3 is no count
+    return text if read_counts(text) is None else f"[{text[0]}]{text[1:]}"  # a layer called 3 is not a count
 
 
 def shortened(names: Iterable[str]) -> list[str]:
-    """Names with three or more whose numbers follow one another as one.
+    """Shorten names: three or more with consecutive numbers become one range.
 
     >>> shortened(["0", "1", "2", "7"])
     ['0-2', '7']
     """
     words: list[str] = []
-    run: list[list[str]] = []  # parts of names of which each follows the one before
-    at = -1  # the part whose numbers grow
+    run: list[list[str]] = []  # parts of names with consecutive numbers
+    at = -1  # the part with the numbers
     for name in names:
         parts = name.split(".")
-        place = _grown(run[-1], parts) if run else -1
-        if place >= 0 and at in (-1, place):
-            at = place
+        part = _grown(run[-1], parts) if run else -1
+        if part >= 0 and at in (-1, part):
+            at = part
             run.append(parts)
             continue
         words += _written(run, at)
@@ -66,7 +66,7 @@ def shortened(names: Iterable[str]) -> list[str]:
 
 
 def _grown(before: Sequence[str], after: Sequence[str]) -> int:
-    """The one part in which two names differ, if it is a number and then the next one; -1 otherwise."""
+    """Return the one part in which two names differ, if it is a number and then the next one; -1 otherwise."""
     differ = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
     if len(before) != len(after) or len(differ) != 1:
         return -1
@@ -86,7 +86,7 @@ def _written(run: Sequence[Sequence[str]], at: int) -> list[str]:
 
 
 def read_names(text: str) -> tuple[str, ...]:
-    """What `write_names` wrote, and names one by one.
+    """Parse the text of `write_names`, or names one by one.
 
     >>> read_names("h.0-2+h.5+x.*")
     ('h.0', 'h.1', 'h.2', 'h.5', 'x.*')
@@ -110,20 +110,20 @@ def read_names(text: str) -> tuple[str, ...]:
 
 
 def write_counts(counts: Iterable[int]) -> str:
-    """Counts as one word, three or more alike as `COUNTxTIMES`.
+    """Format counts as one word, three or more equal ones as `COUNTxTIMES`.
 
     >>> write_counts([5, 5, 5, 4]), write_counts([3, 1])
     ('5x3/4', '3/1')
     """
     words: list[str] = []
-    for count, those in groupby(counts):
-        times = len(list(those))
+    for count, equal in groupby(counts):
+        times = len(list(equal))
         words += [f"{count}x{times}"] if times >= _FEWEST else [str(count)] * times
     return "/".join(words)
 
 
 def read_counts(text: str) -> tuple[int, ...] | None:
-    """What `write_counts` wrote, and counts one by one; None where it is something else.
+    """Parse the text of `write_counts`, or counts one by one; None where it is something else.
 
     >>> read_counts("5x3/4"), read_counts("2"), read_counts("h.0")
     ((5, 5, 5, 4), (2,), None)

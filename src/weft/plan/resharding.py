@@ -1,10 +1,10 @@
-"""What moves where a tensor goes from one mesh to another on which it lies otherwise (Zhuang et al., MLSys 2023, as Alpa has it).
+"""Cross-mesh resharding: the transfers that move a tensor to another mesh with other placements (Zhuang et al., MLSys 2023, as in Alpa).
 
-In: a tensor's shape, and on both sides the mesh, the stage and the form along each axis. Out: `Resharding`: boxes of the tensor, each from
-one sender to one receiver, so that every element crosses between the meshes once; receivers that need the same block get a part of it
-each, and gather the parts among themselves.
+From a tensor's shape, and for both sides the mesh, the stage and the placement along each axis: boxes of the tensor, each from one sender
+to one receiver, so that every element crosses between the meshes once; receivers that need the same block receive a part of it each, and
+all-gather the parts among themselves.
 
-Not modelled: blocks that do not divide into as many parts as receivers need them; each of these gets the whole.
+Not modelled: blocks that do not divide into as many parts as receivers need them; each of these receives the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) in every dimension of the who
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One mesh's ranks of one pipeline stage; `forms`: the placement by axis; what has none is whole."""
+    """One mesh's ranks of one pipeline stage; `placements`: the placement by axis; along others the tensor is whole."""
 
     mesh: Mesh
     stage: int
@@ -29,17 +29,17 @@ class Side:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The stage's ranks."""
+        """Return the stage's ranks."""
         return self.mesh.stage(self.stage)
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
-        """What a rank holds of a tensor of global `shape`."""
+        """Return the box that a rank holds of a tensor of global `shape`."""
         at, box = self.mesh.coordinates(rank), [(0, n) for n in shape]
-        for axis, form in self.forms.items():
-            if is_shard(form):
-                dim = form.dim
+        for axis, placement in self.forms.items():
+            if is_shard(placement):
+                dim = placement.dim
                 start, stop = box[dim]
-                first, length = form.part(stop - start, self.mesh.size(axis), at[axis])
+                first, length = placement.part(stop - start, self.mesh.size(axis), at[axis])
                 box[dim] = (start + first, start + first + length)
         return tuple(box)
 
@@ -55,8 +55,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Resharding:
-    """`pieces`: what crosses. `parts`: of each receiver, what it gets. Where that is not its block, the ranks in `peers` have the rest of
-    it, which they join along dimension `dims`."""
+    """Transfers of one resharding. `received_boxes`: by receiver. Where that is not its block, the ranks in `peers` have the rest of it,
+    which they gather along dimension `gather_dims`."""
 
     pieces: tuple[Piece, ...]
     parts: Mapping[int, Box]
@@ -65,12 +65,12 @@ class Resharding:
 
     @property
     def elements(self) -> int:
-        """Elements that cross between the meshes."""
+        """Number of elements that cross between the meshes."""
         return sum(volume(p.box) for p in self.pieces)
 
 
 def volume(box: Box) -> int:
-    """Elements of a box.
+    """Number of elements of a box.
 
     >>> volume(((0, 2), (1, 4)))
     6
@@ -79,12 +79,12 @@ def volume(box: Box) -> int:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `box` lies in a block that is `outer`."""
+    """Return the slices of `box` in a block that is `outer`."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
 
 
 def reshard(shape: tuple[int, ...], source: Side, target: Side) -> Resharding:
-    """What moves a tensor of global `shape` from `source` to `target`.
+    """Plan the transfers of a tensor of global `shape` from `source` to `target`.
 
     >>> from weft.plan.placement import Shard
     >>> mesh = Mesh((("pipeline", 2), ("data", 2), ("tensor", 2)))
@@ -101,7 +101,7 @@ def reshard(shape: tuple[int, ...], source: Side, target: Side) -> Resharding:
     parts: dict[int, Box] = {}
     peers: dict[int, tuple[int, ...]] = {}
     dims: dict[int, int] = {}
-    turn = 0
+    count = 0
     for block, ranks in needed.items():
         n = len(ranks)
         dim = next((d for d, (start, stop) in enumerate(block) if stop > start and (stop - start) % n == 0), -1)
@@ -113,9 +113,9 @@ def reshard(shape: tuple[int, ...], source: Side, target: Side) -> Resharding:
                 part = (*block[:dim], (start + number * length, start + (number + 1) * length), *block[dim + 1 :])
                 peers[rank], dims[rank] = tuple(ranks), dim
             parts[rank] = part
-            for box, having in holders.items():
-                both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, box, strict=True))
-                if all(start < stop for start, stop in both):
-                    pieces.append(Piece(having[turn % len(having)], rank, both))
-                    turn += 1
+            for box, senders in holders.items():
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, box, strict=True))
+                if all(start < stop for start, stop in common):
+                    pieces.append(Piece(senders[count % len(senders)], rank, common))
+                    count += 1
     return Resharding(tuple(pieces), parts, peers, dims)

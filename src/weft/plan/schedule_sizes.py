@@ -1,5 +1,5 @@
-"""For what sizes a pipeline schedule by name is: what is refused before there is a program. Everything else a schedule answers itself
-(`weft.schedules.schedule`). A schedule of the user's own is for the sizes of its program."""
+"""Sizes that each named pipeline schedule supports, to refuse others before there is a program. Everything else is a property of the
+schedule (`weft.schedules.schedule`). A custom schedule is for the sizes of its program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a schedule is for. `chunks`: stages of each rank; 0 as many as are asked for. `multiple`: of how many microbatches it runs a
-    multiple, `most`: and at most how many; 0 any number."""
+    """Supported sizes. `chunks`: stages of each rank; 0 any number. `microbatch_multiple`: divisor of the number of microbatches;
+    `max_microbatches`: at most that many; 0 any number."""
 
     chunks: int = 1
     multiple: int = 1
@@ -25,26 +25,26 @@ SIZES = {
     "zb-h1": Sizes(),
     "zb-h2": Sizes(),
     "zb-v": Sizes(chunks=2),
-    "chimera": Sizes(multiple=2),  # as many for either of two replicas
+    "chimera": Sizes(multiple=2),  # half of them for each of two replicas
     "gems-mast": Sizes(multiple=2, most=2),
     "gems-master": Sizes(multiple=2),
 }
 SCHEDULES = tuple(SIZES)
-CHUNKED = tuple(name for name, sizes in SIZES.items() if not sizes.chunks)  # with as many stages a rank as are asked for
+CHUNKED = tuple(name for name, sizes in SIZES.items() if not sizes.chunks)  # with any number of stages a rank
 
 
 def sizes_of(schedule: str) -> Sizes:
-    """What a schedule is for; one of the user's own for what its actions are, so that nothing else limits it."""
+    """Return the sizes of a schedule; no limits for a custom one, which is for those of its actions."""
     return SIZES.get(schedule, Sizes())
 
 
 def chunks_of(schedule: str, chunks: int) -> int:
-    """Stages a rank: what is asked for with a schedule that has any number, else what the schedule has."""
+    """Number of stages a rank: the layout's where the schedule supports any number, else the schedule's."""
     return sizes_of(schedule).chunks or chunks
 
 
 def refuse_sizes(schedule: str, microbatches: int) -> str:
-    """Why a schedule is not for so many microbatches; empty where it is.
+    """Return why a schedule is not for so many microbatches; empty where it is.
 
     >>> refuse_sizes("gems-mast", 4)
     'gems-mast has 2 microbatches, one a replica, not 4; use gems-master for 4'

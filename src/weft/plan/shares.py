@@ -1,6 +1,6 @@
-"""What part of every batch each data replica has, where they differ: `shares=3/2/2/1`. In: text. Out: whole numbers in that proportion.
+"""Unequal batch shares of data replicas: `shares=3/2/2/1` as integers in that proportion.
 
-Three alike or more are written as in `5x3/4`, which is 5, 5, 5, 4. The loss is a sum over samples, divided by what is counted over the
+Three or more equal ones may be written as in `5x3/4`, which is 5, 5, 5, 4. The loss is a sum over samples, divided by a count over the
 whole batch, so that any division of the samples trains the same.
 """
 
@@ -15,13 +15,13 @@ from weft.plan.ranges import read_counts, write_counts
 
 @cache
 def parse_shares(text: str, data: int) -> tuple[int, ...]:
-    """The share of every replica, in lowest terms; () where all are equal.
+    """Return the share of every replica, in lowest terms; () where all are equal.
 
     >>> parse_shares("6/4/4/2", 4), parse_shares("2x3/1", 4), parse_shares("5/5", 2), parse_shares("", 8)
     ((3, 2, 2, 1), (2, 2, 2, 1), (), ())
 
     Raises:
-        LayoutError: no such text, as many shares as there are no replicas, a replica without a share.
+        LayoutError: another form, another number of shares than replicas, a replica without a share.
     """
     if not text:
         return ()
@@ -35,7 +35,7 @@ def parse_shares(text: str, data: int) -> tuple[int, ...]:
 
 
 def format_shares(shares: tuple[int, ...]) -> str:
-    """As `parse_shares` reads it.
+    """Format shares as `parse_shares` reads them.
 
     >>> format_shares((2, 2, 2, 1)), format_shares(())
     ('2x3/1', '')

@@ -1,6 +1,6 @@
-"""How a notebook shows what is planned and simulated. In: one of them. Out: HTML.
+"""HTML of plans and timelines in notebooks.
 
-The report draws it (`weft.report.notebook`), which imports this room and not the other way round; where it is not loaded, it is text.
+The report registers its drawings (`weft.report.notebook` imports this module, not the other way round); unless it is loaded, it is text.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from html import escape
 
 @singledispatch
 def html(value: object) -> str:
-    """`value` as HTML: a kind that nothing is registered for as its text."""
+    """Render `value` as HTML: as its text, for a class that nothing is registered for."""
     return f"<pre>{escape(repr(value))}</pre>"

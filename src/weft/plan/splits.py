@@ -1,9 +1,8 @@
-"""Which data x context the ranks of a plan form for a microbatch, by its length (`split=lengths`). In: a layout; prices of each way to
-split its ranks; lengths of rows. Out: the splits there are, and which rows run together under which of them.
+"""Splits by length (`split=lengths`): which data x context the ranks of a plan form for a microbatch, by its length.
 
-Ranks that share a long sequence finish it sooner; ranks that have a short one each talk to nobody. As ByteScale (Ge et al. 2025) and FlexSP
-(Wang et al. 2025) do, rows of like lengths run together, each set of them under the split that takes least time. Every rank chooses alike,
-from the plan. Lengths are rounded up, and numbers of rows are powers of two, so that there are few forms to capture.
+Ranks that share a long sequence finish it sooner; ranks with short ones of their own need no communication. As in ByteScale (Ge et al.
+2025) and FlexSP (Wang et al. 2025), rows of similar lengths run together, each group under the split that takes least time. Every rank
+chooses the same, from the plan. Lengths are rounded up, and numbers of rows are powers of two, so that there are few shapes to capture.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from weft.errors import Infeasible, LayoutError, UsageError
 from weft.plan.beside import LENGTHS
 from weft.plan.layout import Layout
 
-GRANULES = 8  # lengths are multiples of so many parts of the longest
+GRANULES = 8  # lengths are multiples of the longest over so many
 Split = tuple[int, int]  # data, context
 
 
 def splits_of(layout: Layout) -> tuple[Layout, ...]:
-    """The ways to split a layout's data x context ranks, the layout itself where it is for no other; most replicas first.
+    """Return the ways to split a layout's data x context ranks, the layout alone where it has one for all; most replicas first.
 
     >>> [(one.data, one.context) for one in splits_of(Layout.parse("context=4 split=lengths"))]
     [(4, 1), (2, 2), (1, 4)]
@@ -34,7 +33,7 @@ def splits_of(layout: Layout) -> tuple[Layout, ...]:
 
 
 def in_split(layout: Layout, split: Split) -> Layout:
-    """A layout whose ranks are split otherwise; how they attend is what the layout says, where they share a sequence."""
+    """Return the layout with its ranks split otherwise; `attention` stays, where ranks share a sequence."""
     return replace(layout, data=split[0], context=split[1])
 
 
@@ -50,8 +49,8 @@ class SplitPrice:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a plan knows of its splits. `positions`: of the batch's tensors by path, a dim that is the positions of its rows. `lengths`:
-    of the prices, shortest first, the plan's own last. `most`: positions that a rank has at most, for which its memory was predicted."""
+    """Prices of a plan's splits. `positions`: of the batch's tensors by path, a dim that is the positions of its rows. `lengths`: of the
+    prices, ascending, the plan's own last. `max_positions`: positions on a rank at most, for which memory was predicted."""
 
     positions: tuple[tuple[str, int], ...] = ()
     lengths: tuple[int, ...] = ()
@@ -59,21 +58,21 @@ class Splits:
     most: int = 0
 
     def __post_init__(self) -> None:
-        if any(len(one.fixed_s) != len(self.lengths) or len(one.row_s) != len(self.lengths) for one in self.prices):
+        if any(len(price.fixed_s) != len(self.lengths) or len(price.row_s) != len(self.lengths) for price in self.prices):
             raise UsageError(f"prices of splits are of {len(self.lengths)} lengths each: {', '.join(map(str, self.lengths))}")
 
     @property
     def longest(self) -> int:
-        """Positions of the plan's own rows."""
+        """Number of positions of the plan's own rows."""
         return self.lengths[-1]
 
     @property
     def granule(self) -> int:
-        """What lengths are rounded up to a multiple of."""
+        """Number to whose multiples lengths are rounded up."""
         return max(1, -(-self.longest // GRANULES))
 
     def seconds(self, price: SplitPrice, rows: int, length: int) -> float:
-        """Of a microbatch of so many rows of a length under a split, between lengths that were priced in proportion."""
+        """Seconds of a microbatch of so many rows of a length under a split, interpolated between lengths that were priced."""
         lengths, count = self.lengths, -(-rows // price.data)
         seconds = [fixed + count * each for fixed, each in zip(price.fixed_s, price.row_s, strict=True)]
         if len(lengths) == 1:
@@ -83,15 +82,15 @@ class Splits:
         return max(0.0, seconds[at - 1] + part * (seconds[at] - seconds[at - 1]))
 
     def fits(self, price: SplitPrice, rows: int, length: int) -> bool:
-        """Whether every replica has rows, and no rank more positions than its memory was predicted for."""
+        """Return whether every replica has rows, and no rank more positions than its memory was predicted for."""
         return price.data <= rows and price.context <= length and -(-rows // price.data) * -(-length // price.context) <= self.most
 
     def least(self, rows: int, length: int) -> tuple[float, Split] | None:
-        """(seconds, split) of least time for a microbatch; None where it fits under none."""
+        """Return (seconds, split) of least time for a microbatch; None where it fits under none."""
         return _least(self, rows, length)
 
     def chosen(self, rows: int, length: int) -> Split:
-        """The split of least time for a microbatch.
+        """Return the split of least time for a microbatch.
 
         Raises:
             Infeasible: it fits under none.
@@ -105,10 +104,10 @@ class Splits:
         return cheapest[1]
 
     def grouped(self, lengths: Sequence[int], multiple: int = 0) -> tuple[tuple[tuple[int, ...], int, Split], ...]:
-        """(numbers of rows, their length, split) of every microbatch, such that all together take least time.
+        """Group rows into microbatches of least total time: (numbers of rows, their length, split) of each.
 
-        Rows run together that lie side by side when they are sorted by length, which is rounded up to a `multiple`, by default `granule`;
-        but no row is longer than the longest there is.
+        Rows run together that are adjacent when sorted by length, which is rounded up to a `multiple`, by default `granule`, but at most to
+        the longest.
 
         Raises:
             Infeasible: a row that fits under no split.
@@ -118,14 +117,14 @@ class Splits:
         padded = [min(longest, -(-max(1, lengths[row]) // multiple) * multiple) for row in order]
         best: list[tuple[float, int, Split]] = [(0.0, 0, (1, 1))]  # of the first rows: seconds, where the last microbatch begins, its split
         for end in range(1, len(order) + 1):
-            tried = [
+            candidates = [
                 (best[end - count][0] + cheapest[0], end - count, cheapest[1])
                 for count in (1 << i for i in range(end.bit_length()))
                 if (cheapest := self.least(count, padded[end - count])) is not None
             ]
-            if not tried:
+            if not candidates:
                 self.chosen(1, padded[end - 1])  # which raises
-            best.append(min(tried))
+            best.append(min(candidates))
         groups: list[tuple[tuple[int, ...], int, Split]] = []
         end = len(order)
         while end:
@@ -137,12 +136,12 @@ class Splits:
 
 @lru_cache(1 << 14)
 def _least(splits: Splits, rows: int, length: int) -> tuple[float, Split] | None:
-    tried = [(splits.seconds(one, rows, length), (one.data, one.context)) for one in splits.prices if splits.fits(one, rows, length)]
+    tried = [(splits.seconds(p, rows, length), (p.data, p.context)) for p in splits.prices if splits.fits(p, rows, length)]
     return min(tried, default=None)
 
 
 def check_split(layout: Layout, split: Split) -> None:
     """Raise LayoutError where a layout's ranks cannot be split so."""
-    if all((one.data, one.context) != split for one in splits_of(layout)):
-        have = ", ".join(f"data={one.data} context={one.context}" for one in splits_of(layout))
+    if all((option.data, option.context) != split for option in splits_of(layout)):
+        have = ", ".join(f"data={option.data} context={option.context}" for option in splits_of(layout))
         raise LayoutError(f"data={split[0]} context={split[1]} is no split of {layout}; use one of {have}")

@@ -8,17 +8,17 @@
     given 0: chunk(0)=0     # value=contributions, held at first; by default nothing
     wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute it, of every microbatch; grad where it is reduced
 
-A collective may say what it is instead: a line `all_reduce` (reduce_scatter, all_gather, all_to_all, `broadcast 2` from rank 2) stands for
-what is given and wanted then, of as many pieces `chunk(c)` as are sent; see `weft.plan.collective`.
+A collective may be named instead: a line `all_reduce` (reduce_scatter, all_gather, all_to_all, `broadcast 2` from rank 2) implies the
+given and wanted values, for as many chunks `chunk(c)` as are sent; see `weft.plan.collective`.
 
     all_reduce
     rank 0: chunk(0)>1 chunk(0)+<1
     rank 1: chunk(0)>0 chunk(0)+<0
 
-Lines without a `rank N:` before them are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
-others write schedules. A program with computes alone says nothing of transfers: `weft.schedules.lower.complete` puts them in.
+Lines that do not start with `rank N:` are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
+others write schedules. A program of computes alone has no transfers yet: `weft.schedules.lower.complete_with_transfers` adds them.
 
-In: text. Out: a `Program`, and back. A contribution that is in a value twice is written twice: `dw(0)=0,1,1`.
+A contribution that is in a value twice is written twice: `dw(0)=0,1,1`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _COLLECTIVE = re.compile(rf"({'|'.join(collective.NAMES)})(?:\s+(\d{{1,9}}))?")
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[Held, ...]:
-    """[rank] -> dw of every stage that it computes, with each microbatch of the program once; grad where it is reduced.
+    """Return [rank] -> dw of every stage that it computes, with each microbatch of the program once; grad where it is reduced.
 
     Nothing of a program without any backward.
     """
     computes = [[a for a in row if isinstance(a, Compute)] for row in actions]
     if all(a.op is Op.F for row in computes for a in row):
         return ({},) * len(actions)
-    every = sorted({a.microbatch for row in computes for a in row})
+    microbatches = sorted({a.microbatch for row in computes for a in row})
     reduced = {a.stage for row in actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
     stages = [sorted({a.stage for a in row}) for row in computes]
-    return tuple({Value("grad" if s in reduced else "dw", (s,)): dict.fromkeys(every, 1) for s in here} for here in stages)
+    return tuple({Value("grad" if s in reduced else "dw", (s,)): dict.fromkeys(microbatches, 1) for s in here} for here in stages)
 
 
 def format_program(program: Program) -> str:
-    """The text of a program; what equals its default is left out."""
+    """Format a program as text; what equals its default is omitted."""
     lines = [f"program {program.name}"]
     if program.num_stages != _count_stages(program.actions):
         lines.append(f"stages {program.num_stages}")
@@ -61,14 +61,14 @@ def format_program(program: Program) -> str:
         lines.append("links " + " ".join(f"{p}>{q}" for p, q in program.links))
     lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(program.actions)]
     if any(program.initial):
-        lines += [f"given {rank}: {_format_held(held)}" for rank, held in enumerate(program.initial)]
+        lines += [f"given {rank}: {_format_held(values)}" for rank, values in enumerate(program.initial)]
     if program.wants != default_wants(program.actions):
-        lines += [f"wants {rank}: {_format_held(held)}" for rank, held in enumerate(program.wants)]
+        lines += [f"wants {rank}: {_format_held(values)}" for rank, values in enumerate(program.wants)]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def parse_program(text: str) -> Program:
-    """Read the text form.
+    """Parse the text form.
 
     Raises:
         ProgramError: a line, action, value or link that cannot be read; names the line.
@@ -86,7 +86,7 @@ def parse_program(text: str) -> Program:
 
 @dataclass
 class _Lines:
-    """What the lines of a program have said so far. `actions`, `given` and `wants`: by rank. `meant`: a collective and its first rank."""
+    """Contents of the lines parsed so far. `actions`, `given` and `wants`: by rank. `collective`: its name and first rank."""
 
     name: str = "program"
     num_stages: int | None = None
@@ -134,7 +134,7 @@ class _Lines:
             self.held[key][rank] = _parse_held(text)
 
     def program(self) -> Program:
-        """What they say together. Raises ProgramError where that is no program."""
+        """Build the program. Raises ProgramError where the lines are none."""
         actions = self._all_actions()
         stages = _count_stages(actions) if self.num_stages is None else self.num_stages
         num_computes = sum(isinstance(a, Compute) for row in actions for a in row)
@@ -155,7 +155,7 @@ class _Lines:
         return Program(name, stages, initial, actions, wants, chain(stages) if self.links is None else self.links)
 
     def _all_actions(self) -> tuple[tuple[Action, ...], ...]:
-        """[rank] -> its actions."""
+        """Return [rank] -> its actions."""
         if self.unnumbered and self.actions:
             raise ProgramError(
                 f"{len(self.actions)} lines begin with `rank N:` and {len(self.unnumbered)} lines of actions do not; number all or none"

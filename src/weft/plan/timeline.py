@@ -1,7 +1,7 @@
-"""`Timeline`: when each thing happened, per rank and lane. What is simulated and what is measured are the same type.
+"""Timeline: spans of what happened when, per rank and lane. Simulations and measurements have the same type.
 
-In: spans, in seconds from the start of the step. Out: totals, busy and idle shares, a trace for Perfetto, JSON, and the
-comparison of two timelines kind by kind. Not modelled: why a span waited.
+Spans are in seconds from the start of the step. Computes totals, busy and idle shares, a trace for Perfetto, JSON, and the comparison of
+two timelines kind by kind. Not modelled: why a span waited.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.units import format_seconds
 
 FORMAT_VERSION = 1
 COMPUTE_LANE = "compute"
-STEP_LANE = "step"  # what a predicted step has besides its program: sums of gradients that show, the optimizer, the rest
+STEP_LANE = "step"  # of a predicted step besides its program: exposed gradient reductions, the optimizer, the rest
 
 
 class Span(NamedTuple):
     """One thing on one lane of one rank. A tuple, since a timeline may have a million.
 
-    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". What else
-    a predicted step has is on the lane "step". A measurement may have more.
+    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". The rest
+    of a predicted step is on the lane "step". A measurement may have more.
     """
 
     rank: int
@@ -43,14 +43,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Spans of `num_ranks` ranks; `name` says of what.
+    """Spans of `num_ranks` ranks, with a `name`.
 
     >>> timeline = Timeline("two ranks", 2, (Span(0, "compute", "0F0", 0, 1, "F"), Span(1, "compute", "1F0", 1, 2, "F")))
     >>> timeline.total_s, timeline.busy(0), timeline.bubble
     (2, 0.5, 0.5)
 
     Raises:
-        UsageError: a span of a rank that is not there, or that ends before it starts.
+        UsageError: a span of a rank out of range, or that ends before it starts.
     """
 
     name: str
@@ -80,22 +80,22 @@ class Timeline:
 
     @cached_property
     def is_step(self) -> bool:
-        """Whether it is a whole step, with what comes behind its program."""
+        """Return whether it is a whole step, with what follows its program."""
         return any(span.lane == STEP_LANE for span in self.spans)
 
     @cached_property
     def program(self) -> Timeline:
-        """The same without what is no action of its program, as a run measures it."""
+        """Return the timeline without spans that are no actions of its program, as a run measures it."""
         return Timeline(self.name, self.num_ranks, tuple(span for span in self.spans if span.lane != STEP_LANE))
 
     @property
     def total_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return self.end_s - self.start_s
 
     @cached_property
     def lanes(self) -> tuple[tuple[str, ...], ...]:
-        """[rank] -> its lanes, compute first, the others in the order in which they appear."""
+        """Return [rank] -> its lanes, compute first, the others in the order in which they appear."""
         by_rank: list[dict[str, None]] = [{} for _ in range(self.num_ranks)]
         for span in self.spans:
             by_rank[span.rank][span.lane] = None
@@ -113,25 +113,25 @@ class Timeline:
         return {key: _covered_s(times) for key, times in by_lane.items()}
 
     def busy(self, rank: int, lane: str = COMPUTE_LANE) -> float:
-        """Share of the total in which the lane is busy, 0 to 1."""
+        """Fraction of the total in which the lane is busy, 0 to 1."""
         return self.busy_s(rank, lane) / self.total_s if self.total_s else 0.0
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they do not compute, 0 to 1."""
+        """Fraction of all ranks' time in which they do not compute, 0 to 1."""
         if not self.total_s or not self.num_ranks:
             return 0.0
         return 1 - sum(self.busy_s(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.total_s)
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` reads it back exactly."""
+        """Return one line of JSON; `from_json` reads it back exactly."""
         spans = [list(span) for span in self.spans]
         head = {"kind": "weft timeline", "format_version": FORMAT_VERSION, "name": self.name, "num_ranks": self.num_ranks}
         return json.dumps({**head, "columns": list(Span._fields), "spans": spans})
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read what `to_json` wrote.
+        """Parse the text of `to_json`.
 
         Raises:
             UsageError: text that is not a timeline, or of a newer format.
@@ -140,7 +140,7 @@ class Timeline:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise UsageError(f"a timeline that is not JSON: line {error.lineno}: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # numbers and nesting beyond all bounds
+        except (ValueError, RecursionError) as error:  # huge numbers or nesting
             raise UsageError(f"a timeline that cannot be read: {error}") from None
         if not isinstance(data, dict) or data.get("kind") != "weft timeline":
             raise UsageError('JSON that is not a timeline: it has no "kind": "weft timeline"')
@@ -154,7 +154,7 @@ class Timeline:
             raise UsageError(f"timeline with a part that cannot be read: {error!r}") from None
 
     def to_perfetto(self) -> str:
-        """Trace-event JSON for ui.perfetto.dev or chrome://tracing: ranks are processes, lanes are threads; microseconds."""
+        """Return trace-event JSON for ui.perfetto.dev or chrome://tracing: ranks are processes, lanes are threads; microseconds."""
         events: list[dict[str, object]] = []
         thread: dict[tuple[int, str], int] = {}
         for rank, lanes in enumerate(self.lanes):
@@ -180,7 +180,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class KindDifference:
-    """One kind of span in two timelines: how many, their summed seconds, and the second's over the first's."""
+    """One kind of span in two timelines: numbers of spans, their total seconds, and their ratio."""
 
     kind: str
     count_a: int
@@ -197,10 +197,10 @@ class KindDifference:
 
 
 def compare(a: Timeline, b: Timeline) -> tuple[KindDifference, ...]:
-    """Kind by kind, in order of the kinds' first appearance in `a`, then `b`; for example simulated against measured."""
+    """Compare kind by kind, in order of the kinds' first appearance in `a`, then `b`; for example simulated against measured."""
     kinds = dict.fromkeys(span.kind for span in (*a.spans, *b.spans))
-    left, right = _per_kind(a.spans), _per_kind(b.spans)
-    return tuple(KindDifference(kind, left[kind][0], right[kind][0], left[kind][1], right[kind][1]) for kind in kinds)
+    totals_a, totals_b = _per_kind(a.spans), _per_kind(b.spans)
+    return tuple(KindDifference(kind, totals_a[kind][0], totals_b[kind][0], totals_a[kind][1], totals_b[kind][1]) for kind in kinds)
 
 
 def _per_kind(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:

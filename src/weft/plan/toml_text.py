@@ -1,7 +1,7 @@
-"""TOML that others wrote, within bounds, and text for TOML of ours. In: text. Out: a dict, or one kind of error for what is wrong; text.
+"""TOML input within bounds, as a dict or one kind of error, and text for TOML output.
 
-The standard library's reader takes numbers of any length, on which Python gives up with another error, and keys of any depth, on which it
-spends time that grows with its square, and whoever reads the result recursion without end.
+The standard library's parser accepts numbers of any length, on which Python raises another error, and keys of any depth, on which it spends
+quadratic time, and whose reader recurses without end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 import tomllib
 from typing import Any
 
-DEEPEST = 64  # dots of a key
+DEEPEST = 64  # dots of a key, at most
 _DEEP = re.compile(rf"(?:[\w\"'-]+[ \t]*\.[ \t]*){{{DEEPEST}}}")
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Raises TOMLDecodeError.
+    """Parse TOML. Raises TOMLDecodeError.
 
     >>> loads("a.b = 1")
     {'a': {'b': 1}}
@@ -33,7 +33,7 @@ def loads(text: str) -> dict[str, Any]:
 
 
 def quoted(text: str) -> str:
-    """A TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+    """Quote a TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped.
 
     >>> quoted('a "b"')
     '"a \\\\"b\\\\""'
@@ -42,7 +42,7 @@ def quoted(text: str) -> str:
 
 
 def quoted_key(text: str) -> str:
-    """As TOML has a key: quoted where it has to be.
+    """Quote a TOML key where it has to be.
 
     >>> quoted_key("cpu-1"), quoted_key("two words")
     ('cpu-1', '"two words"')

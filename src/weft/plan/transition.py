@@ -1,8 +1,7 @@
-"""The one table of ways from one placement to another along an axis.
+"""Redistribution between placements along an axis: the one table of transitions, each with its collective and the traffic of a rank.
 
-In: two placements. Out: the row of the table that brings one to the other: the collective, and what a rank sends. The gradient of a value
-that moved from `a` to `b` moves from `dual(b)` to `dual(a)`, which is a row of the same table: no collective is paired with its dual by
-hand, and the bytes of backward are the same look-up.
+The gradient of a value that was redistributed from `a` to `b` goes from `dual(b)` to `dual(a)`, which is a row of the same table: no
+collective is paired with its dual by hand, and the bytes of backward are the same look-up.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from weft.plan.placement import Deferred, Halo, HaloPartial, Owned, Partial, Pla
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """How what lies as `source` comes to lie as `target`.
+    """Redistribution of a value from `source` to `target`.
 
-    `collective`: what ranks exchange, or what each does by itself (`LOCAL`). `allowed`: whether a forward pass may take this way; the
-    others are backward's alone.
+    `collective`: the collective, or a local operation (`LOCAL_COLLECTIVES`). `is_allowed_in_forward`: whether a forward pass may do this;
+    the others are only for backward.
     """
 
     source: type[Placement]
@@ -34,7 +33,7 @@ TABLE = {
     (row.source, row.target): row
     for row in (
         Transition(Replicate, Deferred, ""),
-        Transition(Replicate, Partial, ""),  # each has an equal share
+        Transition(Replicate, Partial, ""),  # each rank has an equal fraction
         Transition(Deferred, Partial, ""),
         Transition(Partial, Replicate, "all_reduce"),
         Transition(Partial, Deferred, "all_reduce"),
@@ -55,7 +54,7 @@ TABLE = {
         Transition(Shard, Halo, "halo_exchange"),
         Transition(Replicate, Halo, "slice"),
         Transition(Deferred, Halo, "slice"),
-        Transition(Deferred, Replicate, "", allowed=False),  # a gradient that all have is whole
+        Transition(Deferred, Replicate, "", allowed=False),  # a gradient that all ranks hold is complete
         Transition(Shard, Partial, "pad", allowed=False),  # among zeros
         Transition(Strided, Partial, "pad", allowed=False),
         Transition(HaloPartial, Shard, "halo_add", allowed=False),
@@ -72,7 +71,7 @@ TABLE = {
 
 
 def transition(source: Placement, target: Placement) -> Transition:
-    """The row from `source` to `target`.
+    """Return the row from `source` to `target`.
 
     Raises:
         LayoutError: the table has none.
@@ -84,17 +83,17 @@ def transition(source: Placement, target: Placement) -> Transition:
 
 
 def allowed(source: Placement, target: Placement) -> bool:
-    """Whether a value may be brought from `source` to `target` in a forward pass."""
+    """Return whether a value may be redistributed from `source` to `target` in a forward pass."""
     row = TABLE.get((type(source), type(target)))
     return row is not None and row.allowed
 
 
 @cache
 def sent_part(source: Placement, target: Placement, n: int) -> float:
-    """The part of the whole tensor that a rank of n sends on the way, the busiest one's.
+    """Fraction of the whole tensor that the busiest of n ranks sends.
 
-    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009), which take as long as with the longest piece; of an
-    all-to-all a rank keeps a piece of its piece; of windows it sends what others read of what it holds.
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009), which take as long as the longest shard; in an
+    all-to-all a rank keeps a shard of its shard; of windows it sends what others read of its entries.
 
     >>> from weft.plan.placement import P, R
     >>> sent_part(P, R, 4), sent_part(Shard(0), R, 4), sent_part(Shard(2), Halo(2, 8, ((0, 5), (3, 8))), 2)
@@ -108,8 +107,8 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
         case "reduce_scatter", _, Shard() | Strided():
             return (n - 1) / target.ways(n)
         case "all_to_all", Shard() | Strided(), Shard() | Strided():
-            mine, others = _lengths(source, n), _lengths(target, n)
-            return _exchanged(mine, others, n) if mine or others else (n - 1) / n / n
+            source_lengths, target_lengths = _lengths(source, n), _lengths(target, n)
+            return _exchanged(source_lengths, target_lengths, n) if source_lengths or target_lengths else (n - 1) / n / n
         case "broadcast", _, _:
             return 1.0
         case "gather", _, _:
@@ -124,18 +123,18 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
 
 
 def _lengths(placement: Shard | Strided, n: int) -> tuple[int, ...]:
-    """How long pieces are, in positions; nothing where they are equal."""
+    """Return the lengths of shards, in positions; () where they are equal."""
     return placement.lengths if isinstance(placement, Shard) else placement.run(n).lengths
 
 
 def _exchanged(source: tuple[int, ...], target: tuple[int, ...], n: int) -> float:
-    """Of an all-to-all of unequal pieces: a rank sends of its piece of one dimension what is not its piece of the other."""
-    held, wanted = ([size / sum(lengths) for size in lengths] for lengths in (one or (1,) * n for one in (source, target)))
-    return max(a * (1 - b) for a, b in zip(held, wanted, strict=True))
+    """Fraction sent in an all-to-all of unequal shards: of its shard of one dimension what is not in its shard of the other."""
+    source_parts, target_parts = ([size / sum(lengths) for size in lengths] for lengths in (one or (1,) * n for one in (source, target)))
+    return max(a * (1 - b) for a, b in zip(source_parts, target_parts, strict=True))
 
 
 def _busiest(held: tuple[Range, ...], wanted: tuple[Range, ...]) -> int:
-    """Entries that the rank sends that sends most."""
+    """Number of entries that the rank sends that sends most."""
     return max(
         sum(max(0, min(b, d) - max(a, c)) for other, (c, d) in enumerate(wanted) if other != rank) for rank, (a, b) in enumerate(held)
     )

@@ -1,4 +1,4 @@
-"""What a person sees of a plan, a run or a timeline: tables, text pictures, and a page."""
+"""Reports about a plan, a run or a timeline: tables, pictures, and an HTML page."""
 
 from weft.callable import make_callable
 

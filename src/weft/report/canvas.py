@@ -1,6 +1,6 @@
-"""A picture of lines, boxes and words. In: shapes in pixels, from the upper left corner. Out: SVG, or PNG where matplotlib is installed.
+"""Pictures of lines, rectangles and text, in pixels from the upper left corner, as SVG, or as PNG where matplotlib is installed.
 
-The SVG is self-contained: no script, no font or file from elsewhere. Every word is escaped. Not modelled: anything that moves.
+The SVG is self-contained: no scripts, external fonts or files. All text is escaped. Not modelled: animation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INK, PALE, GRID = "#3b3b40", "#6b6b72", "#dcdce2"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Straight lines through `points`; `arrow` at the last one."""
+    """Straight lines through `points`, with an arrow head at the last one where `arrow` is set."""
 
     points: tuple[tuple[float, float], ...]
     colour: str = GRID
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A line of text; `anchor` start, middle or end at x, its foot at y."""
+    """A line of text; `anchor`: start, middle or end at x; baseline at y."""
 
     x: float
     y: float
@@ -57,7 +57,7 @@ Shape = Line | Box | Words
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Shapes on white; the first lies lowest."""
+    """Shapes on white, drawn in order."""
 
     width: float
     height: float
@@ -65,7 +65,7 @@ class Picture:
     title: str = ""
 
     def svg(self) -> str:
-        """One `<svg>` element."""
+        """Return one `<svg>` element."""
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         style = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" style="{style}"><title>{escape(self.title)}</title>'
@@ -73,7 +73,7 @@ class Picture:
         return "\n".join([head, back, *map(_element, self.shapes), "</svg>"])
 
     def png(self, scale: float = 2.0) -> bytes:
-        """The same as pixels, `scale` of them for each of the picture's.
+        """Return a PNG with `scale` pixels per pixel of the picture.
 
         Raises:
             UsageError: matplotlib is not installed.
@@ -89,7 +89,7 @@ class Picture:
         axes.set_xlim(0, self.width)
         axes.set_ylim(self.height, 0)
         axes.axis("off")
-        point = 72 / 100  # points of type a pixel
+        point = 72 / 100  # typographic points a pixel
         for order, shape in enumerate(self.shapes):
             if isinstance(shape, Line):
                 xs, ys = zip(*shape.points, strict=True)
@@ -110,7 +110,7 @@ class Picture:
         return out.getvalue()
 
     def write(self, target: Path) -> None:
-        """Into `target`, by its suffix.
+        """Write to `target`, in the format of its suffix.
 
         Raises:
             UsageError: another suffix than .svg and .png, a file that cannot be written, no matplotlib for a .png.
@@ -143,7 +143,7 @@ def _element(shape: Shape) -> str:
 
 
 def _head(points: Sequence[tuple[float, float]], length: float = 6.0) -> list[tuple[float, float]]:
-    """An arrow's two barbs, drawn on from its point and back."""
+    """Return the points of an arrow's head: barb, tip, barb."""
     (ax, ay), (bx, by) = points[-2:]
     far = ((bx - ax) ** 2 + (by - ay) ** 2) ** 0.5 or 1.0
     ux, uy = (bx - ax) / far * length, (by - ay) / far * length

@@ -1,7 +1,7 @@
-"""Pictures as HTML without scripts or network: in, numbers and names; out, text to put into a page.
+"""Line charts and bars as HTML fragments without scripts or network access.
 
-Lines are SVG stretched to the width at hand; words are HTML beside it, so that they keep their size on a narrow window.
-Every name is escaped here. Not modelled: interaction beyond a browser's own tooltips.
+Lines are SVG stretched to the available width; text is HTML next to it, so that it keeps its size in a narrow window.
+All names are escaped. Not modelled: interaction beyond a browser's own tooltips.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 
-# Okabe and Ito's palette, told apart by most colour-blind readers.
+# Okabe and Ito's palette, distinguishable for most colour-blind readers.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
 MOST_POINTS = 600
-LEAST = 1e-9  # parts of a whole below this are rounding
+LEAST = 1e-9  # shares of a total below this are rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y) points by ascending x. `faint` for raw values behind a smoothed line; `dots` for few points."""
+    """One line: (x, y) points by ascending x. `faint`: raw values behind a smoothed line; `dots`: draw points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -30,9 +30,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One bar of several: its name, its parts, words for its whole. `marked` is the chosen one, `off` one that cannot be.
+    """One bar of several: its name, its parts, and text for its total. `marked`: the chosen one, `off`: a refused one.
 
-    `words_of` says a part's amount.
+    `words_of` formats a part's amount.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
 def line_chart(
     series: Sequence[Series], x_name: str, y_name: str, levels: Sequence[tuple[str, float]] = (), from_zero: bool = False
 ) -> str:
-    """Lines over a common x; `levels` are named horizontal lines. Empty text where nothing can be drawn."""
+    """Return lines over a common x; `levels`: named horizontal lines. Empty where nothing can be drawn."""
     series = [Series(s.name, _finite(s.points), s.colour, s.faint, s.dots) for s in series]
     points = [point for s in series for point in s.points]
     if not points:
@@ -93,7 +93,7 @@ def line_chart(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], total: float = 0.0) -> str:
-    """One bar of (name, amount, words for the amount); `total` is its full length where more fits than is used."""
+    """Return one bar of (name, amount, text); `total`: its full length where that exceeds the sum of the amounts."""
     most = max((amount for _, amount, _ in parts), default=0.0)
     parts = [part for part in parts if part[1] > LEAST * most]
     used = sum(amount for _, amount, _ in parts)
@@ -109,9 +109,9 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], total: float = 0.0) -> 
 
 
 def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -> str:
-    """Bars under one another on one scale, each of the same parts in the same colours; `limit` is drawn through all of them.
+    """Return bars on one scale with the same colours for the same parts; `limit` is drawn through all of them.
 
-    Empty text where no row has a length.
+    Empty where no row has a length.
     """
     rows = [row for row in rows if sum(amount for _, amount in row.parts) > 0]
     if not rows:
@@ -138,12 +138,12 @@ def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) that enclose low to high, at most about `most` of them.
+    """Return round numbers (1, 2 or 5 times a power of ten) that enclose low to high, at most about `most` of them.
 
     >>> ticks(1.3, 5.6)
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    if high - low <= 1e-9 * max(abs(low), 1.0):  # a flat line gets room around it
+    if high - low <= 1e-9 * max(abs(low), 1.0):  # a flat line gets a margin
         half = max(abs(low), 1e-6) / 2
         low, high = low - half, high + half
     rough = (high - low) / (most - 1)
@@ -154,7 +154,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> tuple[tuple[float, float], ...]:
-    """Exponentially weighted mean, corrected for its start (Kingma and Ba, 2015, section 3)."""
+    """Return the exponentially weighted mean, corrected for its start (Kingma and Ba, 2015, section 3)."""
     mean, result = 0.0, []
     for i, (x, y) in enumerate(points, start=1):
         mean = weight * mean + (1 - weight) * y
@@ -163,7 +163,7 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> tuple[
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
-    """At most about `most` points, evenly picked, the last among them."""
+    """Return at most about `most` points at an equal stride, and the last one."""
     stride = max(1, ceil(len(points) / most))
     shown = list(points[::stride])
     if points and shown[-1] != points[-1]:

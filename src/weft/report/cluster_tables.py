@@ -1,4 +1,4 @@
-"""A cluster as tables of words: in, a `Cluster`; out, what it is, what a rank of it gets, what its collectives cost."""
+"""Tables of a cluster: its devices and links, the measured speed of a rank, and the measured times of collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.units import format_bytes, format_flops, format_rate, format_seconds
 
 
 def cluster_tables(cluster: Cluster) -> tuple[Table, ...]:
-    """The machine in words: what it is, what a rank gets, and what collectives cost."""
+    """Tabulate a cluster's devices and links, a rank's measured speed, and measured collectives."""
     device = cluster.device
     facts = [
         ("device", f"{cluster.num_devices} x {device.name} ({device.kind})"),

@@ -1,7 +1,7 @@
-"""Pictures of collectives. In: seconds by algorithm and size, or the messages of one. Out: a `Picture`.
+"""Pictures of collective algorithms: times against sizes, or the messages of one algorithm step by step.
 
-Times against sizes, both in powers, a line an algorithm, and below a band that says which is the fastest where. Or the steps of one: ranks
-are columns, time goes down, every message is an arrow with the pieces that it carries.
+Times have logarithmic axes, a line per algorithm, and a band below that shows the fastest by size. Steps have a column per rank, time
+going down, and an arrow per message, labelled with the chunks that it carries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROW, COLUMN = 40.0, 150.0
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A message of `source` to `target`, on its way from `began` to `ended` (in steps); `added` there; `words`: what it carries."""
+    """A message from `source` to `target` from `began` to `ended` (in steps); `added`: the target reduces it; `words`: its label."""
 
     source: int
     target: int
@@ -32,9 +32,9 @@ class Arrow:
 
 
 def times_picture(title: str, times: Mapping[str, Sequence[tuple[float, float]]], marked: str = "") -> Picture:
-    """`times`: algorithm -> (bytes, seconds) by ascending bytes, the same for all; `marked` is drawn dashed (it is no program).
+    """Draw `times`: algorithm -> (bytes, seconds) by ascending bytes, the same for all; `marked` is drawn dashed (it is no program).
 
-    The band below has the fastest's colour, from the middle between its first size and the one before to that behind its last.
+    The band below has the colour of the fastest, with borders half-way between sizes.
     """
     names = list(times)
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -65,10 +65,10 @@ def times_picture(title: str, times: Mapping[str, Sequence[tuple[float, float]]]
         shapes.append(Line(line, colour[name], 2.0, name == marked))
     shapes += _labels([(at_y(times[name][-1][1]), name, colour[name]) for name in names], end)
     for name, start, stop in winners(times):
-        x, until = at_x(start), at_x(stop)
-        shapes.append(Box(x, bottom + 8, until - x, BAND - 10, colour[name]))
-        if until - x > 7 * len(name):
-            shapes.append(Words((x + until) / 2, bottom + 20, name, "middle", 11, "#ffffff", True))
+        x, end_x = at_x(start), at_x(stop)
+        shapes.append(Box(x, bottom + 8, end_x - x, BAND - 10, colour[name]))
+        if end_x - x > 7 * len(name):
+            shapes.append(Words((x + end_x) / 2, bottom + 20, name, "middle", 11, "#ffffff", True))
     shapes += [
         Words(LEFT - 8, bottom + 20, "fastest", "end", 11, PALE),
         Words((LEFT + end) / 2, bottom + BAND + 44, "bytes of the tensor", "middle", 11, PALE),
@@ -78,7 +78,7 @@ def times_picture(title: str, times: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def winners(times: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[str, float, float]]:
-    """(fastest, from bytes, to bytes) by ascending bytes; borders lie half-way (in powers) between two sizes.
+    """Return (fastest, from bytes, to bytes) by ascending bytes; borders are the geometric means of adjacent sizes.
 
     >>> winners({"a": [(1, 1.0), (4, 2.0), (16, 9.0)], "b": [(1, 3.0), (4, 3.0), (16, 3.0)]})
     [('a', 1, 8.0), ('b', 8.0, 16)]
@@ -98,7 +98,7 @@ def winners(times: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[st
 
 
 def _labels(at: Sequence[tuple[float, str, str]], x: float) -> list[Shape]:
-    """Names at the lines' ends, moved apart where they would lie on one another."""
+    """Label the lines' ends, with labels shifted where they would overlap."""
     shapes: list[Shape] = []
     last = 0.0
     for y, name, colour in sorted(at):
@@ -109,12 +109,12 @@ def _labels(at: Sequence[tuple[float, str, str]], x: float) -> list[Shape]:
 
 
 def _round(text: str) -> str:
-    """1 ms, not 1.00 ms."""
+    """Drop trailing zeros: 1 ms, not 1.00 ms."""
     return text.replace(".00 ", " ").replace(".0 ", " ")
 
 
 def steps_picture(title: str, num_ranks: int, arrows: Sequence[Arrow]) -> Picture:
-    """Ranks side by side, steps one below the other; an arrow with + is added where it arrives."""
+    """Draw a column per rank and a row per step; a message labelled + is reduced into the target's value."""
     column = COLUMN if num_ranks <= 8 else max(40.0, 1200.0 / num_ranks)
     last = max([ceil(arrow.ended) for arrow in arrows], default=1)
     left, top = 90.0, 66.0
@@ -135,7 +135,7 @@ def steps_picture(title: str, num_ranks: int, arrows: Sequence[Arrow]) -> Pictur
         ay, by = top + arrow.began * ROW + 5, top + arrow.ended * ROW - 5
         shapes.append(Line(((ax, ay), (bx, by)), colour, 1.6, False, True))
         if not crowded:
-            # Near its sender, where few arrows cross; neighbours' words a little apart.
+            # Near its sender, where few arrows cross; alternately shifted.
             part = 0.24 if abs(bx - ax) <= column else 0.24 * column / abs(bx - ax) + 0.02 * (i % 2)
             words = f"+ {arrow.words}" if arrow.added else arrow.words
             shapes.append(Words(ax + (bx - ax) * part, ay + (by - ay) * part - 3, words, "middle", 10, colour))

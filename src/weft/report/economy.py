@@ -1,7 +1,7 @@
-"""What training costs: dollars and kilowatt-hours. In: a cluster, a layout, a graph, a prediction. Out: a `Bill` for a unit of work.
+"""Cost of training in dollars and kilowatt-hours, by a cluster's price and power and a predicted step time.
 
-A unit is a billion tokens where the model reads tokens, else one epoch of ImageNet-1k. Whole machines are paid for, also where a plan
-leaves some of their devices idle; machines that no rank is on are not. Power is the machines' highest, all of the time.
+A unit of work is a billion tokens where the model reads tokens, else one epoch of ImageNet-1k. Whole hosts are paid for, even where a plan
+leaves some of their devices idle; hosts without a rank are not. Power is the hosts' maximum, all of the time.
 Not modelled: discounts, cooling beyond the machine, storage and network fees, and time lost to failures.
 """
 
@@ -20,7 +20,7 @@ TOKENS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Work that is paid for: `name` in words, `samples` of it. `tokens_per_sample` is 0 where a sample is no text."""
+    """A unit of work: its `name`, and its `samples`. `tokens_per_sample` is 0 where a sample is no text."""
 
     name: str
     samples: float
@@ -29,7 +29,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one unit takes. Dollars or kWh are None where the cluster's price or power is not known."""
+    """Time, money and energy of some work. Dollars or kWh are None where the cluster's price or power is not known."""
 
     seconds: float
     usd: float | None
@@ -37,7 +37,7 @@ class Bill:
 
 
 def tokens_per_sample(graph: Graph) -> int:
-    """Tokens that the model reads of one sample: the length of its first input of whole numbers in two dimensions; 0 for images."""
+    """Number of tokens of a sample: the length of the model's first two-dimensional integer input; 0 for images."""
     for v in graph.inputs:
         if v.batched and len(v.tensor.shape) == 2 and v.tensor.dtype.startswith("int"):
             return v.tensor.shape[1]
@@ -45,7 +45,7 @@ def tokens_per_sample(graph: Graph) -> int:
 
 
 def unit_of(graph: Graph) -> Unit:
-    """A billion tokens, or an epoch."""
+    """Return a billion tokens, or an epoch for models that read none."""
     tokens = tokens_per_sample(graph)
     if tokens:
         return Unit("billion tokens", TOKENS / tokens, tokens)
@@ -77,7 +77,7 @@ def bill(cluster: Cluster, layout: Layout, prediction: Prediction, batch_size: i
 
 
 def format_usd(usd: float | None) -> str:
-    """Dollars to three digits, in whole dollars from 100 on.
+    """Format dollars to three digits, in whole dollars from 100 on.
 
     >>> format_usd(None), format_usd(0.5), format_usd(1234567.8)
     ('', '$0.50', '$1,234,568')
@@ -88,7 +88,7 @@ def format_usd(usd: float | None) -> str:
 
 
 def format_kwh(kwh: float | None) -> str:
-    """Kilowatt-hours to three digits, with thousands apart.
+    """Format kilowatt-hours to three digits, with thousands separators.
 
     >>> format_kwh(0.0123), format_kwh(12345.6)
     ('0.0123', '12,346')

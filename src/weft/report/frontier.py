@@ -1,4 +1,4 @@
-"""What accuracy costs: a picture. In: the least price of each accuracy, the chosen one, what others would pay. Out: a `Picture`."""
+"""Picture of the Pareto frontier of accuracy and price, with the chosen point and those of baselines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def frontier_picture(title: str, best: Points, chosen: tuple[float, float], others: Sequence[tuple[str, Points]] = ()) -> Picture:
-    """Steps of (accuracy, $/h): below the line nothing is feasible. `others`: by name, drawn as marks."""
+    """Draw steps of (accuracy, $/h), below which nothing is feasible. `others`: baselines by name, drawn as marks."""
     every = [*best, chosen, *(point for _, points in others for point in points)]
     xs, ys = ticks(min(x for x, _ in every), max(x for x, _ in every)), ticks(0.0, max(y for _, y in every))
     low, high = min(xs[0], *(x for x, _ in every)), max(xs[-1], *(x for x, _ in every))

@@ -1,7 +1,7 @@
-"""A timeline as a picture: text for a terminal, with colours where it has them, and SVG for a page.
+"""Gantt charts of a timeline, simulated or measured: text for a terminal, with colours where it has them, and SVG for a page.
 
-In: a `Timeline`, simulated or measured. Out: text, or SVG. One row per rank; computes are drawn, and in the SVG transfers, collectives
-and copies as thin strips below. A label is the microbatch, with the stage before it where a rank has several; a second replica is lighter.
+One row per rank; computes are drawn, and in the SVG transfers, collectives and copies as thin strips below. A label is the microbatch,
+with the stage before it where a rank has several; a second replica is lighter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
 from weft.report.paint import ACTION, STRIP_WORDS, STRIPS, WORDS, Shades, paint, shades
 from weft.units import format_percent, format_seconds
 
-Beside = Sequence[tuple[str, Sequence[str]]]  # columns beside the rows: a head, and a word for each rank
+Beside = Sequence[tuple[str, Sequence[str]]]  # columns next to the rows: a head, and a text for each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class _Cell:
 def gantt(
     timeline: Timeline, width: int = 100, beside: Beside = (), headline: str = "", time_text: Callable[[float], str] = format_seconds
 ) -> str:
-    """Plain characters, at most `width` columns for the time and some more for the margins.
+    """Return plain text, at most `width` columns for the time and some more for the margins.
 
     A compute is its kind and microbatch and then `=` up to its end, `-` in a second replica; where only one column is left for it, its
     kind alone. Idle time is `.`.
 
     Args:
-        beside: more to say of each rank. headline: instead of the timeline's own. time_text: how a time is written.
+        beside: further columns of each rank. headline: instead of the timeline's own. time_text: formats a time.
 
     >>> from weft.schedules import build
     >>> from weft.simulate.clock import simulate
@@ -56,7 +56,7 @@ def gantt(
 def gantt_text(
     timeline: Timeline, width: int = 100, beside: Beside = (), headline: str = "", time_text: Callable[[float], str] = format_seconds
 ) -> Text:
-    """The same as `gantt`, with colours, for a `rich` console."""
+    """Return the text of `gantt` with colours, for a `rich` console."""
     columns = _columns(timeline, width)
     out = Text(f"{headline or _headline(timeline, time_text)}\n", no_wrap=True, overflow="crop")
     margin = len(f"rank {timeline.num_ranks - 1}")
@@ -79,10 +79,9 @@ def gantt_text(
 def svg(
     timeline: Timeline, width: int = 960, beside: Beside = (), headline: str = "", time_text: Callable[[float], str] | None = None
 ) -> str:
-    """A picture of `width` pixels as one self-contained `<svg>` element: no script, no font or file from elsewhere.
+    """Return a chart `width` pixels wide as one self-contained `<svg>` element: no scripts, external fonts or files.
 
-    Of spans that end within a third of a pixel the first is drawn. Names are escaped, so that a page may show any timeline. Arguments
-    as of `gantt`.
+    Of spans that end within a third of a pixel the first is drawn. Names are escaped. Arguments as of `gantt`.
     """
     row, bar, strip, left, top = 34, 24, 5, 64, 58
     sides: list[tuple[str, Sequence[str]]] = [
@@ -127,11 +126,11 @@ def _bars(
     heights: tuple[int, int, int],
     time_text: Callable[[float], str],
 ) -> Iterator[str]:
-    """Every compute, and the strips below it. `origin`: left, top, pixels a second; `heights`: of a row, a bar, a strip."""
+    """Draw every compute, and the strips below it. `origin`: left, top, pixels a second; `heights`: of a row, a bar, a strip."""
     (left, top, scale), (height_of_row, bar, strip) = origin, heights
-    drawn: dict[tuple[int, str], float] = {}  # up to which pixel
+    drawn: dict[tuple[int, str], float] = {}  # right end in pixels
     computes = [span for span in timeline.spans if span.lane == COMPUTE_LANE and span.duration_s > 0]
-    # All bars of a picture are labelled alike: where one has no room for its stage, its shade has to do in all.
+    # All labels have the same form: without the stage where it does not fit into one of them.
     shows_stage = look.shows_stage and all(_fits(_label(span, True), span.duration_s * scale) for span in computes)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         wide = span.duration_s * scale
@@ -143,7 +142,7 @@ def _bars(
         if span.lane == COMPUTE_LANE:
             fill, ink = paint(span.kind, look.of(span))
             shown = max(wide - min(0.8, 0.1 * wide), 0.33)
-            # A hair narrower than the time it took, so that neighbours of one colour stay apart.
+            # Slightly narrower than its duration, so that neighbours of one colour stay distinct.
             yield f'<rect x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
             label = _label(span, shows_stage)
             if _fits(label, wide):
@@ -167,7 +166,7 @@ def _headline(timeline: Timeline, time_text: Callable[[float], str]) -> str:
 
 
 def _computes(timeline: Timeline) -> list[list[Span]]:
-    """[rank] -> its computes in order of time."""
+    """Return [rank] -> its computes in order of time."""
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted((s for s in timeline.spans if s.lane == COMPUTE_LANE), key=lambda s: s.start_s):
         rows[span.rank].append(span)
@@ -186,15 +185,15 @@ def _fits(label: str, wide: float) -> bool:
 
 
 def _columns(timeline: Timeline, width: int) -> int:
-    """Columns for the whole time: a multiple of the shortest compute's, where all computes are, so that equal ones look equal."""
+    """Number of columns of the time axis: if all computes are multiples of the shortest, such that equal ones have equal widths."""
     computes = [s for s in timeline.spans if s.lane == COMPUTE_LANE and s.duration_s > 0]
     tick_s = min((s.duration_s for s in computes), default=0.0)
     if not tick_s:
         return width
     num_ticks = timeline.total_s / tick_s
     edges = ((s.start_s - timeline.start_s) / tick_s for s in computes)
-    even = all(abs(edge - round(edge)) < 1e-6 for edge in edges) and abs(num_ticks - round(num_ticks)) < 1e-6
-    return round(num_ticks) * (width // round(num_ticks)) if even and num_ticks <= width else width
+    is_even = all(abs(edge - round(edge)) < 1e-6 for edge in edges) and abs(num_ticks - round(num_ticks)) < 1e-6
+    return round(num_ticks) * (width // round(num_ticks)) if is_even and num_ticks <= width else width
 
 
 def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int) -> Iterator[_Cell]:
@@ -202,7 +201,7 @@ def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int)
     for span in computes:
         start = max(at, round((span.start_s - timeline.start_s) * scale))
         end = min(columns, max(round((span.end_s - timeline.start_s) * scale), round((span.start_s - timeline.start_s) * scale) + 1))
-        if end <= start:  # where many fall into one column the first stands for all
+        if end <= start:  # of several in one column the first is drawn
             continue
         at = end
         match, shade = ACTION.fullmatch(span.name), look.of(span)
@@ -214,7 +213,7 @@ def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int)
 
 
 def _ticks(total_s: float) -> list[float]:
-    """Five to ten round times from 0 to the total."""
+    """Return five to ten round times from 0 to the total."""
     if total_s <= 0:
         return [0.0]
     step = 10.0 ** _floor_log10(total_s / 5)
@@ -223,7 +222,7 @@ def _ticks(total_s: float) -> list[float]:
 
 
 def _short(seconds: float) -> str:
-    """A round time without the zeros behind its point: 50 ms, not 50.0 ms."""
+    """Format a round time without trailing zeros: 50 ms, not 50.0 ms."""
     return re.sub(r"\.(\d*?)0+(?=\s)", lambda match: f".{match[1]}" if match[1] else "", format_seconds(seconds))
 
 

@@ -1,4 +1,4 @@
-"""What each layer costs under each way of cutting it, as a table. In: `Layer`s, what a plan cuts. Out: a `Table`, records."""
+"""Table and records of each layer's cost under each choice of sharding it, with the choices of a plan marked."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from weft.report.tables import Table
 from weft.units import format_bytes, format_flops, format_seconds
 
 NOTE = (
-    "Of one rank; the first row of a layer is all of it on every rank. keeps: for backward, what none before it does. sends: results and "
-    "operands' gradients, where its neighbours lie as it does. sums: gradients of weights. if whole: more where its neighbours are whole. "
-    "plan: the axis by which the plan cuts so."
+    "Per rank; a layer's first row is replicated. saves: activations for backward that no earlier layer saves. sends: collectives of "
+    "results and operands' gradients, next to equally sharded layers. reduces: gradients of weights. if replicated: added where its "
+    "neighbours are replicated. plan: the axis along which the plan shards the layer so."
 )
 
 
 def layers_table(title: str, layers: Sequence[Layer], taken: Mapping[str, Mapping[str, str]]) -> Table:
-    """`taken`: by operator, the axes of a plan with the label that each cuts."""
+    """Tabulate layers. `taken`: operator -> axis of the plan -> label that the axis shards."""
     rows: list[tuple[str, ...]] = []
     marked = []
-    names = [one.site.partition("/")[0] if one.ways[0].parameter_bytes else one.site for one in layers]
-    for one, name in zip(layers, names, strict=True):
-        shape = f" {'x'.join(map(str, one.shape))}" if names.count(name) > 1 else ""
-        for way in one.ways:
-            axes = _axes(way, taken.get(one.first, {}))
+    names = [layer.site.partition("/")[0] if layer.ways[0].parameter_bytes else layer.site for layer in layers]
+    for layer, name in zip(layers, names, strict=True):
+        shape = f" {'x'.join(map(str, layer.shape))}" if names.count(name) > 1 else ""
+        for way in layer.ways:
+            axes = _axes(way, taken.get(layer.first, {}))
             marked += [len(rows)] if axes else []
-            rows.append((f"  {way.kind}" if way.label else f"{name}{shape} x{one.count}", *_cells(way), axes))
-    columns = ("layer, its cuts", "FLOP", "keeps", "weights", "sends", "sums", "compute", "network", "if whole", "plan")
+            rows.append((f"  {way.kind}" if way.label else f"{name}{shape} x{layer.count}", *_cells(way), axes))
+    columns = ("layer, its shardings", "FLOP", "saves", "weights", "sends", "reduces", "compute", "network", "if replicated", "plan")
     return Table(title, columns, tuple(rows), right=(1, 2, 3, 4, 5, 6, 7, 8), marked=tuple(marked), note=NOTE)
 
 
 def layers_record(layers: Sequence[Layer], taken: Mapping[str, Mapping[str, str]]) -> list[dict[str, object]]:
-    """The same for programs, in SI units."""
+    """Return the layers' JSON objects, in SI units."""
     return [
         {
-            "site": one.site, "count": one.count, "operator": one.operator, "shape": list(one.shape),
-            "ways": [asdict(way) | {"total_s": way.total_s, "plan": _axes(way, taken.get(one.first, {})) or None} for way in one.ways],
+            "site": layer.site, "count": layer.count, "operator": layer.operator, "shape": list(layer.shape),
+            "ways": [asdict(way) | {"total_s": way.total_s, "plan": _axes(way, taken.get(layer.first, {})) or None} for way in layer.ways],
         }
-        for one in layers
+        for layer in layers
     ]  # fmt: skip
 
 
 def _axes(way: Way, taken: Mapping[str, str]) -> str:
-    """The axes of a plan that cut so; of the whole layer none do."""
+    """Return the axes of a plan that shard the layer this way; empty for the replicated layer."""
     return " ".join(axis for axis, label in taken.items() if label and label == way.label)
 
 

@@ -1,4 +1,4 @@
-"""Plans, timelines and answers in a notebook. In: one of them. Out: HTML of the same tables and pictures as the page has."""
+"""Notebook views of plans, timelines and answers: HTML with the tables and pictures of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = "max-width: 100%; overflow-x: auto"
 
 
 def html_table(table: Table) -> str:
-    """A table of words as HTML; columns that are empty throughout are left out."""
+    """Return a table as HTML, without empty columns."""
     filled = table.filled
     head = "".join(f"<th>{escape(table.columns[i])}</th>" for i in filled) if any(table.columns) else ""
     rows = []
@@ -32,7 +32,7 @@ def html_table(table: Table) -> str:
 
 
 def html_tables(tables: Iterable[Table]) -> str:
-    """Tables below one another; those without rows are left out."""
+    """Return tables as HTML, without those that have no rows."""
     return "".join(html_table(table) for table in tables if table.rows)
 
 

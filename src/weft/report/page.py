@@ -1,7 +1,7 @@
-"""One self-contained HTML page about a run or a plan: in, a `Subject`; out, the text of `report.html`.
+"""Self-contained HTML page about a run or a plan, `report.html`.
 
-The page loads nothing and runs nothing: no scripts, no network (its content-security policy says so to the browser too).
-Every name in it is escaped. Not modelled: which files a run folder holds; `folder` reads those.
+The page has no scripts and no network access, which its content-security policy enforces. All names are escaped. The files of a run
+folder are read in `run_folder`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from weft.report.tables import PARTS, Table, candidates_table, parts_table, reas
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
 MOST_BARS = 10
-SMOOTH_FROM = 40  # fewer steps than this are drawn as they are
+SMOOTH_FROM = 40  # fewer steps than this are not smoothed
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the page is about; everything but the title may be missing.
+    """Content of a page; everything but the title may be missing.
 
     `metrics`: rows of numbers by name, ascending `step` (`loss`, `eval_loss`, `tokens_per_s`, `step_time_s`, `mfu`).
-    `levels`: named losses to compare with. `memory_limit_bytes`: what a device has. `again`: shell lines to go on with.
+    `levels`: named losses to compare with. `memory_limit_bytes`: of a device. `again`: shell commands to continue with.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Subject:
 
 
 def page(subject: Subject) -> str:
-    """The whole page as text.
+    """Return the page as text.
 
     >>> "<b>" in page(Subject("<b>bold</b>")), "&lt;b&gt;bold" in page(Subject("<b>bold</b>"))
     (False, True)
@@ -76,7 +76,7 @@ def page(subject: Subject) -> str:
 
 
 def sheet(picture: Picture, table: Table) -> str:
-    """A page of one picture and its table, with the picture's title."""
+    """Return a page of one picture and its table, with the picture's title."""
     shown = f'<section><div class="scroll picture">{picture.svg()}</div></section>'
     return _titled(picture.title, "", [shown, _table_section(table)])
 
@@ -93,7 +93,7 @@ def _titled(title: str, lead: str, parts: Sequence[str]) -> str:
 
 
 def _tiles(subject: Subject) -> str:
-    """The few numbers that are looked for first: measured where there was a run, predicted otherwise."""
+    """Return tiles of the key figures: measured where there was a run, predicted otherwise."""
     plan, metrics = subject.plan, subject.metrics
     predicted = plan.prediction if plan is not None else None
     step_s, mfu, speed = (_typical(metrics, key) for key in ("step_time_s", "mfu", "tokens_per_s"))
@@ -153,7 +153,7 @@ def _memory_section(plan: Plan, limit_bytes: float) -> str:
 
 
 def _candidate_sections(plan: Plan, limit_bytes: float) -> list[str]:
-    """Where the candidates' time goes and what they hold, on one scale each; nothing where there is only the plan itself."""
+    """Return bars of the candidates' step time and memory by part; empty where there is only the plan itself."""
     priced = [c for c in plan.candidates if c.prediction is not None]
     priced.sort(key=lambda c: (bool(c.note), c.prediction.step_time_s if c.prediction else 0.0))
     shown = [(c, c.prediction) for c in priced[:MOST_BARS] if c.prediction is not None]
@@ -164,12 +164,12 @@ def _candidate_sections(plan: Plan, limit_bytes: float) -> list[str]:
     for (c, p), name in zip(shown, names, strict=True):
         chosen, off = c.layout == plan.layout, bool(c.note)
         times.append(Row(name, p.parts, format_seconds(p.step_time_s), format_seconds, chosen, off))
-        held = tuple((part, getattr(p.memory, part)) for part in PARTS)
-        sizes.append(Row(name, held, format_bytes(p.memory.total), format_bytes, chosen, off))
+        memory = tuple((part, getattr(p.memory, part)) for part in PARTS)
+        sizes.append(Row(name, memory, format_bytes(p.memory.total), format_bytes, chosen, off))
     limit = (f"{format_bytes(limit_bytes)}, what a device has", limit_bytes) if limit_bytes else None
-    said = [f"All have {common}."] if common else []
-    said += ["Faint: refused, since it does not fit."] if any(c.note for c, _ in shown) else []
-    faint = f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
+    notes = [f"All have {common}."] if common else []
+    notes += ["Faint: refused, since it does not fit."] if any(c.note for c, _ in shown) else []
+    faint = f'<p class="note">{escape(" ".join(notes))}</p>' if notes else ""
     return [
         _section("Candidates: where a step's time goes", compared_bars(times) + faint),
         _section("Candidates: memory on the fullest device", compared_bars(sizes, limit) + faint),
@@ -212,6 +212,6 @@ def _points(metrics: Sequence[dict[str, float]], key: str) -> tuple[tuple[float,
 
 
 def _typical(metrics: Sequence[dict[str, float]], key: str) -> float | None:
-    """The median, which the slow first step does not move."""
+    """Median of a metric, insensitive to the slow first step; None without values."""
     values = sorted(row[key] for row in metrics if key in row)
     return values[len(values) // 2] if values else None

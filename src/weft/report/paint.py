@@ -1,7 +1,7 @@
-"""Colours of a schedule's picture, and what tells replicas and stages of a rank apart. In: a `Timeline`. Out: fill and ink of a span.
+"""Colours of a schedule's Gantt chart, with shades that distinguish replicas and stages of a rank.
 
-Blue, orange and green stay apart for colour-blind eyes, and by their darkness in grey print. A second replica, and every second stage of a
-rank that has several, is lighter.
+Blue, orange and green are distinguishable for colour-blind readers, and by lightness in grey print. A second replica,
+and every second stage of a rank that has several, is lighter.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PAINT = {
     "R": (("#a3699c", "#ffffff"), ("#dcbad7", "#41203d")),
 }
 OTHER = (("#9d9da1", "#1b1b1d"), ("#c9c9cc", "#1b1b1d"))
-# What goes on beside the compute, by lane.
+# Activities concurrent with the compute, by lane.
 STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b", "step": "#5b8a8a"}
-WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights", "R": "forward again"}
+WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights", "R": "recompute"}
 STRIP_WORDS = {
     "send": "sending", "collective": "gathering, reducing", "offload": "to the host", "load": "from the host",
     "step": "gradients, optimizer, the rest",
@@ -32,9 +32,9 @@ ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Shades:
-    """Which computes are lighter, and what that means.
+    """Lighter shades of computes, and their meaning.
 
-    `replica`: microbatch -> 0 or more, where stages are on several ranks; `order`: (rank, stage) -> its number on its rank.
+    `replica`: microbatch -> index of the replica; `order`: (rank, stage) -> index among the stages of its rank.
     """
 
     replica: dict[int, int]
@@ -43,20 +43,20 @@ class Shades:
 
     @property
     def meaning(self) -> str:
-        """Words for a legend; empty where nothing is lighter."""
+        """Text of the legend; empty where nothing is lighter."""
         if self.num_replicas > 1:
             return "lighter: replica 2"
         return "lighter: every second stage of a rank" if any(self.order.values()) else ""
 
     @property
     def shows_stage(self) -> bool:
-        """Whether a label needs its stage: a rank has several, and not one for each replica."""
+        """Return whether labels need the stage: ranks have more stages than one per replica."""
         stages = len(self.order)
         ranks = len({rank for rank, _ in self.order})
         return stages > ranks * max(1, self.num_replicas)
 
     def of(self, span: Span) -> int:
-        """0, or 1 for the lighter shade."""
+        """Return 0, or 1 for the lighter shade."""
         match = ACTION.fullmatch(span.name)
         if not match:
             return 0
@@ -66,19 +66,19 @@ class Shades:
 
 
 def shades(timeline: Timeline) -> Shades:
-    """Microbatches whose stages are on the same ranks are of one replica."""
+    """Derive shades; microbatches whose stages are on the same ranks belong to one replica."""
     computes = [(s.rank, int(f[1]), int(f[3])) for s in timeline.spans if s.lane == COMPUTE_LANE and (f := ACTION.fullmatch(s.name))]
-    ways: dict[int, dict[int, int]] = {}  # microbatch -> stage -> rank
+    rank_of: dict[int, dict[int, int]] = {}  # microbatch -> stage -> rank
     of_rank: dict[int, set[int]] = {}
     for rank, stage, microbatch in computes:
-        ways.setdefault(microbatch, {})[stage] = rank
+        rank_of.setdefault(microbatch, {})[stage] = rank
         of_rank.setdefault(rank, set()).add(stage)
     order = {(rank, stage): i for rank, stages in of_rank.items() for i, stage in enumerate(sorted(stages))}
     numbers: dict[tuple[tuple[int, int], ...], int] = {}
-    replica = {m: numbers.setdefault(tuple(sorted(ways[m].items())), len(numbers)) for m in sorted(ways)}
+    replica = {m: numbers.setdefault(tuple(sorted(rank_of[m].items())), len(numbers)) for m in sorted(rank_of)}
     return Shades(replica, order, len(numbers))
 
 
 def paint(kind: str, shade: int) -> tuple[str, str]:
-    """(fill, ink) of a kind of span."""
+    """Return (fill, ink) of a kind of span."""
     return PAINT.get(kind, OTHER)[shade]

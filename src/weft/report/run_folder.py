@@ -1,7 +1,7 @@
-"""A run folder as the subject of a page. In: the folder that `weft train` fills. Out: a `Subject`.
+"""Read the run folder of `weft train` as the content of a page.
 
-Whatever is missing is left out, since a run that was interrupted is looked at too; so is a last line of metrics that was cut
-off. A file that is there but is something else is an error.
+Missing files are left out, as in an interrupted run; so is an incomplete last line of the metrics. A file with the wrong content is
+an error.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ WHAT: tuple[tuple[str, str], ...] = (
     (PAGE, "this page"),
     ("model.safetensors", "the trained weights, under the model's own names"),
     (SUMMARY, "the result in numbers, as `weft train --json` prints it"),
-    ("corpus.bin", "the text that it learnt from"),
-    ("data", "what it learnt from, in numbers of tokens, or where images lie"),
-    ("corpus.json", "where the data is from, and its digest"),
-    ("logs", "what each rank recorded last"),
-    ("checkpoints", "to go on from, whole or not at all, with checksums"),
+    ("corpus.bin", "the training text"),
+    ("data", "the training data: token ids, or paths of images"),
+    ("corpus.json", "source of the data, and its digest"),
+    ("logs", "the last records of each rank (flight recorder)"),
+    ("checkpoints", "to resume from; written atomically, with checksums"),
 )
 
 
 def read_folder(folder: Path) -> Subject:
-    """What a run left behind.
+    """Read a run folder.
 
     Raises:
-        UsageError: no such folder, or nothing of a run in it; ConfigError: a plan that cannot be read.
+        UsageError: no such folder, or no run folder; ConfigError: a plan that cannot be read.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name the run folder that `weft train` printed, or a plan.toml")
@@ -56,8 +56,8 @@ def read_folder(folder: Path) -> Subject:
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
     summary = _summary(folder / SUMMARY)
-    waited, saving, copies = waited_for(summary), saving_of(summary), copied(summary)
-    lead = f"{lead} in {folder.name}" + (f"; the others waited for {waited}" if waited else "") + (f"; {saving}" if saving else "")
+    waiting, saving, copies = waited_for(summary), saving_of(summary), copied(summary)
+    lead = f"{lead} in {folder.name}" + (f"; the others waited for {waiting}" if waiting else "") + (f"; {saving}" if saving else "")
     return Subject(
         title=f"{plan.model if plan else folder.name}",
         lead=lead + (f"; copied to another host: {copies}" if copies else ""),
@@ -70,12 +70,12 @@ def read_folder(folder: Path) -> Subject:
         files=list_files(folder),
         config=_text(folder / CONFIG),
         sample=_text(folder / SAMPLE),
-        again=(f"weft train {folder / CONFIG}      # goes on from the last checkpoint", f"weft simulate {folder / PLAN}"),
+        again=(f"weft train {folder / CONFIG}      # resumes from the last checkpoint", f"weft simulate {folder / PLAN}"),
     )
 
 
 def list_files(folder: Path) -> tuple[tuple[str, str], ...]:
-    """What is in a run folder: name, and its size with what it is for."""
+    """List a run folder: name, and size with the file's meaning."""
     meanings = dict(WHAT)
     rows = []
     order = [name for name, _ in WHAT]
@@ -83,13 +83,13 @@ def list_files(folder: Path) -> tuple[tuple[str, str], ...]:
         if path.name.startswith("."):
             continue
         size_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
-        what = meanings.get(path.name, "")
-        rows.append((path.name + ("/" if path.is_dir() else ""), f"{format_bytes(size_bytes)}{', ' + what if what else ''}"))
+        meaning = meanings.get(path.name, "")
+        rows.append((path.name + ("/" if path.is_dir() else ""), f"{format_bytes(size_bytes)}{', ' + meaning if meaning else ''}"))
     return tuple(rows)
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
-    """Numbers by name, a row for each line; words and what JSON cannot say are left out.
+    """Read metrics.jsonl: numbers by name, a row for each line; texts and non-finite numbers are left out.
 
     Raises:
         UsageError: a line before the last that is not a JSON object.
@@ -109,13 +109,13 @@ def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
 
 
 def read_levels(path: Path) -> tuple[tuple[str, float], ...]:
-    """Losses to compare with, from the summary of a run that has ended: what byte frequencies alone would give."""
+    """Read losses to compare with from the summary of a finished run: the loss of byte frequencies alone."""
     loss: Any = _summary(path).get("byte_frequency_loss")
     return (("byte frequencies alone", float(loss)),) if _is_number(loss) else ()
 
 
 def waited_for(summary: Mapping[str, Any]) -> str:
-    """Which ranks took longer than their like, and for how much of the run the others waited for each; empty where none did.
+    """Describe stragglers, and the share of the run that the others waited for each; empty without stragglers.
 
     >>> waited_for({"waited_for": {"3": 0.12}})
     'rank 3, 12.0 % of the time'
@@ -127,7 +127,7 @@ def waited_for(summary: Mapping[str, Any]) -> str:
 
 
 def saving_of(summary: Mapping[str, Any]) -> str:
-    """What saving cost a run, and what a failure of the whole loses; empty where nothing was saved.
+    """Describe the cost of checkpoints, and the expected loss by a failure of all ranks; empty where nothing was saved.
 
     >>> saving_of({"saving": {"saves": 3, "bytes": 6e6, "waited_s": 0.2, "beside": 2, "writing_s": 1.5, "slower_s": 0.0}})
     '3 checkpoints of 1.91 MiB, for which training waited 200 ms; 1.50 s of writing beside it'
@@ -141,22 +141,22 @@ def saving_of(summary: Mapping[str, Any]) -> str:
         words += f"; {format_seconds(costs['writing_s'])} of writing beside it"
         words += f", which made steps {format_seconds(costs['slower_s'])} longer" if costs.get("slower_s") else ""
     if costs.get("failure_loses_s") and number > 1:
-        every, lost = format_seconds(costs["every_s"]), format_seconds(costs["failure_loses_s"])
-        words += f"; one every {every}, so that a failure loses {lost} on average"
+        interval, loss = format_seconds(costs["every_s"]), format_seconds(costs["failure_loses_s"])
+        words += f"; one every {interval}, so that a failure loses {loss} on average"
     return words
 
 
 def copied(summary: Mapping[str, Any]) -> str:
-    """How often state went to another host, how much of a rank, and how long one waited for it; empty where none did.
+    """Describe buddy copies of state to another host: interval, bytes of a rank, time waited; empty without copies.
 
     >>> copied({"copies": {"every": 4, "bytes": 3 << 20, "waited_s": 0.25}})
     'every 4 steps, 3.00 MiB of a rank, which waited 250 ms for it in all'
     """
-    told = summary.get("copies")
-    if not isinstance(told, dict) or not all(_is_number(told.get(key)) for key in ("every", "bytes", "waited_s")):
+    costs = summary.get("copies")
+    if not isinstance(costs, dict) or not all(_is_number(costs.get(key)) for key in ("every", "bytes", "waited_s")):
         return ""
-    often = f"every {told['every']} steps" if told["every"] > 1 else "every step"
-    return f"{often}, {format_bytes(told['bytes'])} of a rank, which waited {format_seconds(told['waited_s'])} for it in all"
+    interval = f"every {costs['every']} steps" if costs["every"] > 1 else "every step"
+    return f"{interval}, {format_bytes(costs['bytes'])} of a rank, which waited {format_seconds(costs['waited_s'])} for it in all"
 
 
 def _summary(path: Path) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Timeline:
-    """A timeline from its own JSON or from trace events (microseconds), as `Timeline.to_perfetto` writes them.
+    """Read a timeline from its own JSON or from trace events (microseconds), as `Timeline.to_perfetto` writes them.
 
     Raises:
-        UsageError: neither.
+        UsageError: the file is neither.
     """
     text = _text(path)
     try:

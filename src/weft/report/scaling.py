@@ -1,7 +1,7 @@
-"""How training scales: a table and a picture. In: a `Size` a number of devices, ascending. Out: a `Table`, a `Picture`.
+"""Table and picture of speed-up and efficiency against the number of devices.
 
-Speed-up is throughput against the smallest number of devices that has a plan; efficiency is that over how many times as many devices there
-are. Both axes of the picture are in powers, so that ideal scaling is a straight line.
+Speed-up is throughput relative to the smallest number of devices that has a plan; efficiency is speed-up over the ratio of the numbers of
+devices. Both axes of the picture are logarithmic, so that ideal scaling is a straight line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARK = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of devices with its plan. `prediction` is None where there is none; `note` says why. `usd`: for a unit of work."""
+    """A number of devices with its plan. `prediction` is None where there is none; `note` says why. `usd`: per unit of work."""
 
     devices: int
     batch_size: int
@@ -35,12 +35,12 @@ class Size:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput; 0 where there is no plan."""
+        """Throughput in samples a second; 0 where there is no plan."""
         return self.batch_size / self.prediction.step_time_s if self.prediction is not None else 0.0
 
 
 def speedups(sizes: Sequence[Size]) -> list[tuple[float, float] | None]:
-    """(speed-up, efficiency) of each size; None where there is no plan.
+    """Return (speed-up, efficiency) of each size; None where there is no plan.
 
     >>> from weft.plan.plan import Memory
     >>> steps = [(8, 4.0), (16, 2.5)]
@@ -55,7 +55,7 @@ def speedups(sizes: Sequence[Size]) -> list[tuple[float, float] | None]:
 
 
 def scaling_table(title: str, sizes: Sequence[Size], unit: str) -> Table:
-    """One row a size; a column that says nothing is left out where the table is drawn."""
+    """Tabulate one row per size; empty columns are left out when the table is drawn."""
     planned = [s for s in sizes if s.prediction is not None]
     common, words = told_apart([s.layout for s in planned]) if planned else ("", [])
     layouts = iter(words)
@@ -74,7 +74,7 @@ def scaling_table(title: str, sizes: Sequence[Size], unit: str) -> Table:
 
 
 def scaling_picture(title: str, sizes: Sequence[Size]) -> Picture:
-    """Speed-up against devices, with the ideal line; below each size its step time and MFU. `sizes`: at least one has a plan."""
+    """Draw speed-up against devices, with the ideal line; below each size its step time and MFU. `sizes`: at least one has a plan."""
     drawn = [(s, up) for s, up in zip(sizes, speedups(sizes), strict=True) if up is not None]
     devices = [s.devices for s in sizes]
     base, most = drawn[0][0].devices, max(devices)
@@ -97,9 +97,9 @@ def scaling_picture(title: str, sizes: Sequence[Size]) -> Picture:
     for s in sizes:
         x = at(s.devices, 1.0)[0]
         p = s.prediction
-        said = ("no plan",) if p is None else (format_seconds(p.step_time_s), format_percent(p.mfu))
+        labels = ("no plan",) if p is None else (format_seconds(p.step_time_s), format_percent(p.mfu))
         shapes.append(Line(((x, TOP), (x, BOTTOM))))
-        shapes += [Words(x, BOTTOM + 38 + 16 * row, text, "middle", 11, PALE) for row, text in enumerate((f"{s.devices:,}", *said))]
+        shapes += [Words(x, BOTTOM + 38 + 16 * row, text, "middle", 11, PALE) for row, text in enumerate((f"{s.devices:,}", *labels))]
     shapes.append(Line((at(base, 1.0), at(most, ideal)), PALE, 1.5, dashed=True))
     for y, name, colour in ((TOP + 14, "ideal", PALE), (TOP + 32, "predicted, with efficiency", PALETTE[0])):
         shapes.append(Line(((LEFT + 14, y), (LEFT + 44, y)), colour, 2.0, dashed=colour == PALE))
@@ -114,7 +114,7 @@ def scaling_picture(title: str, sizes: Sequence[Size]) -> Picture:
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten that enclose low to high.
+    """Return 1, 2 and 5 times powers of ten that enclose low to high.
 
     >>> _marks(1.0, 8.0)
     [1.0, 2.0, 5.0, 10.0]

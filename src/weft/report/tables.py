@@ -1,6 +1,6 @@
-"""A plan as tables of words: in, a `Plan`; out, `Table`s that the command line and the page both show, and the JSON object.
+"""Tables of a plan that the command line and the page both show, and its JSON object.
 
-Not modelled: how a table looks. `cli/output` draws it with rich, `page` as HTML; both escape the cells.
+Rendering is elsewhere: `cli/output` draws tables with rich, `page` as HTML; both escape the cells.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from weft.plan.patterns import shorten_sites
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
-LEAST = 1e-9  # parts of a step below this are rounding
+LEAST = 1e-9  # shares of a step below this are rounding errors
 PARTS = tuple(field.name for field in fields(Memory))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Words in rows. `right` are the columns that hold numbers; a row that has a `mark` is the chosen one."""
+    """A table of text cells. `right`: right-aligned columns (numbers); `marked`: rows that are emphasised."""
 
     title: str
     columns: tuple[str, ...]
@@ -32,7 +32,7 @@ class Table:
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """The columns that say anything."""
+        """Indices of the columns that are not empty."""
         return tuple(i for i in range(len(self.columns)) if any(row[i] for row in self.rows))
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Table:
 
 
 def summary_table(plan: Plan) -> Table:
-    """What was chosen and what it is predicted to cost: one line a fact."""
+    """Tabulate the chosen plan and its predicted cost."""
     layout = plan.layout
     parts = {n for size in dict.fromkeys(plan.microbatch_sizes) for n in replica_sizes(size, layout)}
     sizes = " or ".join(map(str, sorted(parts, reverse=True)))
@@ -71,12 +71,12 @@ def summary_table(plan: Plan) -> Table:
 
 
 def reasons_table(plan: Plan) -> Table:
-    """Why each axis and choice is what it is."""
+    """Tabulate the reason for each axis and choice."""
     return Table("Why", ("choice", "reason"), plan.reasons)
 
 
 def parts_table(prediction: Prediction) -> Table:
-    """Where the step's time goes, longest first."""
+    """Tabulate step time by cause, longest first."""
     parts = sorted(prediction.parts, key=lambda part: -part[1])
     rows = tuple(
         (name, format_seconds(time_s), _share(time_s, prediction.step_time_s))
@@ -87,9 +87,9 @@ def parts_table(prediction: Prediction) -> Table:
 
 
 def memory_table(memory: Memory, protection: float) -> Table:
-    """Bytes on the fullest device by what they hold. `protection`: in its host's memory."""
-    held = [(name, getattr(memory, name)) for name in PARTS]
-    rows = [(name, format_bytes(size_bytes), _share(size_bytes, memory.total)) for name, size_bytes in held]
+    """Tabulate memory on the fullest device by purpose. `protection`: bytes in its host's memory."""
+    sizes = [(name, getattr(memory, name)) for name in PARTS]
+    rows = [(name, format_bytes(size_bytes), _share(size_bytes, memory.total)) for name, size_bytes in sizes]
     rows.append(("total", format_bytes(memory.total), format_percent(1.0)))
     note = (
         f"and in its host's memory {format_bytes(protection)}, to lose no step where a rank is lost (run.protect); up to "
@@ -100,7 +100,7 @@ def memory_table(memory: Memory, protection: float) -> Table:
 
 
 def candidates_table(plan: Plan, most: int = 8) -> Table:
-    """The chosen layout, then the runners-up by predicted step time, then what was refused and why."""
+    """Tabulate the candidates by predicted step time, then the refused ones with reasons; the chosen one is marked."""
     timed = [c for c in plan.candidates if c.prediction is not None and not c.note]
     timed.sort(key=lambda c: c.prediction.step_time_s if c.prediction else 0.0)
     refused = [c for c in plan.candidates if c.prediction is None or c.note]
@@ -115,14 +115,14 @@ def candidates_table(plan: Plan, most: int = 8) -> Table:
             numbers = (format_seconds(p.step_time_s), _ratio(p.step_time_s, best), format_percent(p.mfu), format_bytes(p.memory.total))
         rows.append((layout_words(c.layout), *numbers, refusal_words(c.note)))
     marked = tuple(i for i, c in enumerate(shown) if c.layout == plan.layout)
-    left = len(plan.candidates) - len(rows)
-    note = f"{left} more were considered" if left > 0 else ""
+    num_hidden = len(plan.candidates) - len(rows)
+    note = f"{num_hidden} more were considered" if num_hidden > 0 else ""
     columns = ("layout", "step time", "against chosen", "MFU", "memory", "note")
     return Table("Candidates", columns, tuple(rows), right=(1, 2, 3, 4), marked=marked, note=note)
 
 
 def layout_words(layout: Layout) -> str:
-    """A layout without the axes that it does not use.
+    """Format a layout without the axes that it does not use.
 
     >>> layout_words(Layout(data=8, zero=1)), layout_words(Layout())
     ('data=8 zero=1', 'one device')
@@ -132,32 +132,32 @@ def layout_words(layout: Layout) -> str:
 
 
 def told_apart(layouts: Sequence[Layout]) -> tuple[str, list[str]]:
-    """(words that all layouts have, each layout without these).
+    """Return (words that all layouts have, each layout without these).
 
     >>> told_apart([Layout(data=8, precision="bfloat16"), Layout(data=4, tensor=2, precision="bfloat16")])
     ('precision=bfloat16', ['data=8', 'data=4 tensor=2'])
     """
     words = [layout_words(layout).split() for layout in layouts]
-    common = [word for word in words[0] if all(word in others for others in words)] if len(words) > 1 else []
-    rest = [" ".join(word for word in mine if word not in common) for mine in words]
-    nothing = ["one device" if layout.num_ranks == 1 else "only these" for layout in layouts]
-    return " ".join(common), [text or otherwise for text, otherwise in zip(rest, nothing, strict=True)]
+    common = [word for word in words[0] if all(word in other_words for other_words in words)] if len(words) > 1 else []
+    rest = [" ".join(word for word in own_words if word not in common) for own_words in words]
+    fallbacks = ["one device" if layout.num_ranks == 1 else "only these" for layout in layouts]
+    return " ".join(common), [text or fallback for text, fallback in zip(rest, fallbacks, strict=True)]
 
 
 def refusal_words(note: str) -> str:
-    """Why a candidate was refused, without the layout, which stands beside it, and without what to do about it.
+    """Return the reason why a candidate was refused, without its layout and the remedy.
 
     >>> refusal_words("data=8 zero=1: the fullest rank needs 55.00 GiB (parameters 9.88), and has 39.58 GiB; use zero=1")
     'the fullest rank needs 55.00 GiB, and has 39.58 GiB'
     """
     head, colon, tail = note.partition(": ")
-    said = (tail if colon and "=" in head else note).partition(";")[0]
-    before, bracket, after = said.partition(" (")
-    return before + after.partition(")")[2] if bracket else said
+    reason = (tail if colon and "=" in head else note).partition(";")[0]
+    before, bracket, after = reason.partition(" (")
+    return before + after.partition(")")[2] if bracket else reason
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """Everything there is to say about a plan; a table without rows is left out."""
+    """Return all tables of a plan, without those that have no rows."""
     tables = [summary_table(plan), reasons_table(plan)]
     if plan.prediction is not None:
         tables += [parts_table(plan.prediction), memory_table(plan.prediction.memory, plan.protection)]
@@ -166,7 +166,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
 
 
 def plan_record(plan: Plan) -> dict[str, object]:
-    """The plan for programs, in SI units: the JSON object of `weft plan`."""
+    """Return the JSON object of `weft plan`, in SI units."""
     return {
         "layout": str(plan.layout),
         "model": plan.model,
@@ -184,7 +184,7 @@ def plan_record(plan: Plan) -> dict[str, object]:
 
 
 def prediction_record(prediction: Prediction | None) -> dict[str, object]:
-    """Step time with its parts, MFU and memory; null where nothing is predicted."""
+    """Return step time with its parts, MFU and memory as a record; null where nothing is predicted."""
     if prediction is None:
         return dict.fromkeys(("step_time_s", "mfu", "model_flops", "memory_bytes", "step_time_parts_s"))
     memory = {name: getattr(prediction.memory, name) for name in PARTS} | {"total": prediction.memory.total}
@@ -211,12 +211,12 @@ def _some(names: tuple[str, ...], most: int = 6) -> str:
 
 
 def measured_memory_table(measured: Mapping[str, float], predicted: Memory | None) -> Table:
-    """What the fullest device held at most, by part in bytes, beside what was predicted; the margin of a prediction is not held."""
+    """Tabulate measured and predicted peak memory of the fullest device by part, the prediction without its margin."""
     rows = []
     for part, size in measured.items():
-        said = None if predicted is None else predicted.total - predicted.margin if part == "total" else getattr(predicted, part)
-        shown = "" if said is None else format_bytes(said)
-        off = f"{said / size - 1:+.1%}" if said is not None and size else ""
+        expected = None if predicted is None else predicted.total - predicted.margin if part == "total" else getattr(predicted, part)
+        shown = "" if expected is None else format_bytes(expected)
+        off = f"{expected / size - 1:+.1%}" if expected is not None and size else ""
         rows.append((part, shown, format_bytes(size), off))
     note = "each the most of any rank and moment; predicted without the margin"
     return Table("Memory of the fullest device", ("", "predicted", "measured", "difference"), tuple(rows), right=(1, 2, 3), note=note)

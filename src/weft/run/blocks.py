@@ -1,6 +1,7 @@
-"""A rank's blocks of a sharded model: which part of each parameter and buffer it holds, and the initial values of it.
+"""Local shards of a model's parameters and buffers on one rank: which block each is, and how it is initialised.
 
-In: where the rank stands on the mesh, the sharding, the stages and their program. Out: `LocalParameter`s, and what `Source.take` is given.
+In: the rank's mesh coordinates, the sharding, the stages and their program. Out: `LocalParameter`s, and the filter that
+`ModelSource.materialize_tensors` calls on each initial value.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Units = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where a rank stands in a sharded model, from which follows what it holds.
+    """Position of a rank in a sharded model, from which its local shards follow.
 
-    `at`: its coordinates on the mesh. `across`: values that stages of different meshes read. `always`: axes over which every gradient is
-    summed whether or not the graph asks for it, since a plain loop may use a parameter beside. `apart`: whether a replica updates weights
-    without the others, or for them, and so counts in a norm what it has.
+    `coordinates`: on the mesh. `across_meshes`: values that stages of different meshes read. `always_summed_axes`: axes over which every
+    gradient is reduced, even if the graph does not need it, since a plain loop may use a parameter elsewhere. `updates_per_replica`: a
+    replica updates weights without the others, or for them, and so counts its own shards in the gradient norm.
     """
 
     mesh: Mesh
@@ -47,15 +48,15 @@ class Blocks:
     apart: bool = False
 
     def of(self, v: Variable) -> Spans:
-        """Where this rank's block of a parameter or buffer lies."""
+        """Return the ranges of this rank's block of a parameter or buffer."""
         spans = full_spans(v.tensor.shape)
-        for axis, form in self.sharding.forms[v.value].items():
-            if is_shard(form):
-                spans = cut_again(spans, form, self.sharding.sizes[axis], self.at[axis])
+        for axis, placement in self.sharding.forms[v.value].items():
+            if is_shard(placement):
+                spans = cut_again(spans, placement, self.sharding.sizes[axis], self.at[axis])
         return spans
 
     def holds(self, v: Variable) -> bool:
-        """Whether a stage of this rank reads it, or nobody does and this rank keeps it; where one rank owns it, whether this one."""
+        """Return whether this rank stores a variable: one of its stages reads it (unread: the first rank), and no other rank owns it."""
         if any(is_owned(form) and form.rank != self.at[axis] for axis, form in self.sharding.forms[v.value].items()):
             return False
         return self.at["pipeline"] in holders_of(self.stages, self.program, v.value)
@@ -63,7 +64,7 @@ class Blocks:
     def specs(
         self, graph: Graph, trainable: AbstractSet[str], optimizer: OptimizerSpec, dtype: torch.dtype, units: Mapping[str, Units]
     ) -> dict[str, LocalParameter]:
-        """This rank's parameters by name. `trainable`: graph values; `units`: the layers that read each."""
+        """Return this rank's parameters by name. `trainable`: graph values; `layers`: the layers that read each."""
         first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
         written = written_buffers(graph)
         return {
@@ -81,15 +82,15 @@ class Blocks:
         mesh, at = self.mesh, self.at
         holders = holders_of(self.stages, self.program, v.value)
         spans = self.of(v)
-        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
-        axes = tuple(dict.fromkeys(a for a in (*self.sharding.gradients.get(v.value, ()), *self.always) if a not in cut))
-        if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`
+        sharded_axes = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
+        axes = tuple(dict.fromkeys(a for a in (*self.sharding.gradients.get(v.value, ()), *self.always) if a not in sharded_axes))
+        if v.value in self.across:  # every rank of these stages has a share of the gradient, see `gradient_shares`
             ranks = [rank for holder in holders for rank in mesh.stage(holder)]
             axes = ()
         else:
             ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
-        # Each element is counted once: by the first of the ranks that hold the same block.
-        replicated = [a for a in mesh.inside if a not in cut]
+        # Each element is counted once, by the first rank that stores the block.
+        replicated = [a for a in mesh.inside if a not in sharded_axes]
         counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in replicated)
         counted_piece = v.value in self.across or all(at[a] == 0 for a in replicated if a not in axes)
         if self.apart:
@@ -104,30 +105,30 @@ class Blocks:
             counted,
             counted_piece,
             optimizer.decays(v.tensor.shape),
-            (tuple(holders), tuple(sorted(cut)), tuple(axes)),
+            (tuple(holders), tuple(sorted(sharded_axes)), tuple(axes)),
             across=len(holders) > 1,
         )
 
 
 def zero_pieces(graph: Graph, sharding: Sharding) -> dict[str, Shard]:
-    """ZeRO in a plain loop: of each parameter that learns, by name, the dim that data ranks have pieces of: the first that divides, or else
-    differs by one, of those that no other axis cuts. What has one dim is little, and stays whole; so does what the model writes itself."""
+    """Choose the dim that ZeRO shards over data ranks in a plain loop, by parameter name: the first divisible one that no other axis
+    shards, else one with shards that differ by one. One-dimensional parameters and those that the model writes stay replicated."""
     n = sharding.sizes.get(DATA, 1)
     written = written_buffers(graph)
-    pieces = {}
+    shards = {}
     for v in graph.parameters:
-        cut = {form.dim for form in sharding.forms[v.value].values() if is_shard(form)}
+        sharded_dims = {form.dim for form in sharding.forms[v.value].values() if is_shard(form)}
         shape = v.tensor.shape
-        dims = [dim for dim, length in enumerate(shape) if dim not in cut and length >= n > 1]
+        dims = [dim for dim, length in enumerate(shape) if dim not in sharded_dims and length >= n > 1]
         owned = any(is_owned(form) for form in sharding.forms[v.value].values())
         if dims and v.trainable and len(shape) > 1 and not (owned or v.pairs or v.value in written):
             dim = next((dim for dim in dims if shape[dim] % n == 0), dims[0])
-            pieces[v.name] = shard(dim, shape[dim], n)
-    return pieces
+            shards[v.name] = shard(dim, shape[dim], n)
+    return shards
 
 
 def in_pieces(sharding: Sharding, graph: Graph, pieces: Mapping[str, Shard]) -> Sharding:
-    """`sharding` as parameters are stored where data ranks have pieces of them, whose gradients are then no summands over data."""
+    """Return the sharding of parameters as stored with ZeRO shards, whose gradients are then not partial over data."""
     stored = {v.value: pieces[v.name] for v in graph.parameters if v.name in pieces}
     forms = {value: {**by, DATA: stored[value]} if value in stored else by for value, by in sharding.forms.items()}
     return replace(sharding, forms=forms)
@@ -135,9 +136,9 @@ def in_pieces(sharding: Sharding, graph: Graph, pieces: Mapping[str, Shard]) -> 
 
 @dataclass(frozen=True)
 class Initial:
-    """Takes this rank's block of each whole tensor: of a parameter into the tensor that is there, of a buffer as a new one.
+    """Takes this rank's block of each full initial tensor: a parameter's into its allocated tensor, a buffer's as a new tensor.
 
-    `buffers`: by name (variable, where its block lies).
+    `buffers`: by name (variable, ranges of its block).
     """
 
     specs: Mapping[str, LocalParameter]
@@ -149,11 +150,11 @@ class Initial:
 
     @cached_property
     def in_pieces(self) -> dict[str, FlatGroup]:
-        """The groups of parameters that are whole only while they are used."""
+        """Groups of ZeRO-3 parameters, by parameter name."""
         return {spec.name: group for group in self.groups if group.gathered for spec in group.members}
 
     def take(self, name: str, tensor: Tensor) -> Tensor | None:
-        """What of a tensor `Source.take` keeps."""
+        """Store a parameter's block and return None, or return a buffer's block."""
         if name in self.specs:
             self._fill(name, tensor)
             return None
@@ -164,7 +165,7 @@ class Initial:
         return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 
     def rooms(self) -> dict[str, Tensor]:
-        """Buffers without values."""
+        """Allocate the buffers without values."""
         dtypes = ((name, v.tensor.dtype, spans) for name, (v, spans) in self.buffers.items())
         return {name: torch.empty(shape_of(spans), dtype=getattr(torch, dtype), device=self.device) for name, dtype, spans in dtypes}
 

@@ -1,7 +1,7 @@
-"""From a plan to this rank's parts: captured graph, sharding, program, stages, parameters with their initial values.
+"""Build one rank's model from a plan: capture the graph, shard it, cut it into stages, lower this rank's, initialise its parameters.
 
-In: a plan, a model (deferred, real, or a function that makes one), the batch and the loss. Out: `Parts`, from which the engine runs.
-Every rank does this by itself from the same inputs, so nothing but gradients and activations is ever sent.
+In: a plan, a model (deferred, real, or a factory), the batch and the loss. Out: the `RankModel` that the engine runs. Every rank does
+this by itself from the same inputs (SPMD), so that only gradients and activations are ever sent.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from weft.world.world import World
 
 @dataclass(frozen=True)
 class Source:
-    """A model that has not taken memory yet (`deferred` made it), or a real one (`deferred` is None).
+    """A model under deferred initialisation (`deferred`), which has no memory yet, or a real one (`deferred` is None).
 
-    `prices`: by which what a plan does not say is cut, the usual ones where None; `FREE_LINKS` cuts wherever the rules allow. Without
-    `has_values` parameters and buffers have memory only, which whoever builds fills.
+    `prices`: cost model that chooses the sharding of what the plan leaves open; None: the default prices; `FREE_LINKS` shards wherever the
+    rules allow. Without `has_values` parameters and buffers are allocated but not initialised; the caller fills them.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class Source:
 
     @classmethod
     def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
-        """A module as it is; a function is called under deferred construction."""
+        """Wrap a module as it is, or call a factory under deferred initialisation."""
         if isinstance(model, nn.Module):
             refuse_scripts(model)
             return cls(model, None)
@@ -81,30 +81,28 @@ class Source:
         return cls(built, deferred)
 
     def loss_of(self, loss: Loss | None) -> Loss | None:
-        """The loss that belongs to this model, with real tensors where it was made without memory beside it."""
+        """Return the loss that belongs to this model, materialised if it was built under deferred initialisation too."""
         criterion = loss_of(loss, self.model)
         return criterion if criterion is None or self.deferred is None else realize_loss(self.deferred, criterion, self.model)
 
-    def capture(
-        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
-    ) -> Captured:
-        """Capture the model on a batch of `batch_size` samples, as it trains or in other `modes`.
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None) -> Captured:
+        """Capture the model on a batch of `batch_size` samples, in training mode or in other `modes`.
 
         Raises:
-            ModelError: it cannot be followed.
+            ModelError: it cannot be captured.
         """
         refuse_hooks(self.model)
         loss = self.loss_of(loss)
         modes = training_modes(self.model) if modes is None else modes
         with in_modes(self.model, modes):
-            asked = (modes, batch_size, outputs, self.deferred is None)
-            return kept(self.model, loss, batch, asked, lambda: self._capture(batch, loss, batch_size, outputs))
+            cache_key = (modes, batch_size, outputs, self.deferred is None)
+            return kept(self.model, loss, batch, cache_key, lambda: self._capture(batch, loss, batch_size, outputs))
 
     def _capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool) -> Captured:
         if self.deferred is not None:
             deferred = self.deferred
             captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
-            # A tensor that is a plain attribute of the module comes out as the fake that it is here.
+            # A tensor that is a plain attribute of the module is captured as a fake tensor; replace it by its value.
             constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
             return replace(captured, constants=constants)
         mode, originals = fake_mode(), dict[int, Tensor]()
@@ -112,51 +110,49 @@ class Source:
         return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
     def part(self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None) -> Part:
-        """A microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""
+        """Capture a microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""
         captured = self.capture(batch, loss, size, modes=modes)
         graph = in_precision(captured.graph, plan)
         if plan.layout.replicas * plan.layout.microbatches == 1:
             return Part(Normalised(graph), captured.constants, captured.graph, structure=captured.structure)
         captured_part = replace(captured, graph=graph)
 
-        def of(count: int) -> Captured:
+        def capture_size(count: int) -> Captured:
             if count == size:
                 return captured_part
-            other = self.capture(batch, loss, count, modes=modes)
-            return replace(other, graph=in_precision(other.graph, plan))
+            captured_other = self.capture(batch, loss, count, modes=modes)
+            return replace(captured_other, graph=in_precision(captured_other.graph, plan))
 
-        full = of(plan.batch_size)
-        step = full if samples == plan.batch_size or takes_no_numbers(captured_part, full) else of(samples)
+        full = capture_size(plan.batch_size)
+        step = full if samples == plan.batch_size or takes_no_numbers(captured_part, full) else capture_size(samples)
         part = part_of(captured_part, full, step, plan.layout.microbatches == 1)
         return replace(part, captured=captured.graph)
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """The complete sharding that a plan means for a graph."""
+        """Return the complete sharding of a graph under a plan."""
         return shard_of(plan, graph, self.prices)
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
+        """Materialise initial values, one tensor at a time; return what `select(name, tensor)` returns, by name."""
         if self.deferred is not None:
             return materialize(self.deferred, self.model, take, dtype)
         return materialize_real(self.model, take, dtype)
 
     def initial(self, initial: Initial) -> dict[str, Tensor]:
-        """The buffers, and parameters where they lie, with their values; without them where there are none."""
+        """Initialise this rank's parameters in place and return its buffers; only allocate the buffers if there are no values."""
         return self.take(initial.take, None) if self.has_values else initial.rooms()
 
 
 @dataclass(frozen=True)
 class Traced(Source):
-    """A source that captures and shards once. Ranks that are forked from this process inherit what it knows, and need not trace again."""
+    """A source that caches captures and shardings. Ranks forked from this process inherit the caches and need not trace again."""
 
     captured: dict[tuple[int | None, bool, Modes], Captured] = field(default_factory=dict)
     shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
     parts: dict[tuple[object, ...], Part] = field(default_factory=dict)
 
-    def capture(
-        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
-    ) -> Captured:
-        """As `Source.capture`, once for each number of samples and modes; the batch and the loss must stay the same."""
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None) -> Captured:
+        """Return `ModelSource.capture`, cached by number of samples and modes; the batch and the loss must stay the same."""
         modes = training_modes(self.model) if modes is None else modes
         key = (batch_size, outputs, modes)
         if key not in self.captured:
@@ -164,7 +160,7 @@ class Traced(Source):
         return self.captured[key]
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """As `Source.sharding`, once for each way of cutting."""
+        """Return `ModelSource.sharding`, cached by what of the plan it depends on."""
         layout = plan.layout
         key = (
             layout.axes[1:],
@@ -176,14 +172,14 @@ class Traced(Source):
             graph.batch_size,
             layout.precision,
             self.prices,
-            len(graph.operators),  # a part of a batch has some more than one that is whole
+            len(graph.operators),  # a microbatch has a few more than a whole batch
         )
         if key not in self.shardings:
             self.shardings[key] = shard_of(plan, graph, self.prices)
         return self.shardings[key]
 
     def part(self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None) -> Part:
-        """As `Source.part`, once for each division of a batch and modes."""
+        """Return `ModelSource.capture_microbatch`, cached by microbatch size, batch size, precision and modes."""
         layout = plan.layout
         modes = training_modes(self.model) if modes is None else modes
         key = (modes, size, samples, plan.batch_size, DTYPES[layout.precision], layout.replicas == 1, layout.microbatches == 1)
@@ -192,41 +188,41 @@ class Traced(Source):
         return self.parts[key]
 
     def prepare(self, plan: Plan, batch: Any, loss: Loss | None, modes: Modes | None = None) -> None:
-        """Capture what the ranks of a plan will ask for, in training, whose sharding others have, or in other modes.
+        """Fill the caches with everything that the ranks of a plan will capture, in training or in other `modes`.
 
         Raises:
-            ModelError: the model cannot be followed so.
+            ModelError: the model cannot be captured so.
         """
         if plan.uncaptured:
             return
-        first, *others = plan.microbatch_sizes
+        first, *other_sizes = plan.microbatch_sizes
         part = self.part(plan, batch, loss, first, plan.batch_size, modes)
         if modes is None:
             self.sharding(plan, part.normal.graph)
-        for size in others:
+        for size in other_sizes:
             self.part(plan, batch, loss, size, plan.batch_size, modes)
         folds(plan, self, part.captured, batch, loss, modes)
 
 
 def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:
-    """The complete sharding that a plan means for a graph, with what it does not say cut by `prices`.
+    """Return the complete sharding of a graph under a plan; what the plan leaves open is chosen by `prices`.
 
     Raises:
-        LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
+        LayoutError: shards over a tensor axis that the layout does not have, or that the graph does not allow.
     """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
     sizes = {axis: n for axis, n in plan.layout.axes if axis_of(axis).cuts}
-    lost = [axis for axis in cuts if axis in (TENSOR, *AXES) and axis not in sizes]
-    if lost and plan.layout.tensor > 1:
-        have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
+    missing_axes = [axis for axis in cuts if axis in (TENSOR, *AXES) and axis not in sizes]
+    if missing_axes and plan.layout.tensor > 1:
+        axis_names = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
         raise LayoutError(
-            f"the plan cuts parameters over {', '.join(lost)}, and the tensor ranks of {plan.layout} lie along {have}; "
-            f"leave [shards.{lost[0]}] out, or name it after one of these"
+            f"the plan cuts parameters over {', '.join(missing_axes)}, and the tensor ranks of {plan.layout} lie along {axis_names}; "
+            f"leave [shards.{missing_axes[0]}] out, or name it after one of these"
         )
     layout = plan.layout
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
-    each = weighed(-(-plan.batch_size // (layout.data * layout.microbatches)))
-    prices = prices or Prices(samples=each * layout.data)
+    samples_per_rank = weighed(-(-plan.batch_size // (layout.data * layout.microbatches)))
+    prices = prices or Prices(samples=samples_per_rank * layout.data)
     sharding = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
     return with_samples_of(sharding, graph, shares_of_samples(layout)) if layout.shares else sharding
 
@@ -234,12 +230,12 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
 def build(
     plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
 ) -> Parts:
-    """Capture, shard, cut into stages, lower those that the program gives this rank, and give them their initial values.
+    """Capture the model, shard it, cut it into stages, lower this rank's stages and initialise their parameters.
 
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
-        ModelError: the model cannot be captured. LayoutError: a choice that is planned, but not built for running.
-        ProgramError: a schedule of the user's own that is for other links between stages, or is refuted.
+        ModelError: the model cannot be captured. LayoutError: a choice that can be planned, but not run yet.
+        ProgramError: a custom schedule for other links between stages, or one that is proven wrong.
     """
     layout = plan.layout
     mesh = _mesh_of(layout, world)
@@ -253,111 +249,113 @@ def build(
     program = program_of(plan, stages, world)
     at = mesh.coordinates(world.rank)
     shardings = stage_shardings(plan, source, graph, stages)
-    sharding = shardings[at["pipeline"]]  # of all stages of a rank
-    mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
+    sharding = shardings[at["pipeline"]]  # the same for all stages of a rank
+    local_stages, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
     groups = groups_of(graph, sharding, mesh, world)
     rows, arriving = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
-    shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
+    shares, from_other_mesh = shares_of(across, sharding, mesh), from_other_meshes(layout, local_stages)
     arrival, samples_at = Arrival(), folds(plan, source, part.captured, batch, loss)
-    how = layout.local_statistics, PRECISIONS[layout.precision], entering_always(layout, graph, sharding, mesh)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, samples_at, arriving, arrival, *how)
-    lowered = {stage.index: lower(stage, lowering) for stage in mine}
-    lowered_like = Sized(normal, lowered, {}, shardings, sharding)
+    lowering = Lowering(
+        graph=graph, sharding=sharding, groups=groups, device=world.device, draw=draw, rows=rows, shares=shares, apart=from_other_mesh,
+        folds=samples_at, awaited=arriving, arrival=arrival, local_statistics=layout.local_statistics,
+        precision=PRECISIONS[layout.precision], entering=entering_always(layout, graph, sharding, mesh),
+    )  # fmt: skip
+    lowered = {stage.index: lower(stage, lowering) for stage in local_stages}
+    full_variant = Sized(normal, lowered, {}, shardings, sharding)
 
-    def other(size: int, samples: int) -> Sized:
+    def build_variant(size: int, samples: int) -> Sized:
         if (size, samples) == (first, plan.batch_size):
-            return lowered_like
-        that = outputs_of(source, plan, batch, size) if outputs else source.part(plan, batch, loss, size, samples)
-        # Outputs are of whole batches.
-        placed = lowering if outputs else replace(lowering, folds=samples_at or folds(plan, source, that.captured, batch, loss))
-        return sized(lowered_like, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
+            return full_variant
+        resized = outputs_of(source, plan, batch, size) if outputs else source.part(plan, batch, loss, size, samples)
+        # Outputs are always of whole batches.
+        its_lowering = lowering if outputs else replace(lowering, folds=samples_at or folds(plan, source, resized.captured, batch, loss))
+        return sized(full_variant, its_lowering, resized.normal, plan, constants_of(resized.constants, world.device, dtype))
 
-    # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
+    # In a plain loop parameters that the outputs do not depend on may enter the user's loss: loss weights, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
-    pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
-    always, updates_apart = sample_axes(mesh.inside) if outputs else always_summed(layout), layout.servers > 0 or layout.staleness > 0
-    blocks = Blocks(mesh, at, in_pieces(sharding, graph, pieces), stages, program, across, always, updates_apart)
+    shards_by_name = zero_pieces(graph, sharding) if outputs and layout.zero else {}
+    always, per_replica = sample_axes(mesh.inside) if outputs else always_summed(layout), layout.servers > 0 or layout.staleness > 0
+    blocks = Blocks(mesh, at, in_pieces(sharding, graph, shards_by_name), stages, program, across, always, per_replica)
     specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
     flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))
     choose_sums(plan, world, flat)
-    of_buffers = {v.name: (v, blocks.of(v)) for v in graph.buffers if blocks.holds(v)}
-    buffers = source.initial(Initial(specs, parameters, flat, of_buffers, world.device, dtype))
-    used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
-    variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
-    variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}
+    buffer_blocks = {v.name: (v, blocks.of(v)) for v in graph.buffers if blocks.holds(v)}
+    buffers = source.initial(Initial(specs, parameters, flat, buffer_blocks, world.device, dtype))
+    used_values, tensors = {value for stage in local_stages for value in stage.variables}, {**parameters, **buffers}
+    variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used_values}
+    variables |= {v.value: tensors[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used_values and v.name in tensors}
     return Parts(
-        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), lru_cache(MOST_SIZES)(other), samples_at, shardings, lowering, part.coupled,
-        normal.counted_from, arrival, pieces,
+        graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, parameters=parameters, specs=specs, groups=flat,
+        buffers=buffers, blocks=buffer_blocks, variables=variables, draw=draw, structure=part.structure,
+        saved=frozenset(source.model.state_dict(keep_vars=True)), sized=lru_cache(MOST_SIZES)(build_variant), folds=samples_at,
+        shardings=shardings, lowering=lowering, coupled=part.coupled, counted=normal.counted_from, arrival=arrival, pieces=shards_by_name,
     )  # fmt: skip
 
 
 def _mesh_of(layout: Layout, world: World) -> Mesh:
-    """The mesh of a layout that runs in this world."""
+    """Return the mesh of a layout, after checking that this world has as many ranks."""
     mesh = layout.mesh_of(world.rank)
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
     return mesh
 
 
-def folds(
-    plan: Plan, source: Source, graph: Graph, batch: Any, loss: Loss | None, modes: Modes | None = None
-) -> tuple[Fold | None, ...]:
-    """Where the samples lie in what a model draws, draw by draw; nothing where a microbatch is the whole batch."""
+def folds(plan: Plan, source: Source, graph: Graph, batch: Any, loss: Loss | None, modes: Modes | None = None) -> tuple[Fold | None, ...]:
+    """Return how samples lie in each random tensor of the model, draw by draw; nothing if a microbatch is the whole batch."""
     sizes = {*plan.microbatch_sizes, plan.batch_size} - {graph.batch_size}
     if not sizes:
         return ()
-    other = min(sizes)
-    return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
+    other_size = min(sizes)
+    return folds_of(graph, lambda: source.capture(batch, loss, other_size, modes=modes).graph)
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:
-    """Raise ModelError for a trainable parameter of another dtype than that of the weights that `precision` trains."""
-    want = str(DTYPES[precision]).removeprefix("torch.")
+    """Raise ModelError for a trainable parameter whose dtype is not that of the weights under `precision`."""
+    expected = str(DTYPES[precision]).removeprefix("torch.")
     for v in graph.parameters:
         if v.trainable and v.tensor.dtype.startswith("complex"):
             raise ModelError(
                 f"parameter {v.name} is complex, and the model writes it while it runs, which is not supported yet; keep its real and its "
                 "imaginary part as two parameters, and join them with torch.complex in forward"
             )
-        if v.trainable and v.tensor.dtype != want:
-            other = next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == v.tensor.dtype), None)
-            keeps = f"precision={other} trains it as it is, or " if other is not None else ""
+        if v.trainable and v.tensor.dtype != expected:
+            other_precision = next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == v.tensor.dtype), None)
+            keep = f"precision={other_precision} trains it as it is, or " if other_precision is not None else ""
             raise ModelError(
-                f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {want}; {keeps}make the model in "
+                f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {expected}; {keep}make the model in "
                 "float32 (model.float()), and choose how it computes by precision=bfloat16"
             )
 
 
 def rows_of_outputs(source: Source, batch: Any, graph: Graph, sharding: Sharding, modes: Modes | None = None) -> dict[str, int]:
-    """Which dimension of each output follows the samples: the one that ranks with other samples have a part of; of an output that is whole,
-    as a capture with twice as many shows, since another may be as long by accident."""
+    """Return the sample dimension of each output: the one sharded over sample axes; for a replicated output, the one that doubles in a
+    capture with twice the samples (another dimension may have the same length by coincidence)."""
     axes = sharding.sample_axes
-    if not axes:  # every rank has all of them
+    if not axes:  # every rank has all samples
         return {}
     forms = {v: [form for axis in axes if is_shard(form := sharding.forms[v][axis])] for v in graph.outputs}
-    dims = {v: those[0].dim for v, those in forms.items() if those}
+    dims = {v: sharded[0].dim for v, sharded in forms.items() if sharded}
     if all(v in dims or not graph.tensors[v].shape for v in graph.outputs):
         return dims
     try:
-        twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
-    except ModelError:  # the model knows its number of samples
+        doubled = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
+    except ModelError:  # the model has a fixed number of samples
         return {v: 0 for v in graph.outputs if graph.tensors[v].shape[:1] == (graph.batch_size,)}
-    for value, other in zip(graph.outputs, twice.outputs, strict=True):
+    for value, other_value in zip(graph.outputs, doubled.outputs, strict=True):
         shape = graph.tensors[value].shape
-        grown = [dim for dim, (n, m) in enumerate(zip(shape, twice.tensors[other].shape, strict=True)) if n != m]
-        if grown:
-            dims[value] = grown[0]
+        grown_dims = [dim for dim, (n, m) in enumerate(zip(shape, doubled.tensors[other_value].shape, strict=True)) if n != m]
+        if grown_dims:
+            dims[value] = grown_dims[0]
     return dims
 
 
 def outputs_of(source: Source, plan: Plan, batch: Any, size: int, modes: Modes | None = None) -> Part:
-    """Of a model without a loss, whose outputs are handed out as they are."""
+    """Capture a microbatch of a model without a loss, whose outputs are returned as they are."""
     captured = source.capture(batch, None, size, True, modes)
     return Part(Normalised(in_precision(captured.graph, plan)), captured.constants, captured.graph, structure=captured.structure)
 
 
 def in_precision(graph: Graph, plan: Plan) -> Graph:
-    """The graph in the dtype that a plan computes in."""
+    """Return the graph in the dtype that a plan computes in."""
     return graph.cast("float64") if DTYPES[plan.layout.precision] is torch.float64 else graph

@@ -1,7 +1,7 @@
-"""One capture of the model at work: what runs its steps, and a batch as its microbatches read it.
+"""Prepare the inputs of a step for one capture of the model: slice a batch into this rank's microbatches and count loss divisors.
 
-In: a rank's parts of the capture, and a batch with whose rows are whose. Out: an executor, and by microbatch this rank's tensors by graph
-value: rows of the batch, shares of it, and totals that are counted over all of it.
+In: a rank's model for the capture, and a batch with the assignment of its rows. Out: an executor, and for each microbatch this rank's
+tensors by graph value: rows of the batch, the microbatch's share of the samples, and divisors counted over the whole batch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from weft.run.step.executors import Executors
 from weft.run.step.totals import Counter, count
 from weft.run.training_parts import Parts
 
-Counting = tuple[Counter, dict[str, Tensor], bool]  # of a microbatch: what counts, what it reads, whether this rank has rows of it
+Counting = tuple[Counter, dict[str, Tensor], bool]  # of a microbatch: counter, its inputs, whether this rank has rows of it
 
 
 @dataclass
 class StepInputs:
-    """A batch of one step. `inputs`: by microbatch, by graph value. `drawn`: which samples each has. `counted`: what its loss is
-    still to be divided by, where it is so."""
+    """Inputs of one step. `inputs`: tensors by graph value, for each microbatch. `samples`: positions of its samples, for randomness.
+    `divisor`: this rank's summand of a loss divisor that is reduced with the loss, if any."""
 
     executor: Executor
     inputs: list[dict[str, Tensor]]
@@ -47,7 +47,7 @@ class StepInputs:
 
 @dataclass
 class Capture:
-    """`form`: of the batches that it is for. `replicas`: buffers that it writes after a step."""
+    """A capture and what runs it. `form`: of the batches that it accepts. `replicas`: buffers that it synchronises after a step."""
 
     form: BatchForm
     executors: Executors
@@ -56,11 +56,11 @@ class Capture:
 
     @property
     def parts(self) -> Parts:
-        """What runs."""
+        """This rank's model under this capture."""
         return self.executors.parts
 
     def summand(self, result: Result) -> Tensor:
-        """What microbatches of this rank add to the loss."""
+        """Return what the microbatches of this rank add to the loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.executors.world.device)
         if result.losses:
             lowered, loss = self.parts.lowered, self.parts.graph.loss
@@ -71,31 +71,31 @@ class Capture:
         return total
 
     def step_inputs(self, tensors: Mapping[str, Tensor], rows: Rows, is_stale: bool) -> StepInputs:
-        """A batch's `tensors` by path. `is_stale`: nobody waits for what other ranks count, since updates come late.
+        """Prepare a step from a batch's `tensors` by path. `is_stale`: do not wait for other ranks' counts, since updates are asynchronous.
 
         Raises:
-            Infeasible: shares that differ where samples meet, or a microbatch with so many samples computes something else.
+            Infeasible: unequal shares of samples that interact, or a microbatch size with which the model computes something else.
         """
         arguments, counting = self.before_totals(tensors, rows)
         if counting:
-            together = rows.counts_all
-            alone = is_stale and not together and len(rows.table[0]) > 1
-            totals = count(counting, together, self.parts.arrival, alone)
-            if alone:
+            counts_whole_batch = rows.counts_all
+            is_deferred = is_stale and not counts_whole_batch and len(rows.table[0]) > 1
+            totals = count(counting, counts_whole_batch, self.parts.arrival, is_deferred)
+            if is_deferred:
                 counter = counting[0][0]
-                named = counter.named(totals)
-                arguments.counted, named = self._divisor_after_sum(named, counter.sized.normal.divisor)
-                totals = list(named.values())
+                by_value = counter.named(totals)
+                arguments.counted, by_value = self._divisor_after_sum(by_value, counter.sized.normal.divisor)
+                totals = list(by_value.values())
             self.add_totals(arguments, counting, totals)
         return arguments
 
     def before_totals(self, tensors: Mapping[str, Tensor], rows: Rows) -> tuple[StepInputs, list[Counting]]:
-        """All but what is counted over the whole batch; and by microbatch what counts it, empty where nothing is counted."""
+        """Prepare all inputs but the divisors counted over the whole batch; also return their counters by microbatch, if any."""
         parts, samples = self.parts, rows.samples
         if not rows.planned:
             self._check_apart(rows)
         needed = {value for local in parts.lowered.values() for value in local.variables}
-        out: list[dict[str, Tensor]] = []
+        inputs_by_microbatch: list[dict[str, Tensor]] = []
         counting: list[Counting] = []
         for m, size in enumerate(rows.sizes):
             sized = parts.of_size(size or len(rows.table[m]), samples)
@@ -104,51 +104,51 @@ class Capture:
             rows_here = {v.value: rows.of_replica(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
             inputs_of = {v.value: self._taken(self._held(rows_here[v.value], v, sized), v) for v in inputs}
             counter = self._counter_of(sized, size, samples) if normal.totals else None
-            counted = inputs_of
-            if counter is not None:  # what is counted is of whole rows
+            count_inputs = inputs_of
+            if counter is not None:  # divisors are counted over whole rows
                 read = [v for v in inputs if v.value in counter.variables]
                 full = {v.value: rows.of_all(tensors[v.name], m) if rows.counts_all and v.batched else rows_here[v.value] for v in read}
-                counted = {v.value: self._taken(full[v.value], v) for v in read}
-                counting.append((counter, counted, bool(size)))
+                count_inputs = {v.value: self._taken(full[v.value], v) for v in read}
+                counting.append((counter, count_inputs, bool(size)))
             if name := normal.share:
-                kind = getattr(torch, normal.graph.tensors[name].dtype)
-                inputs_of[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
-            out.append(inputs_of)
-        return StepInputs(self.executors.of(rows.sizes, samples), out, rows.drawn), counting
+                dtype = getattr(torch, normal.graph.tensors[name].dtype)
+                inputs_of[name] = count_inputs[name] = torch.full((), rows.share(m), dtype=dtype, device=self.executors.world.device)
+            inputs_by_microbatch.append(inputs_of)
+        return StepInputs(self.executors.of(rows.sizes, samples), inputs_by_microbatch, rows.drawn), counting
 
     def add_totals(self, arguments: StepInputs, counting: Sequence[Counting], totals: Sequence[Tensor]) -> None:
-        """Give every microbatch what was counted."""
+        """Add the counted divisors to every microbatch's inputs."""
         if self.executors.compile:
-            self.parts.arrival.wait()  # compiled code does not
+            self.parts.arrival.wait()  # compiled code cannot wait
         for inputs_of, (counter, _, _) in zip(arguments.inputs, counting, strict=True):
             inputs_of.update(counter.named(totals))
 
     def _check_apart(self, rows: Rows) -> None:
-        """Raise where ranks with unequal shares would compute something else than all samples at once."""
+        """Raise Infeasible if ranks with unequal shares would compute something else than one process on all samples."""
         parts, layout = self.parts, self.executors.plan.layout
-        meets = [f"{one.site} {one.why}" for one in parts.coupled]
-        moves = (move for move in parts.sharding.moves if axis_of(move.axis).cuts_samples and move.forward not in LOCAL)
-        meets += [f"{move.value} moves between data ranks" for move in moves]
+        reasons = [f"{coupling.site} {coupling.why}" for coupling in parts.coupled]
+        transfers = (move for move in parts.sharding.moves if axis_of(move.axis).cuts_samples and move.forward not in LOCAL)
+        reasons += [f"{move.value} moves between data ranks" for move in transfers]
         if parts.lowering is None:
-            meets.append("the model could not be captured")
+            reasons.append("the model could not be captured")
         if layout.inner or layout.shares or layout.replicas != layout.data or layout.expert > 1 or layout.sample_parallel == "on":
-            meets.append(f"the parts of ranks follow from {layout}")
-        if meets:
-            each = [sum(row[i] for row in rows.table) for i in range(len(rows.table[0]))]
+            reasons.append(f"{layout} fixes the shares of ranks")
+        if reasons:
+            shares = [sum(row[i] for row in rows.table) for i in range(len(rows.table[0]))]
             raise Infeasible(
-                f"the batch has {rows.samples} samples, which data={len(each)} ranks share as {', '.join(map(str, each))}"
-                f"{'' if rows.one_form else ', of different shapes'}, and {meets[0]}: use batches that divide into data={len(each)} equal "
-                "shares, or drop the rest"
+                f"the batch has {rows.samples} samples, which data={len(shares)} ranks share as {', '.join(map(str, shares))}"
+                f"{'' if rows.one_form else ', of different shapes'}, and {reasons[0]}: use batches that divide into data={len(shares)} "
+                "equal shares, or drop the rest"
             )
 
     def _counter_of(self, sized: Sized, size: int, samples: int) -> Counter:
-        """What counts a microbatch's totals on this rank."""
+        """Return the counter of a microbatch's divisors on this rank, cached by size."""
 
-        def made() -> Counter:
+        def build() -> Counter:
             world, mesh = self.executors.world, self._mesh
             return Counter(self.parts, sized, world.group(mesh.group(world.rank, *sample_axes(mesh.inside))))
 
-        return self.counters.of((size, samples), made)
+        return self.counters.of((size, samples), build)
 
     @cached_property
     def _mesh(self) -> Mesh:
@@ -156,27 +156,27 @@ class Capture:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """This rank's place in its mesh."""
+        """This rank's mesh coordinates by axis."""
         return self._mesh.coordinates(self.executors.world.rank)
 
     def _held(self, x: Tensor, v: Variable, sized: Sized) -> Tensor:
-        """Of the rows of this data rank, what this rank computes with."""
-        sharding, at = sized.sharding, self.place
-        want = sharding.rows(v.value, v.tensor.shape, at)
-        if tuple(x.shape) != want and not self.executors.plan.uncaptured:
-            raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(want)}")
-        return narrowed(x, sharding.held(v.value, x.shape, at, but=sharding.sample_axes))
+        """Slice the rows of this data rank to this rank's shard along the other axes."""
+        sharding, coordinates = sized.sharding, self.place
+        expected = sharding.rows(v.value, v.tensor.shape, coordinates)
+        if tuple(x.shape) != expected and not self.executors.plan.uncaptured:
+            raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(expected)}")
+        return narrowed(x, sharding.held(v.value, x.shape, coordinates, but=sharding.sample_axes))
 
     def _taken(self, x: Tensor, v: Variable) -> Tensor:
-        """A tensor of the batch as it is computed with."""
+        """Copy a tensor of the batch to the device, in the dtype that the graph expects."""
         dtype = getattr(torch, v.tensor.dtype)
         return x.to(device=self.executors.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
 
     def _divisor_after_sum(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
+        """Replace the divisor by 1 and return this rank's count of it, which is reduced together with the loss."""
         if not divisor:
             raise Infeasible(
-                f"{self.executors.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks "
-                "would wait for one another; give every rank the whole batch"
+                f"{self.executors.plan.layout}: parts of the loss are divided by counts over all ranks' rows, which asynchronous updates "
+                "cannot wait for; give every rank the whole batch"
             )
         return totals[divisor].double(), {divisor: torch.ones_like(totals[divisor])}

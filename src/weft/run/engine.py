@@ -1,4 +1,4 @@
-"""The engine: one rank's parts at work, step after step. Made by `weft.parallelize`.
+"""The engine that `weft.parallelize` returns: runs training steps, evaluation and checkpoints of one rank of a parallelised model.
 
 In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters, in the serial model's terms and under its names.
 """
@@ -61,15 +61,14 @@ from weft.world.world import Group, Work, World
 
 @dataclass(frozen=True)
 class OnDevice:
-    """How an engine uses a rank's device: at most `memory` bytes; 0 for all that there are. `scale`: what the loss is first multiplied by,
-    in float16."""
+    """Device options of an engine. `memory_limit_bytes`: 0 for all memory of the device. `initial_loss_scale`: of float16."""
 
     memory: float = 0.0
     scale: float = FIRST
 
 
 class Engine(Saves):
-    """Trains one rank's part of a model under a plan. Every rank makes one and calls the same methods in the same order."""
+    """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order."""
 
     _judge: Judge | None = None
 
@@ -85,10 +84,10 @@ class Engine(Saves):
         seed: int | None = None,
         device: OnDevice = OnDevice(),
     ) -> None:
-        """`model`: what is not a `Source` yet is made with `seed`.
+        """`model`: a module or factory that is not a `ModelSource` yet is initialised with `seed`.
 
         Raises:
-            OutOfMemory: parameters, gradients and optimizer alone exceed the memory of `device`; in a step, whatever does.
+            OutOfMemory: parameters, gradients and optimizer state alone exceed the memory of `device`; steps raise it too.
         """
         self.plan, self.world = plan, world
         set_products(plan.layout.precision, world.device)
@@ -103,7 +102,7 @@ class Engine(Saves):
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
-        sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.inside)))  # each with samples of its own
+        sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.inside)))  # ranks with different samples
         self.data_index, self.data_size, self._rows = self.mesh.place(world.rank, cut), len(sharing), world.group(sharing)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
@@ -114,16 +113,18 @@ class Engine(Saves):
         share(self.parts.groups, sums, staleness + 1, keep=plan.layout.servers > 0)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
-        self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
+        self._counted: Tensor | None = None  # this rank's summand of a divisor that is reduced along with the loss
         self.gradients = self._sums_of_gradients(sums)
         self.finishing = Finishing(world, self.parts, plan.layout, self.gradients)
         self._residuals = Residuals(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
-        how = plan.layout.compile == "on", self.scale
-        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
+        compiles = plan.layout.compile == "on"
+        self._executors = Executors(
+            self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, compile=compiles, scale=self.scale
+        )
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._forms, self.source = Forms(Capture(BatchForm.of(batch), self._executors, replicas), source, loss), source
-        self.lowered = self._forms.lowered  # of other captures
+        self.lowered = self._forms.lowered  # for other captures
         self._optimizer, self._stale = self._updates(sums)
         self._optimizer.load_parameters()
         self.owner_of = self._optimizer.owner_of
@@ -131,16 +132,16 @@ class Engine(Saves):
         self._count_state()
         world.pace.regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
-        self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
+        self.seconds: dict[str, float] = {}  # last step: "program", "gradients" (reduction after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
 
     def _connect(self, sums: Sequence[Group | None], others: Sequence[Group]) -> None:
-        """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
+        """Connect every group of this rank, in one order on every rank: different orders would deadlock."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
         axes += self.parts.lowering.groups.values() if self.parts.lowering is not None else ()
         axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] if self.plan.layout.staleness else []
-        every = {self._everyone, line_of(self.plan.layout, self.world), self._rows, *axes, *others, *(g for g in sums if g is not None)}
-        for group in sorted(every, key=lambda g: g.ranks):
+        groups = {self._everyone, line_of(self.plan.layout, self.world), self._rows, *axes, *others, *(g for g in sums if g is not None)}
+        for group in sorted(groups, key=lambda g: g.ranks):
             group.connect()
 
     def _sums_of_gradients(self, sums: Sequence[Group | None]) -> Gradients:
@@ -149,7 +150,7 @@ class Engine(Saves):
         return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress), self.memory)
 
     def _updates(self, sums: Sequence[Group | None]) -> tuple[Optimizer, Stale | Servers | None]:
-        """What updates this rank's parameters, and what does so late or for all replicas."""
+        """Build the optimizer of this rank's parameters, and what delays updates (staleness) or makes them for all replicas (servers)."""
         groups, layout = self.parts.groups, self.plan.layout
         if layout.servers:
             served = Served.of(self.spec, groups, layout, self.world)
@@ -162,7 +163,7 @@ class Engine(Saves):
         return optimizer, Stale(layout.staleness, self.gradients, optimizer) if stale else None
 
     def _count_state(self) -> None:
-        """What is there from the first step to the last."""
+        """Account for the memory that persists from the first step to the last, and check that it fits."""
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.state_tensors())
@@ -173,20 +174,20 @@ class Engine(Saves):
         self.memory.check(self.world.rank)
 
     def peak_memory(self) -> Memory | None:
-        """What this rank's device held when it held most, since it was made; None where nothing counts it."""
+        """Return the peak memory of this rank's device since the engine was built; None where it is not measured."""
         return self.memory.peak() if self.memory.counts else None
 
     def fullest_memory(self) -> dict[str, float]:
-        """The most that any rank's device held, by part and in `total`; empty where nothing counts it. Every rank calls it."""
+        """Return the peak bytes over all ranks' devices, by part and in `total`; empty where not measured. Every rank calls it."""
         if not self.memory.counts:
             return {}
         peak = self.memory.peak()
-        most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
-        return dict(zip((*PARTS, "total"), map(float, most), strict=True))
+        peaks = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
+        return dict(zip((*PARTS, "total"), map(float, peaks), strict=True))
 
     @property
     def step_index(self) -> int:
-        """Steps that have been made."""
+        """Number of completed steps."""
         return int(self._counters["step"])
 
     @step_index.setter
@@ -195,10 +196,10 @@ class Engine(Saves):
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's blocks of the parameters, by the model's own names.
+        """This rank's shards of the parameters, by the model's own names.
 
         Raises:
-            UsageError: with zero=3 they are whole only while a layer uses them.
+            UsageError: with zero=3 parameters are gathered only while a layer uses them.
         """
         if self._gathered.units:
             raise UsageError("with zero=3 full weights exist only while a layer uses them; use full_state_dict(), or zero=2")
@@ -206,23 +207,23 @@ class Engine(Saves):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, each tied one once."""
+        """Number of parameters of the whole model; tied parameters count once."""
         return self.parts.graph.num_parameters
 
     def step(self, batch: Any, lr: float | None = None, record: bool = False, whole: bool | None = None, samples: int = 0) -> StepResult:
-        """One step on a batch: the global one (the same on every rank), as `Microbatches` too, or this rank's rows of `weft.shard`.
+        """Run one training step on the global batch (the same on every rank; also as `Microbatches`), or on this rank's rows of it.
 
-        A batch may have fewer samples than the plan's, as the last of an epoch has; its mean counts as any other's. It may have other
-        tensors, or tensors of other shapes: the model is captured once for each form, and the last forms are kept (`MOST_FORMS`).
+        A batch may have fewer samples than the plan's, like the last one of an epoch. It may have other tensors or shapes: the model is
+        captured once for each form of batch, and the most recent captures are cached (`MAX_CAPTURES`).
 
         Args:
-            whole: whether the batch is the global one; left out, it is where it has more samples than a replica's share of the plan's.
-            samples: of the global batch, where every rank gives its rows of one batch. Of rows that `weft.shard` gave it is known; else,
-                left out, ranks tell each other how many they have, which may then be any number, of any form.
+            is_global_batch: whether `batch` is the global batch; by default if it has more samples than one replica's share of the plan's.
+            samples: size of the global batch, where every rank passes its own rows. Known for rows from `weft.shard`; otherwise, if
+                omitted, ranks all-gather their row counts, which may then be unequal and of any form.
 
         Raises:
-            Infeasible: more samples than the plan's, or unequal shares of a batch whose samples meet in the model.
-            Diverged, Doubted: a state is not what it should be, or `watch`'s judge says so; on every rank alike, before any update.
+            Infeasible: more samples than the plan's, or unequal shares of a batch whose samples interact in the model.
+            StateDiverged, SuspectStep: corrupted state, or the check given to `watch` objects; on every rank, before any update.
         """
         with self.world.pace.step():
             return self._step(batch, lr, record, whole, samples)
@@ -247,14 +248,14 @@ class Engine(Saves):
     def forward_backward(
         self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None, samples: int = 0
     ) -> Result:
-        """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
+        """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
         parts = self._parts_of(batch, whole, samples, trains=True)
         self._counted = parts[0][1].counted
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
         if record:
-            self._everyone.barrier()  # spans count from here, on every rank
+            self._everyone.barrier()  # spans start here, on every rank
         began = time.perf_counter()
         with self.memory.guarded(self.world.rank):
             result = self._run(parts, record=record, want_inputs=want_inputs)
@@ -262,7 +263,7 @@ class Engine(Saves):
             self.gradients.finish()
             for capture, inputs in parts:
                 capture.replicas.finish(inputs.executor.program.microbatches)
-            result.mean = self._sum_over_ranks(result)  # on its way beside the gradients
+            result.mean = self._sum_over_ranks(result)  # all-reduced concurrently with the gradients
             if self._stale is None:
                 self._fingerprints.start(self.step_index, self.gradients.norms)
                 self.gradients.wait()
@@ -281,31 +282,32 @@ class Engine(Saves):
     def _run(
         self, parts: Sequence[tuple[Capture, StepInputs]], train: bool = True, record: bool = False, want_inputs: bool = False
     ) -> Result:
-        """Run what a step is made of, one after another; what the last leaves, with the losses and spans of all."""
+        """Run the programs of a step in order; return the last one's result, with the losses and spans of all."""
         began = time.perf_counter()
         result = Result()
         for number, (capture, inputs) in enumerate(parts):
-            draw, before = capture.parts.draw, time.perf_counter() - began
+            draw, start_s = capture.parts.draw, time.perf_counter() - began
             draw.step, draw.samples, ends = self.step_index, inputs.drawn, number == len(parts) - 1
             capture.replicas.start()
             run, done, after = self.finishing.begin(inputs.executor, self.step_index, train and len(parts) == 1 and not want_inputs)
-            one = run.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends, after=after, result=done)
-            one.summand = (0.0 if result.summand is None else result.summand) + capture.summand(one)
-            spans = (span._replace(start_s=span.start_s + before, end_s=span.end_s + before) for span in one.spans)
-            one.spans = [*result.spans, *spans]
-            result = one
+            latest = run.run(inputs.inputs, train=train, record=record, want_inputs=want_inputs, ends=ends, after=after, result=done)
+            latest.summand = (0.0 if result.summand is None else result.summand) + capture.summand(latest)
+            spans = (span._replace(start_s=span.start_s + start_s, end_s=span.end_s + start_s) for span in latest.spans)
+            latest.spans = [*result.spans, *spans]
+            result = latest
         return result
 
     def by_length(self, batch: Any, lengths: Sequence[int] | Tensor | str, multiple: int = 0) -> Microbatches:
-        """The rows of a whole batch in microbatches of like lengths, for `step` and `evaluate`, of a layout with split=lengths: each cut to
-        its longest row, rounded up to a `multiple` (by default an eighth of the plan's own), under the data x context of least time.
-        `lengths`: of each row, or the path of a mask that tells them."""
+        """Group the rows of a global batch into microbatches of similar length (layouts with split=lengths), for `step` and `evaluate`.
+
+        Each microbatch is truncated to its longest row, rounded up to a `multiple` (default: an eighth of the plan's sequence length), and
+        uses the fastest data x context split. `lengths`: length of each row, or the path of a mask from which they follow."""
         return by_length(batch, lengths, self.plan.splits, multiple)
 
     def update(self, lr: float | None = None) -> float | None:
-        """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped.
+        """Clip the reduced gradients and update the parameters. Returns the gradient norm if clipping is on.
 
-        With staleness=K the gradients are those of the step K before, and `lr` is kept for those of this one.
+        With staleness=K the gradients applied are those of K steps ago, and `lr` is stored for those of this step.
         """
         with self.memory.guarded(self.world.rank):
             norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
@@ -313,21 +315,21 @@ class Engine(Saves):
         return norm
 
     def drain(self) -> None:
-        """With staleness: apply all updates that wait, so that weights are those of all steps made. Every rank calls it, or none."""
+        """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
         if self._stale is not None:
             with self.memory.guarded(self.world.rank):
                 self._stale.drain()
 
     def evaluate(self, batch: Any, whole: bool | None = None, samples: int = 0) -> float:
-        """The loss on a batch as the model in evaluation computes it, captured at the first call. `whole` and `samples`: as for `step`.
+        """Return the loss on a batch in evaluation mode, which is captured at the first call. `is_global_batch`, `samples`: as for `step`.
 
         Raises:
-            ModelError: the model cannot be followed in evaluation.
+            ModelError: the model cannot be captured in evaluation mode.
         """
         self.drain()
         parts = self._parts_of(batch, whole, samples, trains=False)
         self._counted = None
-        module = self.parts.only.module if self.plan.uncaptured else nn.Module()  # what runs whole is the user's, with modes
+        module = self.parts.only.module if self.plan.uncaptured else nn.Module()  # an uncaptured model is the user's module, with modes
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
             result = self._run(parts, train=False)
             for capture, inputs in parts:
@@ -337,7 +339,7 @@ class Engine(Saves):
             return float(total)
 
     def _parts_of(self, batch: Any, whole: bool | None, samples: int, trains: bool) -> list[tuple[Capture, StepInputs]]:
-        """What a batch runs in, with its inputs: one after another where its microbatches have forms of their own."""
+        """Return the captures that run a batch, with their inputs: several if microbatches have shapes of their own."""
         if not isinstance(batch, Microbatches):
             rows = self._rows_of(batch, whole, samples)
             length = length_of(batch, self.plan.splits) if rows.is_global or len(rows.table[0]) == 1 else 0
@@ -353,13 +355,13 @@ class Engine(Saves):
         return list(zip((capture for capture, _, _ in parts), inputs_of_parts(parts), strict=True))
 
     def loss_of(self, result: Result) -> float:
-        """The loss of the whole batch, from every rank's and microbatch's summands."""
+        """Return the loss of the global batch, reduced over ranks and microbatches."""
         total, work = result.mean or self._sum_over_ranks(result)
         work.wait()
         return mean_of(total)
 
     def _sum_over_ranks(self, result: Result) -> tuple[Tensor, Work]:
-        """The loss over all microbatches and ranks, and its sum under way."""
+        """Start the all-reduce of the loss over ranks; return its buffer and the pending work."""
         total = result.summand
         assert total is not None
         if self._counted is not None:
@@ -367,11 +369,11 @@ class Engine(Saves):
         return total, self._everyone.all_reduce(total, wait=False).untimed()  # a loss need not be read
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
-        """This rank's tensors of every microbatch, by graph value."""
+        """Return this rank's input tensors of every microbatch, by graph value."""
         return self._parts_of(batch, None, 0, trains=True)[0][1].inputs
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
-        """Samples of each microbatch of a batch of so many, all data replicas together.
+        """Return the samples of each microbatch (over all data replicas) of a batch of `samples`.
 
         Raises:
             Infeasible: they do not divide over data, or are too few.
@@ -382,49 +384,49 @@ class Engine(Saves):
         return sizes_of_part(samples, layout, self.plan.batch_size, schedule_of(layout).fewest)
 
     def rows_of(self, size: int) -> tuple[int, int]:
-        """(the first, how many) of the rows of a microbatch of `size` samples that this rank has."""
+        """Return (first row, number of rows) of a microbatch of `size` samples that this rank computes."""
         return self._replica.of(size)
 
     @cached_property
     def _replica(self) -> Replica:
-        """Which rows of a batch are this rank's."""
+        """This rank's replica of its pipeline stage, which determines its rows of a batch."""
         return Replica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
 
     def _rows_of(self, batch: Any, global_batch: bool | None, samples: int) -> Rows:
-        """Whose samples are whose in a batch, of which every rank has all or its rows."""
+        """Assign the rows of a batch, global or local, to replicas and microbatches."""
         plan, each, have = self.plan, self._replica.each, batch_size_of(batch)
         is_global = have > max(each) if global_batch is None else global_batch
-        told, one_form, samples = [have], True, samples or count_samples(batch)
-        by_rows = global_batch is False or samples > 0  # of stages that are arranged differently only some have all rows then
+        row_counts, one_form, samples = [have], True, samples or count_samples(batch)
+        by_rows = global_batch is False or samples > 0  # with per-stage meshes only some stages have all rows then
         shared = is_global or self.data_size == 1
         if shared:
             samples = have
         elif not samples:
-            told, one_form = self._told_rows(have, BatchForm.of(batch))
-            samples = sum(told)
+            row_counts, one_form = self._told_rows(have, BatchForm.of(batch))
+            samples = sum(row_counts)
         if samples > plan.batch_size:
-            said = f"{max(each)} for each" if len(set(each)) == 1 else f"{'/'.join(map(str, each))} for the ranks"
+            per_replica = f"{max(each)} for each" if len(set(each)) == 1 else f"{'/'.join(map(str, each))} for the ranks"
             raise Infeasible(
-                f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {said} of data={self.data_size}"
+                f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {per_replica} of data={self.data_size}"
             )
         if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
             check_batch_agrees(batch, self.world)
-        planned = self._replica.rows(self.sizes_of(samples), is_global)
-        if len(told) == 1 or (one_form and [sum(column) for column in zip(*planned.table, strict=True)] == told):
-            return planned
+        planned_rows = self._replica.rows(self.sizes_of(samples), is_global)
+        if len(row_counts) == 1 or (one_form and [sum(column) for column in zip(*planned_rows.table, strict=True)] == row_counts):
+            return planned_rows
         most, fewest = max(replica_sizes(plan.microbatch_sizes[0], plan.layout)), schedule_of(plan.layout).fewest
-        return self._replica.given(told, num_microbatches(max(told), most, plan.layout, fewest), one_form)
+        return self._replica.given(row_counts, num_microbatches(max(row_counts), most, plan.layout, fewest), one_form)
 
     def _told_rows(self, rows: int, form: BatchForm) -> tuple[list[int], bool]:
-        """How many rows each replica has of this step's batch, and whether all are of one form."""
-        told = torch.tensor([[rows, form.number]], dtype=torch.int64, device=self.world.device)
-        told_rows, forms = self._rows.all_gather(told, 0).T.tolist()
-        return told_rows, len(set(forms)) == 1
+        """All-gather how many rows each replica has of this step's batch, and whether all batches have the same form."""
+        count_and_form = torch.tensor([[rows, form.number]], dtype=torch.int64, device=self.world.device)
+        row_counts, forms = self._rows.all_gather(count_and_form, 0).T.tolist()
+        return row_counts, len(set(forms)) == 1
 
     def pieces(self, drain: bool = True) -> list[Piece]:
-        """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints.
+        """Return this rank's parameters, buffers, optimizer state, counters and compression residuals, for checkpoints.
 
-        Updates that wait are applied first, unless `drain` is False.
+        Pending updates are applied first, unless `drain` is False.
         """
         if drain:
             self.drain()
@@ -434,25 +436,26 @@ class Engine(Saves):
         return [*pieces, *self._residuals.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
     def state(self) -> State:
-        """This rank's state: the memory itself."""
-        more = (*self._residuals.tensors, *self.scale.tensors, *self._counters.values())
-        return state_of(self.parts, self._optimizer, more, is_served=self.plan.layout.servers > 0)
+        """Return this rank's state: the tensors themselves, not copies."""
+        other_tensors = (*self._residuals.tensors, *self.scale.tensors, *self._counters.values())
+        return state_of(self.parts, self._optimizer, other_tensors, is_served=self.plan.layout.servers > 0)
 
     def watch(self, judge: Judge) -> Fingerprints:
-        """Weights and optimizer state are to change in updates alone, which steps check; `judge` is asked before them. Not of late ones.
-        Returns what is to be told of each update (`keep`)."""
+        """Check in every step that only updates change weights and optimizer state, and call `judge` before each update (no staleness).
+
+        Returns the fingerprints, whose `record_expected` is to be called after each update."""
         if self._stale is None:
             self._judge, self.gradients.has_norms = judge, True
             self._fingerprints.watch([*self._optimizer.state_of_update(), *self.state().fixed], self.step_index)
         return self._fingerprints
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
+        """Return the full state dict under the model's own names (tied tensors under each of theirs) on rank 0; None elsewhere."""
         return full_state(self.parts, self.pieces(), self._everyone)
 
     def gradient(self, name: str) -> Tensor | None:
-        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it. With ZeRO only
-        this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all."""
+        """Return this rank's shard of a parameter's reduced gradient after `forward_backward`; None on other stages. With ZeRO only this
+        rank's flat shard of it is reduced, until `full_gradients` has been called; from zero=2 on only that shard is returned."""
         self._settle()
         gradients = (group.gradient(name) for group in self.parts.groups)
         return next((x for x in gradients if x is not None), None)
@@ -462,18 +465,18 @@ class Engine(Saves):
             self._stale.settle()
 
     def full_gradients(self) -> dict[str, Tensor] | None:
-        """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
+        """Return the full reduced gradients by parameter name on rank 0, after `forward_backward`; None elsewhere."""
         self._settle()
         self.gradients.gather()
         pieces = gradient_pieces(self.parts)
         return full_tensors({v.name: v for v in self.parts.graph.parameters}, pieces, self._everyone)
 
     def full_input_gradients(self, result: Result) -> dict[str, Tensor] | None:
-        """Gradients of the floating-point inputs of the whole batch by path, on rank 0; None elsewhere."""
+        """Return the gradients of the global batch's floating-point inputs by path on rank 0; None elsewhere."""
         return input_gradients(self.parts, self.plan, result, self.mesh.coordinates(self.world.rank), self._everyone)
 
     def publish(self, to: Sequence[Address]) -> int:
-        """Give the weights to replicas that serve, without a file; every rank calls it. Returns bytes sent. See `run/published`."""
+        """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
         return send_pieces(self.pieces(), to, self._everyone, self.step_index)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -482,7 +485,7 @@ class Engine(Saves):
         Raises:
             CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
         """
-        if self.plan.layout.servers:  # which may be at work
+        if self.plan.layout.servers:  # which may be updating
             self.drain()
         wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters)
         optional = [*self._residuals.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]

@@ -1,4 +1,4 @@
-"""What a divided module in a plain loop was told of how it will be called. In: its adapter's word. Out: `Expects`, read at every call."""
+"""Call convention of a parallelised module in a plain loop: set by its adapter, read at every call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass
 class Expects:
-    """`global_batch`: every rank calls the module with the whole batch, and what ranks call it with is the same."""
+    """How ranks call the module. `is_global_batch`: every rank passes the same global batch."""
 
     global_batch: bool = False

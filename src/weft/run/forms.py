@@ -1,10 +1,9 @@
-"""The captures that an engine has, by what they are for: that of its training, others in evaluation, of batches of another form, and of
-microbatches that each have a form and a split of the ranks of their own.
+"""Cache of an engine's captures: training, evaluation, other batch shapes, and microbatches with data x context splits of their own.
 
-In: a batch, or `Microbatches`. Out: what runs it. All captures share parameters and gradients: these do not depend on how ranks are split
-into data x context, so long as gradients are summed over all of them.
+In: a batch, or `Microbatches`. Out: the capture that runs it. All captures share parameters and gradients, since these do not depend on
+how ranks are split into data x context as long as gradients are reduced over all of them.
 
-Not modelled: microbatches of unlike forms in a pipeline, whose stages would be empty between them.
+Not supported: microbatches of different shapes in a pipeline, which would leave bubbles between them.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ from weft.world.world import Group
 
 @dataclass(frozen=True)
 class Microbatches:
-    """One batch as microbatches that are batches each, the same on every rank. `splits`: the (data, context) of each, None where the engine
-    is to choose, as it is of all where this is left out.
+    """One batch as separate microbatches, the same on every rank. `splits`: (data, context) of each; None, the default: the engine chooses.
 
     Raises:
-        UsageError: no microbatch, or another number of splits.
+        UsageError: no microbatch, or another number of splits than microbatches.
     """
 
     batches: tuple[Any, ...]
@@ -57,20 +55,20 @@ class Microbatches:
 
     @property
     def samples(self) -> int:
-        """Of all together."""
+        """Number of samples of all microbatches together."""
         return sum(map(batch_size_of, self.batches))
 
     def each(self) -> Iterable[tuple[Any, Split | None]]:
-        """(batch, split) of every microbatch."""
+        """Return (batch, split) of every microbatch."""
         return zip(self.batches, self.splits or (None,) * len(self.batches), strict=True)
 
 
-StepPart = tuple[Capture, Any, Rows]  # of a step: what runs it, its batch, whose rows are whose
+StepPart = tuple[Capture, Any, Rows]  # of a step: capture, batch, row assignment
 
 
 @dataclass
 class Forms:
-    """The captures of one rank. `loss`: of training and evaluation."""
+    """The captures of one rank, in LRU caches by batch form. `loss`: of training and evaluation."""
 
     trained: Capture
     source: Source
@@ -79,7 +77,7 @@ class Forms:
     sources: Recent[Source] = field(default_factory=lambda: Recent(MOST_FORMS))
 
     def of(self, batch: Any, trains: bool) -> Capture:
-        """The capture that a batch runs in: that of training, or another one, made where this rank has not kept one."""
+        """Return the capture that runs a batch: that of training, or a variant, captured if it is not cached."""
         trained, form, plan = self.trained, BatchForm.of(batch), self.trained.executors.plan
         if plan.uncaptured:
             trained.form.check_tensors(form)
@@ -91,10 +89,10 @@ class Forms:
             return self.others.of((trains, form.key), lambda: self._captured(self._asked(batch, trains), form, plan.layout))
 
     def in_parts(self, microbatches: Microbatches, trains: bool) -> list[StepPart]:
-        """Of every microbatch what runs it, under the split that it has or for which it takes least time.
+        """Return what runs each microbatch, under its given or its fastest data x context split.
 
         Raises:
-            Infeasible: too few rows for a split, samples that meet, a layout that runs microbatches of one form only.
+            Infeasible: too few rows for a split, samples that interact, a layout that runs microbatches of one form only.
         """
         plan, world = self.trained.executors.plan, self.trained.executors.world
         if plan.uncaptured:
@@ -102,9 +100,9 @@ class Forms:
         if reason := refuse_beside(plan.layout, SPLIT_WITH, "microbatches of forms of their own", "one batch"):
             raise Infeasible(reason)
         parts: list[StepPart] = []
-        samples, before = microbatches.samples, 0
-        for batch, wanted in microbatches.each():
-            split, size = wanted or self._split_of(batch), batch_size_of(batch)
+        samples, num_before = microbatches.samples, 0
+        for batch, given_split in microbatches.each():
+            split, size = given_split or self._split_of(batch), batch_size_of(batch)
             check_split(plan.layout, split)
             layout = in_split(plan.layout, split)
             table = (replica_sizes(size, layout),)
@@ -113,8 +111,8 @@ class Forms:
             mesh = layout.mesh_of(world.rank)
             place = mesh.place(world.rank, sample_axes(mesh.inside))
             capture = self._in_split(batch, layout, trains, samples)
-            parts.append((capture, batch, Rows(table, place, True, planned=True, all_samples=samples, before=before)))
-            before += size
+            parts.append((capture, batch, Rows(table, place, True, planned=True, all_samples=samples, before=num_before)))
+            num_before += size
         return parts
 
     def _split_of(self, batch: Any) -> Split:
@@ -127,14 +125,14 @@ class Forms:
         self.trained.form.check_objects(form)
         key = (trains, form.key, layout.data, layout.context)
 
-        def made() -> Capture:
+        def build() -> Capture:
             return self._captured(replace(self._asked(batch, trains), size=size, samples=samples), form, layout.with_microbatches(2))
 
         with self.trained.executors.world.pace.long():
-            capture = self.others.of(key, made)
+            capture = self.others.of(key, build)
         if capture.parts.coupled:
-            one = capture.parts.coupled[0]
-            raise Infeasible(f"{one.site} {one.why}, so that microbatches of forms of their own train something else; give one batch")
+            first = capture.parts.coupled[0]
+            raise Infeasible(f"{first.site} {first.why}, so that microbatches of forms of their own train something else; give one batch")
         return capture
 
     def _asked(self, batch: Any, trains: bool) -> Asked:
@@ -142,30 +140,30 @@ class Forms:
         return Asked(modes, batch, self.loss, trains)
 
     def _source_of(self, form: BatchForm) -> Source:
-        """What a source has captured is of one form."""
+        """Return the model source for a batch form, since a source caches captures of one form only."""
         if form.key == self.trained.form.key:
             return self.source
         return self.sources.of(form.key, lambda: Traced(self.source.model, self.source.deferred))
 
     def _captured(self, asked: Asked, form: BatchForm, layout: Layout) -> Capture:
-        """The model as it is asked for: what runs it, and the buffers that it writes; the weights are those that train."""
+        """Build the requested capture over the training weights, and connect its groups."""
         base, world = self.trained.executors, self.trained.executors.world
         plan = base.plan if layout == base.plan.layout else replace(base.plan, layout=layout, batch_size=2 * max(asked.size, layout.data))
         try:
             executors = self.lowered(asked, self._source_of(form), plan=plan)
         except ModelError as error:
-            cannot = "trained with this batch" if asked.trains else "evaluated"
-            raise ModelError(f"the model is trained, and cannot be {cannot}: {error}") from error
+            purpose = "trained with this batch" if asked.trains else "evaluated"
+            raise ModelError(f"the model is trained, and cannot be {purpose}: {error}") from error
         replicas = Replicas(executors.parts, layout.mesh_of(world.rank), world)
         groups: set[Group] = set(replicas.groups)
-        if plan is not base.plan and executors.parts.lowering is not None:  # made by all ranks at once, of a batch that all have
+        if plan is not base.plan and executors.parts.lowering is not None:  # built by all ranks at once, from a batch that all have
             groups.update(executors.parts.lowering.groups.values())
         for group in sorted(groups, key=lambda g: g.ranks):
             group.connect()
         return Capture(form, executors, replicas)
 
     def lowered(self, asked: Asked, source: Source, like: Parts | None = None, plan: Plan | None = None) -> Executors:
-        """What runs a capture, over the weights that train; arranged as those of another, where it has the same operators."""
+        """Build the executors of a capture over the training weights, sharded like `template` if it has the same operators."""
         base = self.trained.executors
         plan = plan or base.plan
         parts = captured_in(asked, replace(like or base.parts, draw=Draw(base.parts.draw.seed)), plan, source, base.world)
@@ -174,91 +172,91 @@ class Forms:
 
 
 def inputs_of_parts(parts: Sequence[StepPart]) -> list[StepInputs]:
-    """Of every part of a step its inputs, with what is counted over all of them; every rank has all rows.
+    """Prepare the inputs of all parts of a step, with loss divisors counted over all of them; every rank has all rows.
 
     Raises:
-        Infeasible: parts that count something else, or not all of them.
+        Infeasible: parts count different divisors, or only some of them count any.
     """
-    before = [capture.before_totals(tensors_of(batch), rows) for capture, batch, rows in parts]
-    counting = [one for _, those in before for one in those]
-    if counting and len(counting) < sum(len(inputs.inputs) for inputs, _ in before):
+    prepared = [capture.before_totals(tensors_of(batch), rows) for capture, batch, rows in parts]
+    counting = [microbatch_count for _, counts in prepared for microbatch_count in counts]
+    if counting and len(counting) < sum(len(inputs.inputs) for inputs, _ in prepared):
         raise Infeasible("the loss divides by a count in one microbatch and not in another of the same step; make them of one kind")
     totals = count(counting, True, parts[0][0].parts.arrival) if counting else []
-    for (capture, _, _), (inputs, those) in zip(parts, before, strict=True):
-        if those:
-            capture.add_totals(inputs, those, totals)
-    return [inputs for inputs, _ in before]
+    for (capture, _, _), (inputs, counts) in zip(parts, prepared, strict=True):
+        if counts:
+            capture.add_totals(inputs, counts, totals)
+    return [inputs for inputs, _ in prepared]
 
 
 def length_of(batch: Any, splits: Splits) -> int:
-    """Positions of a batch's rows; 0 where nothing is known of them."""
+    """Return the sequence length of a batch's rows; 0 if it is unknown."""
     tensors = tensors_of(batch)
     return next((tensors[path].shape[dim] for path, dim in splits.positions if path in tensors and tensors[path].dim() > dim), 0)
 
 
 def shortened(batch: Any, positions: Sequence[tuple[str, int]], length: int) -> Any:
-    """A batch with the first `length` positions of its rows."""
+    """Truncate the rows of a batch to their first `length` positions."""
     dims: dict[str, list[int]] = {}
     for path, dim in positions:
         dims.setdefault(path, []).append(dim)
-    cut = {}
+    leaves_by_path = {}
     for path, leaf in leaves(batch):
         for dim in dims.get(path, ()):
             leaf = leaf.narrow(dim, 0, min(length, leaf.shape[dim]))
-        cut[path] = leaf
-    return rebuild(batch, cut)
+        leaves_by_path[path] = leaf
+    return rebuild(batch, leaves_by_path)
 
 
 def of_every_split(batch: Any, layout: Layout) -> Microbatches:
-    """The rows of a batch in order, a microbatch under each split that has rows for all its replicas."""
+    """Divide the rows of a batch, in order, into one microbatch for each split that has rows for all its replicas."""
     samples, tensors = batch_size_of(batch), tensors_of(batch)
-    splits = [(one.data, one.context) for one in reversed(splits_of(layout))]
+    splits = [(layout_of_split.data, layout_of_split.context) for layout_of_split in reversed(splits_of(layout))]
     while sum(data for data, _ in splits) > samples:
         splits.pop()
-    batches, begin = [], 0
+    batches, start = [], 0
     for number, (data, _) in enumerate(splits):
-        rows = slice(begin, begin + data if number < len(splits) - 1 else samples)
-        begin = rows.stop
-        cut = {path: x[rows] for path, x in tensors.items() if x.dim() and x.shape[0] == samples}
-        batches.append(rebuild(batch, {path: cut.get(path, leaf) for path, leaf in leaves(batch)}))
+        rows = slice(start, start + data if number < len(splits) - 1 else samples)
+        start = rows.stop
+        sliced = {path: x[rows] for path, x in tensors.items() if x.dim() and x.shape[0] == samples}
+        batches.append(rebuild(batch, {path: sliced.get(path, leaf) for path, leaf in leaves(batch)}))
     return Microbatches(tuple(batches), tuple(splits))
 
 
 def by_length(batch: Any, lengths: Sequence[int] | Tensor | str, splits: Splits, multiple: int = 0) -> Microbatches:
-    """The rows of a batch in microbatches of like lengths, none longer than its longest row, rounded up to a `multiple`; each under the
-    split for which all together take least time. What is behind a row's length is padding, and is cut off.
+    """Group the rows of a batch into microbatches of similar length, each truncated to its longest row, rounded up to a `multiple`.
 
-    `lengths`: of each row; or the path of a mask whose last entry that is not zero ends a row.
+    Each microbatch gets the data x context split with which the total time is least. `lengths`: of each row, beyond which it is padding; or
+    the path of a mask whose last nonzero entry ends a row.
 
     Raises:
-        UsageError: nothing is known of the batch's positions; what would be cut off is no padding.
+        UsageError: the sequence dimensions of the batch are unknown, or what would be truncated is not padding.
     """
     tensors, samples = tensors_of(batch), batch_size_of(batch)
     if isinstance(lengths, str):
         if lengths not in tensors:
-            raise UsageError(f"the batch has no tensor {lengths}, which is to tell the lengths of rows; it has {', '.join(tensors)}")
-        seen = tensors[lengths].flatten(1) != 0
-        lengths = torch.where(seen, torch.arange(1, seen.shape[1] + 1, device=seen.device), 0).amax(1)
+            raise UsageError(f"the batch has no tensor {lengths}, which was to give the lengths of rows; it has {', '.join(tensors)}")
+        is_valid = tensors[lengths].flatten(1) != 0
+        lengths = torch.where(is_valid, torch.arange(1, is_valid.shape[1] + 1, device=is_valid.device), 0).amax(1)
     lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     if len(lengths) != samples or not splits.prices:
-        why = f"{len(lengths)} lengths of {samples} rows" if splits.prices else "the plan has no prices of splits"
-        raise UsageError(f"{why}; give the length of each row, and plan the model with split={LENGTHS} in its layout")
+        reason = f"{len(lengths)} lengths of {samples} rows" if splits.prices else "the plan has no prices of splits"
+        raise UsageError(f"{reason}; give the length of each row, and plan the model with split={LENGTHS} in its layout")
     longest = length_of(batch, splits)
-    batches, chosen = [], []
+    batches, splits_of_batches = [], []
     for rows, length, split in splits.grouped([min(n, longest) for n in lengths], multiple):
         index = torch.tensor(rows)
-        cut = {path: x.index_select(0, index.to(x.device)) for path, x in tensors.items() if x.dim() and x.shape[0] == samples}
+        sliced = {path: x.index_select(0, index.to(x.device)) for path, x in tensors.items() if x.dim() and x.shape[0] == samples}
         for path, dim in splits.positions:
-            x = cut.get(path, tensors.get(path))
+            x = sliced.get(path, tensors.get(path))
             if x is not None and x.shape[dim] == longest > length:
                 _check_padding(path, x.narrow(dim, length, longest - length))
-                cut[path] = x.narrow(dim, 0, length)
-        batches.append(rebuild(batch, {path: cut.get(path, leaf) for path, leaf in leaves(batch)}))
-        chosen.append(split)
-    return Microbatches(tuple(batches), tuple(chosen))
+                sliced[path] = x.narrow(dim, 0, length)
+        batches.append(rebuild(batch, {path: sliced.get(path, leaf) for path, leaf in leaves(batch)}))
+        splits_of_batches.append(split)
+    return Microbatches(tuple(batches), tuple(splits_of_batches))
 
 
 def _check_padding(path: str, behind: Tensor) -> None:
-    """Raise UsageError where what is cut off differs from entry to entry of a tensor with samples: it is no padding."""
+    """Raise UsageError if the entries to be truncated are not all equal, so that they are not padding."""
     if behind.numel() and not bool((behind == behind.flatten()[0]).all()):
         raise UsageError(f"{path} has other entries than padding behind the lengths of its rows; give the lengths at which padding begins")

@@ -1,10 +1,10 @@
-"""Stages that arrange their ranks differently (`inner=4x1/2x2`): the sharding of each, and what several of them share.
+"""Per-stage meshes (`inner=4x1/2x2`): the sharding of each pipeline stage, and the weights that stages of different meshes share.
 
-In: a plan, a graph cut into stages. Out: the sharding of the whole graph as each stage has it; parameters and buffers that stages of
-different meshes read, which are cut over no tensor axis; and by how much a rank's gradient counts, of these and where ranks are split
-otherwise for another microbatch.
+In: a plan, a graph cut into stages. Out: the sharding of the whole graph for each stage; parameters and buffers read by stages of different
+meshes, which stay replicated over tensor ranks; and the weight of a rank's gradient in the reduction, for these and for data x context
+splits that differ between microbatches.
 
-Not modelled: what such stages share being cut.
+Not supported: tensor sharding of weights that such stages share.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from weft.plan.plan import Plan
 
 
 class Shards(Protocol):
-    """Who knows the sharding that a plan means: a `Source`."""
+    """Anything that shards a graph by a plan: a `ModelSource`."""
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding: ...
 
 
 def between_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:
-    """Variables that stages of different meshes read."""
+    """Return the variables that stages of different meshes read."""
     meshes: dict[str, set[tuple[int, int]]] = {}
     if layout.inner:
         for stage in stages:
             layout_here = layout.of_stage(stage.index)
             for value in stage.variables:
                 meshes.setdefault(value, set()).add((layout_here.data, layout_here.tensor))
-    return frozenset(value for value, those in meshes.items() if len(those) > 1)
+    return frozenset(value for value, meshes_reading in meshes.items() if len(meshes_reading) > 1)
 
 
 def stage_shardings(plan: Plan, source: Shards, graph: Graph, stages: Sequence[Stage]) -> tuple[Sharding, ...]:
-    """The sharding of the graph under each pipeline rank's own mesh."""
+    """Return the sharding of the graph on each pipeline rank's own mesh."""
     layout = plan.layout
     if not layout.inner:
         sharding = source.sharding(plan, graph)
@@ -55,17 +55,17 @@ def stage_shardings(plan: Plan, source: Shards, graph: Graph, stages: Sequence[S
         return (sharding,) * layout.pipeline
     variables = (*graph.parameters, *graph.buffers)
     cuts = expand_all(plan.shards, (v.name for v in variables))
-    inner = [layout.of_stage(s) for s in range(layout.pipeline)]
+    stage_layouts = [layout.of_stage(s) for s in range(layout.pipeline)]
     if "tensor" not in cuts:
-        widest = max(inner, key=lambda one: one.tensor)
+        widest = max(stage_layouts, key=lambda stage_layout: stage_layout.tensor)
         cuts = {"tensor": source.sharding(replace(plan, layout=widest), graph).shards.get("tensor", ())}
     shared = {v.name for v in variables if v.value in between_meshes(layout, stages)}
     cuts_here = (("tensor", tuple((name, dim) for name, dim in cuts["tensor"] if name not in shared)),)
-    return tuple(source.sharding(replace(plan, layout=one, shards=cuts_here), graph) for one in inner)
+    return tuple(source.sharding(replace(plan, layout=stage_layout, shards=cuts_here), graph) for stage_layout in stage_layouts)
 
 
 def from_other_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:
-    """What these stages receive from stages that arrange their ranks differently."""
+    """Return the values that these stages receive from stages with another mesh."""
     return (
         frozenset(
             value
@@ -80,9 +80,9 @@ def from_other_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]
 
 
 def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mapping[str, float]:
-    """Of each variable between meshes: the part of this rank's gradient that counts in the sum over all ranks of its stages.
+    """Return the weight of this rank's gradient in the reduction over all ranks of the stages that share a variable.
 
-    Along an axis over which gradients are summed each rank has a summand; along the others all have the same.
+    Gradients are partial along their reduction axes and replicated along the others.
     """
     ranks = prod(mesh.size(axis) for axis in mesh.inside)
     summed = {value: prod(mesh.size(axis) for axis in sharding.gradients.get(value, ())) for value in between}
@@ -90,34 +90,33 @@ def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mappin
 
 
 def always_summed(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes along which gradients are summed whether or not ranks have other summands there: those between which ranks may be split
-    otherwise for another microbatch."""
+    """Return the mesh axes along which gradients are always reduced, since the data x context split may vary by microbatch."""
     return (DATA, CONTEXT) if layout.split == LENGTHS else ()
 
 
 def entering_of(value: str, exchanged: AbstractSet[str], sharding: Sharding, mesh: Mesh) -> Entering | None:
-    """What is done to a parameter's gradient that is summed along the axes `exchanged`, where a graph leaves summands along others: these
-    are summed where they are made, and along axes where all ranks have the same each counts as its part. None where nothing is."""
+    """Return how to adjust a parameter's gradient that is later reduced along `summed_axes`: partial axes outside of these are reduced at
+    once, and along replicated axes among them it is scaled by 1/n. None if nothing is to be done."""
     partial = set(sharding.gradients.get(value, ()))
     share = 1.0 / prod(mesh.size(axis) for axis in exchanged - partial)
-    more = tuple(axis for axis in sharding.sizes if axis in partial - exchanged)
-    return Entering(more, share) if more or share != 1.0 else None
+    extra_axes = tuple(axis for axis in sharding.sizes if axis in partial - exchanged)
+    return Entering(extra_axes, share) if extra_axes or share != 1.0 else None
 
 
 def entering_always(layout: Layout, graph: Graph, sharding: Sharding, mesh: Mesh) -> dict[str, Entering]:
-    """What is done to the gradients of parameters that are summed along `always_summed` axes and those where ranks have summands."""
+    """Return the adjustments of parameter gradients that are reduced along the always-reduced axes and their partial axes."""
     if not (always := always_summed(layout)):
         return {}
     axes = {v.value: {*sharding.gradients.get(v.value, ()), *always} for v in graph.parameters}
-    return {value: how for value, those in axes.items() if (how := entering_of(value, those, sharding, mesh))}
+    return {value: adjustment for value, reduced in axes.items() if (adjustment := entering_of(value, reduced, sharding, mesh))}
 
 
 def _check_shared(sharding: Sharding, graph: Graph, zero: int) -> None:
-    """Raise LayoutError where ranks would have to gather what only some of them read: weights that several branches share, under ZeRO."""
+    """Raise LayoutError for weights that several branches share under ZeRO-2/3: only some ranks would take part in their gathers."""
     if zero < 2:
         return
-    owned = {name for region in sharding.regions for name in region.ranks}
-    read = {value for op in graph.operators if op.name in owned for value in op.inputs}
+    owned_operators = {name for region in sharding.regions for name in region.ranks}
+    read = {value for op in graph.operators if op.name in owned_operators for value in op.inputs}
     for v in graph.parameters:
         if v.value in read and not any(is_owned(form) for form in sharding.forms[v.value].values()):
             axis = sharding.regions[0].axis

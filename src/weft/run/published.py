@@ -1,9 +1,9 @@
-"""Weights to a server that runs, without a file. In: this rank's pieces, where replicas listen. Out: bytes sent.
+"""Publish weights to running inference servers without a file. In: this rank's shards, addresses of replicas. Out: bytes sent.
 
-Every element crosses once to each replica: of equal copies one rank sends, as one rank writes in a checkpoint, and no rank ever holds a
-whole tensor for it. A replica turns to the new weights between two batches, once it has all of them and every rank has said so.
-What is sent is a line of JSON and raw bytes; nothing is pickled. Beyond loopback both ends prove that they have one token, and every
-message is authenticated (`weft.world.guard`).
+Every element is sent once to each replica, by its owner as in a checkpoint, and no rank ever gathers a full tensor for it. A replica
+switches to the new weights between two batches, once it has received all of them and every rank has committed. The wire format is a line of
+JSON and raw bytes; nothing is pickled. Beyond loopback both ends prove that they share a token, and every message is authenticated
+(`weft.world.guard`).
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ Address = tuple[str, int]
 
 
 def send_pieces(pieces: Sequence[Piece], to: Sequence[Address], everyone: Group, version: int) -> int:
-    """Send the parameters and buffers that this rank owns to every replica; all ranks call it. Returns bytes of weights that this one sent.
+    """Send the parameters and buffers that this rank owns to every replica; all ranks call it. Returns the bytes sent by this rank.
 
     Raises:
-        RunError: a replica that does not answer, or has another model: it keeps the weights that it has, and so do all.
+        RunError: a replica does not answer, or has another model; then all replicas keep their old weights.
     """
-    mine = [p for p in pieces if p.owner and p.kind in ("parameter", "buffer")]
-    trouble, sent, open_ones = "", 0, list[socket.socket]()
+    owned_shards = [p for p in pieces if p.owner and p.kind in ("parameter", "buffer")]
+    problem, sent, connections = "", 0, list[socket.socket]()
     try:
         for host, port in to:
             connection = _connected(host, port)
-            open_ones.append(connection)
-            _line(connection, {"version": version, "rank": everyone.index, "ranks": everyone.size, "pieces": len(mine)})
-            for piece in mine:
-                sent += _send(connection, piece)
-            trouble = trouble or _answer(connection)
+            connections.append(connection)
+            _line(connection, {"version": version, "rank": everyone.index, "ranks": everyone.size, "pieces": len(owned_shards)})
+            for shard in owned_shards:
+                sent += _send(connection, shard)
+            problem = problem or _answer(connection)
     except UsageError as error:
-        trouble = str(error)
+        problem = str(error)
     except (OSError, RunError) as error:
-        trouble = f"no replica answers at {host}:{port}: {error}"
-    failed = torch.tensor([float(bool(trouble))], dtype=torch.float64, device=pieces[0].tensor.device if pieces else "cpu")
+        problem = f"no replica answers at {host}:{port}: {error}"
+    failed = torch.tensor([float(bool(problem))], dtype=torch.float64, device=pieces[0].tensor.device if pieces else "cpu")
     everyone.all_reduce(failed)
     commit = not failed.item()
-    for connection in open_ones:
+    for connection in connections:
         try:
             _line(connection, {"commit": commit})
             if commit:
-                trouble = trouble or _answer(connection)
+                problem = problem or _answer(connection)
         except OSError as error:
-            trouble = trouble or f"a replica went while it turned to version {version}: {error}"
+            problem = problem or f"a replica failed while it switched to version {version}: {error}"
         connection.close()
-    if trouble or not commit:
-        why = trouble or "another rank could not send its part"
-        raise RunError(f"version {version} was not published: {why}; the server keeps what it has")
+    if problem or not commit:
+        reason = problem or "another rank could not send its shards"
+        raise RunError(f"version {version} was not published: {reason}; the server keeps what it has")
     return sent
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """To a replica; beyond loopback to one that proves that it has this rank's token, as this rank does."""
+    """Connect to a replica; beyond loopback both ends prove that they share a token."""
     if not host.startswith("127."):
         if not (secret := token()):
             raise UsageError(f"a replica at {host} takes weights of those that have its {TOKEN}; set it on all ranks and nodes alike")
@@ -94,7 +94,7 @@ def _line(connection: socket.socket, values: dict[str, object]) -> None:
 
 
 def _answer(connection: socket.socket) -> str:
-    """What a replica does not like, nothing where all is well."""
+    """Return the error that a replica reports; empty if it accepted."""
     connection.settimeout(WAIT_S)
     line = b""
     while not line.endswith(b"\n"):

@@ -1,6 +1,6 @@
-"""Whether all ranks were given the same batch and the same model, of which each then takes its part; and random numbers that are alike.
+"""Check that all ranks start from the same batch and the same model before these are sharded, and synchronise random number generators.
 
-In: a batch, a module. Out: nothing, or an error by name.
+In: a batch, a module. Out: nothing, or an error that names what differs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from weft.capture.nesting import leaves
 from weft.errors import UsageError
 from weft.world.world import World
 
-MOST_BYTES = 1 << 20  # of a tensor that tells batches apart
+MOST_BYTES = 1 << 20  # of each tensor
 
 
 def check_batch_agrees(batch: Any, world: World) -> None:
-    """Hold this rank's batch against rank 0's. A loader that shuffles by itself, or has a part for each rank, is found so.
+    """Compare this rank's batch with rank 0's; finds data loaders that shuffle or shard by themselves.
 
     Raises:
         UsageError: they differ.
     """
-    mine = digest(batch)
-    if world.told(lambda: mine) != mine:
+    local_digest = digest(batch)
+    if world.told(lambda: local_digest) != local_digest:
         raise UsageError(
             f"rank {world.rank} is given another batch than rank 0, and one batch is divided among all ranks: call torch.manual_seed(0) on "
             "every rank before data are made or shuffled (or give the DataLoader a generator with a seed), and leave DistributedSampler out"
@@ -35,7 +35,7 @@ def check_batch_agrees(batch: Any, world: World) -> None:
 
 
 def check_model_agrees(model: nn.Module, world: World) -> None:
-    """Hold the real tensors of all ranks' models against one another: each rank keeps its own part of its own.
+    """Compare the real tensors of all ranks' models, since each rank takes its shards from its own.
 
     Raises:
         UsageError: they differ; on every rank.
@@ -43,28 +43,28 @@ def check_model_agrees(model: nn.Module, world: World) -> None:
     if world.num_ranks == 1:
         return
     real = {name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if not isinstance(x, Fake) and not x.is_meta}
-    mine = {name: digest(x) for name, x in real.items()}
-    number = zlib.crc32(json.dumps(mine).encode())
-    most, least = world.maximum([number, -number])
-    if most != -least:
-        theirs = json.loads(world.told(lambda: json.dumps(mine)))
-        other = next((f"{name} of rank {world.rank}'s model" for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)), None)
+    ours = {name: digest(x) for name, x in real.items()}
+    checksum = zlib.crc32(json.dumps(ours).encode())
+    largest, smallest = world.maximum([checksum, -checksum])
+    if largest != -smallest:
+        theirs = json.loads(world.told(lambda: json.dumps(ours)))
+        first = next((f"{name} of rank {world.rank}'s model" for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None)
         raise UsageError(
-            f"{other or 'the model of another rank'} has other values than rank 0's, and one model is divided among all ranks: call "
+            f"{first or 'the model of another rank'} has other values than rank 0's, and one model is divided among all ranks: call "
             "torch.manual_seed(0) on every rank before it is built, load the same file everywhere, or build it where weft divides it (in "
             "the block of weft.auto_parallelize, or as a function for weft.parallelize)"
         )
 
 
 def synchronize_generators(world: World) -> None:
-    """Let torch's random numbers go on from where rank 0's are, on every rank: scripts that seed nothing start with different ones."""
+    """Copy the state of rank 0's default torch generator to every rank, for scripts that set no seed."""
     if world.num_ranks > 1:
         state = world.told(lambda: torch.random.get_rng_state().numpy().tobytes().hex())
         torch.random.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
 def digest(batch: Any) -> str:
-    """A number for a batch's tensors: their places, kinds and shapes, and up to 1 MiB of each.
+    """Checksum of a batch's tensors: their paths, dtypes and shapes, and up to 1 MiB of each.
 
     >>> import torch
     >>> digest((torch.zeros(2), torch.ones(2))) == digest((torch.ones(2), torch.zeros(2)))
@@ -74,6 +74,6 @@ def digest(batch: Any) -> str:
     for path, leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             checksum = zlib.crc32(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode(), checksum)
-            some = leaf.detach().flatten()[: MOST_BYTES // max(1, leaf.element_size())].contiguous().cpu()
-            checksum = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), checksum)
+            head = leaf.detach().flatten()[: MOST_BYTES // max(1, leaf.element_size())].contiguous().cpu()
+            checksum = zlib.crc32(head.view(torch.uint8).numpy().tobytes(), checksum)
     return f"{checksum:08x}"

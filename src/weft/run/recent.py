@@ -1,4 +1,4 @@
-"""A bounded set of what was made. In: keys, and how to make what belongs to one. Out: what was made; of too many the oldest leave."""
+"""An LRU cache that builds missing values: the least recently used entry is evicted beyond a maximum number."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-MOST_FORMS = 32  # captures that a model keeps beside that of its training
-MOST_SIZES = 32  # of microbatches, that a capture keeps
+MOST_FORMS = 32  # captures that an engine caches besides that of training
+MOST_SIZES = 32  # microbatch sizes that a capture caches
 
 T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """What was made, by key; of more than `most` the one that was not asked for longest leaves.
+    """Values by key; beyond `max_entries` the least recently used one is evicted.
 
     >>> squares = Recent(2)
     >>> [squares.of(n, lambda n=n: n * n) for n in (1, 2, 1, 3)], list(squares.held)
@@ -25,7 +25,7 @@ class Recent(Generic[T]):
         self.held: OrderedDict[Hashable, T] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What belongs to a key, made where it is not there."""
+        """Return the value of a key, built if it is not cached."""
         if key not in self.held:
             self.held[key] = make()
             while len(self.held) > self.most:

@@ -1,9 +1,9 @@
-"""Stages for microbatches of another size: the same operators under the same sharding, lowered at other shapes.
+"""Lower a rank's stages for another microbatch size: the same operators under the same sharding, at other shapes.
 
-In: how a rank's stages were lowered, and the graph that the model makes with another number of samples. Out: `Sized`. Parameters, groups
-and what is drawn are shared, so that a step may have microbatches of several sizes.
+In: how the stages were lowered, and the graph with another number of samples. Out: a `MicrobatchVariant` that shares parameters, groups
+and random state, so that one step may have microbatches of several sizes.
 
-Not modelled: a model that computes something else with another number of samples; it is refused by name.
+Not supported: a model that computes something else with another number of samples; it is refused by name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from weft.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Sized:
-    """One rank's stages, by number, for microbatches of `graph.batch_size` samples. `constants`: in place of those of another size.
-    `shardings`: of the graph as each pipeline rank arranges it, and `sharding` as this one does."""
+    """One rank's stages, by index, for microbatches of `graph.batch_size` samples. `constants`: override those of the base size.
+    `shardings`: of the graph on every pipeline rank; `sharding`: on this one."""
 
     normal: Normalised
     lowered: Mapping[int, LocalStage]
@@ -40,55 +40,55 @@ class Sized:
 
     @property
     def graph(self) -> Graph:
-        """Of one microbatch."""
+        """Graph of one microbatch."""
         return self.normal.graph
 
 
 def shares_of_samples(layout: Layout) -> Shares:
-    """The shares of replicas, by axis."""
+    """Return the sample shares of replicas, by axis."""
     return {DATA: layout.weights}
 
 
 def sized(like: Sized, lowering: Lowering, normal: Normalised, plan: Plan, constants: Mapping[str, Tensor]) -> Sized:
-    """The stages of `like`, which `lowering` made, on another graph of the same model.
+    """Lower the stages of `base` (lowered by `lowering`) on the graph of another microbatch size.
 
     Raises:
-        Infeasible: the model computes something else there, or a tensor does not divide as it must.
+        Infeasible: the model computes something else at this size, or a tensor does not divide.
     """
     check_operators(lowering, normal.graph)
     shares = shares_of_samples(plan.layout)
-    again = {id(one): with_samples_of(one, normal.graph, shares) for one in like.shardings}
-    sharding = again[id(like.sharding)]
+    resized = {id(base_sharding): with_samples_of(base_sharding, normal.graph, shares) for base_sharding in like.shardings}
+    sharding = resized[id(like.sharding)]
     check_divides(sharding, normal.graph)
-    other = replace(lowering, graph=normal.graph, sharding=sharding)
+    variant_lowering = replace(lowering, graph=normal.graph, sharding=sharding)
     stages = normal.stages(plan.stages)
-    lowered = {number: lower(stages[number], other) for number in like.lowered}
-    return Sized(normal, lowered, constants, tuple(again[id(one)] for one in like.shardings), sharding)
+    lowered = {number: lower(stages[number], variant_lowering) for number in like.lowered}
+    return Sized(normal, lowered, constants, tuple(resized[id(base_sharding)] for base_sharding in like.shardings), sharding)
 
 
 def check_operators(lowering: Lowering, graph: Graph) -> None:
-    """Raise Infeasible where `graph` has other operators than the one that was lowered."""
-    ours = lowering.graph
-    for mine, other in zip_longest(ours.operators, graph.operators):
-        if mine is None or other is None or _essence(ours, mine) != _essence(graph, other):
-            raise Infeasible(_describe_difference(graph, ours, (mine or other).site))
-    if [(v.value, v.name, v.batched) for v in ours.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
-        raise Infeasible(_describe_difference(graph, ours, "what it reads of the batch"))
+    """Raise Infeasible if `graph` has other operators than the lowered one."""
+    base = lowering.graph
+    for base_op, op in zip_longest(base.operators, graph.operators):
+        if base_op is None or op is None or _essence(base, base_op) != _essence(graph, op):
+            raise Infeasible(_describe_difference(graph, base, (base_op or op).site))
+    if [(v.value, v.name, v.batched) for v in base.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
+        raise Infeasible(_describe_difference(graph, base, "the inputs that it reads"))
 
 
 def check_divides(sharding: Sharding, graph: Graph) -> None:
-    """Raise Infeasible where a graph has tensors that its sharding does not divide."""
-    held = list(sharding.forms.items())
-    moved = [pair for op in graph.operators for pair in zip(op.inputs, sharding.needs[op.name], strict=True)]  # and read there
-    for value, forms in (*held, *moved):
+    """Raise Infeasible if a tensor's shape does not divide by its sharding."""
+    stored = list(sharding.forms.items())
+    operands = [pair for op in graph.operators for pair in zip(op.inputs, sharding.needs[op.name], strict=True)]  # also as operands
+    for value, placements in (*stored, *operands):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
-        for axis, form in forms.items():
-            if not is_shard(form) or not shape or (value, form.dim) in graph.ragged:
+        for axis, placement in placements.items():
+            if not is_shard(placement) or not shape or (value, placement.dim) in graph.ragged:
                 continue
-            if sum(form.lengths) != shape[form.dim] if form.lengths else shape[form.dim] % sharding.sizes[axis]:
+            if sum(placement.lengths) != shape[placement.dim] if placement.lengths else shape[placement.dim] % sharding.sizes[axis]:
                 raise Infeasible(
-                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form.dim} does not "
-                    f"divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
+                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {placement.dim} "
+                    f"does not divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
                 )
 
 
@@ -104,8 +104,8 @@ def _describe_difference(graph: Graph, ours: Graph, where: str) -> str:
 
 
 def constants_of(constants: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Small tensors that the model's code made, by graph value, as the run holds them."""
-    held = {value: tensor.to(device) for value, tensor in constants.items()}
+    """Move constants of the captured graph to the device, by graph value; float32 becomes float64 in double precision."""
+    on_device = {value: tensor.to(device) for value, tensor in constants.items()}
     if dtype is torch.float64:
-        held = {value: t.double() if t.dtype is torch.float32 else t for value, t in held.items()}
-    return held
+        on_device = {value: t.double() if t.dtype is torch.float32 else t for value, t in on_device.items()}
+    return on_device

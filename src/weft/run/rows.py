@@ -1,8 +1,8 @@
-"""Which rows of a batch are a rank's. In: a plan, the rank's stage, its number among the replicas. Out: `Replica`, and of a batch `Rows`.
+"""Assign the rows of a batch to data-parallel replicas and microbatches.
 
-A batch is given whole, the same on every rank, or each rank is given its own rows: its part of every microbatch, one after another.
-Replicas have the parts that the plan says; or, where they are given other ones or some have none, each computes as if all had as many
-samples as it has, one at least, which differs in nothing where no sample meets another in the model.
+In: a plan, the rank's stage, its replica index. Out: `StageReplica`, and for a batch `BatchRows`. A batch is either the global one, the
+same on every rank, or each rank passes its own rows, microbatch after microbatch. Replicas have the shares of the plan; with other or
+empty shares, each computes as if every replica had as many samples as itself (one at least), which is exact if samples do not interact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.run.recent import MOST_SIZES, Recent
 
 @dataclass(frozen=True)
 class Replica:
-    """Replica `index` of a stage that is arranged by `layout`."""
+    """Data-parallel replica `index` of a stage whose mesh is that of `layout`."""
 
     plan: Plan
     layout: Layout
@@ -32,34 +32,34 @@ class Replica:
     cache: Recent[Rows] = field(default_factory=lambda: Recent(MOST_SIZES), compare=False)
 
     def of(self, size: int) -> tuple[int, int]:
-        """(the first, how many) of the rows of a microbatch of `size` samples that this replica has."""
+        """Return (first row, number of rows) of this replica in a microbatch of `size` samples."""
         return replica_rows(size, self.layout, self.index)
 
     @cached_property
     def each(self) -> list[int]:
-        """Rows of every replica in a batch of the plan."""
+        """Number of rows of every replica in a full batch of the plan."""
         return [sum(sizes) for sizes in zip(*(replica_sizes(size, self.layout) for size in self.plan.microbatch_sizes), strict=True)]
 
     def rows(self, sizes: tuple[int, ...], is_global: bool) -> Rows:
-        """Those of microbatches of these sizes."""
+        """Assign microbatches of these sizes by the plan's shares."""
 
-        def made() -> Rows:
+        def build() -> Rows:
             table = tuple(replica_sizes(size, self.layout) for size in sizes)
             return Rows(table, self.index, is_global, planned=all(map(all, table)))
 
-        return self.cache.of((sizes, is_global), made)
+        return self.cache.of((sizes, is_global), build)
 
     def given(self, rows: Sequence[int], count: int, one_form: bool) -> Rows:
-        """Those of replicas that were given so many `rows` each, in `count` microbatches; `one_form`: of tensors of the same shapes."""
+        """Assign `rows` per replica to `count` microbatches; `same_shapes`: all replicas have tensors of the same shapes."""
         return Rows(rows_by_replica(rows, count), self.index, False, planned=False, one_form=one_form)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """By microbatch and replica, how many samples: `table[m][i]`. `index`: this replica.
+    """Number of samples by microbatch and replica: `table[m][i]`. `index`: this replica.
 
-    `is_global`: whether batches hold all. `planned`: whether these are the parts that the plan says, none of them empty. `one_form`:
-    whether what replicas have of a batch is of one form. `all_samples`: of a batch of which these are a part, behind `before` others.
+    `is_global_batch`: whether tensors hold all rows. `is_planned`: shares are the plan's, none of them empty. `same_shapes`: replicas have
+    tensors of the same shapes. `batch_size`, `num_before`: of the whole batch if these rows are part of one, and the rows before them.
     """
 
     table: tuple[tuple[int, ...], ...]
@@ -72,52 +72,52 @@ class Rows:
 
     @cached_property
     def samples(self) -> int:
-        """Of the whole batch."""
+        """Number of samples in the whole batch."""
         return self.all_samples or sum(map(sum, self.table))
 
     @property
     def counts_all(self) -> bool:
-        """Whether every rank counts what all have."""
+        """Return whether every rank counts loss divisors over the whole batch by itself."""
         return self.is_global and self.planned
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each microbatch, all replicas together; of what is not planned as if all had what this one has, 0 where it has none."""
+        """Size of each microbatch over all replicas; if not planned, as if all had this replica's rows, 0 if it has none."""
         return tuple(sum(row) if self.planned else len(row) * row[self.index] for row in self.table)
 
     @cached_property
     def _begins(self) -> tuple[int, ...]:
-        """Samples of all microbatches before each."""
+        """First sample of each microbatch in the batch."""
         return tuple(accumulate(map(sum, self.table), initial=0))
 
     @cached_property
     def _replica_begins(self) -> tuple[int, ...]:
-        """This replica's among them."""
+        """First row of each microbatch among this replica's rows."""
         return tuple(accumulate((row[self.index] for row in self.table), initial=0))
 
     def share(self, m: int) -> float:
-        """Of the batch's samples, what microbatch `m` has, as this rank computes it; the mean over replicas is what it has."""
+        """Return microbatch `m`'s share of the batch's samples as computed by this rank; its mean over replicas is the true share."""
         return self.sizes[m] / self.samples
 
     def of_replica(self, x: Tensor, m: int) -> Tensor:
-        """This rank's rows of what microbatch `m` has of a batch's tensor; of none a row that stands in."""
+        """Slice this replica's rows of microbatch `m` out of a batch tensor; one placeholder row if there are none."""
         first = self._begins[m] + sum(self.table[m][: self.index]) if self.is_global else self._replica_begins[m]
         if count := self.table[m][self.index]:
             return x.narrow(0, first, count)
         return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
     def of_all(self, x: Tensor, m: int) -> Tensor:
-        """All rows of microbatch `m`, of a batch's tensor that holds them."""
+        """Slice all rows of microbatch `m` out of a global batch tensor."""
         return x.narrow(0, self._begins[m], sum(self.table[m]))
 
     @cached_property
     def drawn(self) -> tuple[Samples, ...]:
-        """By microbatch, which samples it has as computed on this rank (`lower/kernels/sample_positions`); its own shard is its samples."""
+        """Positions in the batch of each microbatch's samples as computed by this rank (`lower/kernels/sample_positions`)."""
         if self.planned:
-            begins = (self.before + begin for begin in self._begins)
-            return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(begins, self.table, strict=False))
-        drawn = []
-        for begin, row in zip(self._begins, self.table, strict=False):
-            before, count = sum(row[: self.index]), max(1, row[self.index])
-            drawn.append(Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),)))
-        return tuple(drawn)
+            starts = (self.before + start for start in self._begins)
+            return tuple(Samples.range(start, sum(row), self.samples) for start, row in zip(starts, self.table, strict=False))
+        positions = []
+        for start, row in zip(self._begins, self.table, strict=False):
+            preceding, count = sum(row[: self.index]), max(1, row[self.index])
+            positions.append(Samples(start + preceding - self.index * count, self.samples, ((count * len(row), 1),)))
+        return tuple(positions)

@@ -1,4 +1,4 @@
-"""How an engine saves. In: the pieces of its state after a step. Out: a checkpoint that any layout loads, at once or while steps go on."""
+"""Checkpoint saving of an engine, synchronous or in the background (asynchronous), in a format that any layout loads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.world.world import World
 
 
 class Saves(ABC):
-    """What has a state that ranks save together. `step_index`: steps that have been made."""
+    """Adds `save`, `begin_save` and `finish_save` to a class with sharded state. `step_index`: number of completed steps."""
 
     world: World
     step_index: int
 
     @abstractmethod
     def pieces(self, drain: bool = True) -> list[checkpoint.Piece]:
-        """This rank's part of the state."""
+        """Return this rank's shards of the state."""
 
     @cached_property
     def _beside(self) -> checkpoint.Beside:
@@ -31,12 +31,12 @@ class Saves(ABC):
         return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep)
 
     def begin_save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> None:
-        """As `save`, but return once the state is copied into the host's memory: files are written while the next steps are made. What goes
-        wrong then is raised by the next save, or by `finish_save`, which is to be called before the program ends."""
+        """Save asynchronously: return once the state is copied to host memory, and write files during the next steps. A failure is raised
+        by the next save, or by `finish_save`, which must be called before the program ends."""
         self.finish_save()
         self._beside.folder, self._beside.keep = Path(folder), keep
         self._beside.begin(self.step_index, self.pieces(), extra)
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that `begin_save` began, if there is one; every rank calls it. Raises CheckpointError where it failed."""
+        """Wait for the save that `begin_save` started, if any; every rank calls it. Raises CheckpointError if it failed."""
         self._beside.finish()

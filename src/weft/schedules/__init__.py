@@ -1,7 +1,7 @@
 """Pipeline schedules: from sizes to a `Program`.
 
-A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers, and `Schedule` says what
-follows from the order. A new one is a new file, a new line in `SCHEDULES`, and one in `weft.plan.layout` that says what sizes it is for.
+A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers, and `Schedule` derives
+facts from the order. A new one is a file, a line in `SCHEDULES`, and a line in `weft.plan.layout` with the sizes that it supports.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ NAMES = tuple(SCHEDULES)
 def build(
     name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False, chunks: int = 1
 ) -> Program:
-    """The program of a schedule by name: one stage a rank, with `interleaved` and `breadth-first` `chunks` of them, with `zb-v` two.
+    """Return the program of a schedule by name: one stage a rank, `chunks` for `interleaved` and `breadth-first`, two for `zb-v`.
 
-    Of `chimera` and `gems` every stage is on two ranks, for half of the microbatches each; `num_microbatches` counts those of both.
+    `chimera` and `gems` place every stage on two ranks, for half of the microbatches each; `num_microbatches` counts both halves.
 
     Args:
-        num_stages: of the whole pipeline, those of all chunks.
-        links: which stage feeds which, (producer, consumer) with producer < consumer; by default each the next.
+        num_stages: number of stages of the whole pipeline, over all chunks.
+        links: (producer, consumer) pairs of stages with producer < consumer; by default a chain.
         rendezvous: order transfers so that it runs even where a send waits for its receive (NCCL on one stream).
-            sequential and gpipe need no change for that on a chain; 1f1b does, and is slower by it where sends are posted.
+            sequential and gpipe need no change for that on a chain; 1f1b does, and becomes slower where sends are asynchronous.
 
     >>> print(build("1f1b", 2, 2))
     program 1f1b
@@ -65,14 +65,14 @@ def build(
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0 x(0,1,1)<0 1F1 1B1 g(1,0,1)>0
 
     Raises:
-        UsageError: an unknown name, sizes that the schedule is not for, chunks with a schedule that has none.
+        UsageError: an unknown name, sizes that the schedule does not support, chunks for a schedule without them.
     """
     links = chain(num_stages) if links is None else links
     return pipeline(name, rows(name, num_stages, num_microbatches, links, chunks), links, rendezvous)
 
 
 def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
-    """[rank] -> its computes in order, without transfers; as `build` otherwise."""
+    """Return [rank] -> its computes in order, without transfers; arguments and errors as of `build`."""
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name}{nearest(name, NAMES, 0.4)}; known: {', '.join(NAMES)}")
     if num_stages < 1 or num_microbatches < 1:
@@ -91,7 +91,7 @@ def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """What a layout's schedule answers of itself, along a chain of stages."""
+    """Return the `Schedule` of a layout, along a chain of stages."""
     if layout.actions:
         return _custom(layout.schedule, layout.actions)
     return _named(layout.schedule, layout.num_stages, layout.microbatches, layout.chunks)
@@ -111,10 +111,10 @@ def _custom(name: str, actions: str) -> Schedule:
 
 
 def program_of(layout: Layout, links: Links, rendezvous: bool = False) -> Program:
-    """The program of a layout's schedule, by name or of the user's own, for stages that are linked so.
+    """Return the program of a layout's schedule, built-in or custom, for stages with these links.
 
     Raises:
-        UsageError: as `build`. ProgramError: the schedule of one's own is for other links.
+        UsageError: as `build`. ProgramError: a custom schedule is for other links.
     """
     if (written := layout.program) is not None:
         return linked(written, links, rendezvous)
@@ -122,7 +122,7 @@ def program_of(layout: Layout, links: Links, rendezvous: bool = False) -> Progra
 
 
 def rows_of(layout: Layout, links: Links) -> list[list[Compute]]:
-    """[rank] -> the computes of a layout's schedule in order, without transfers."""
+    """Return [rank] -> the computes of a layout's schedule in order, without transfers."""
     if (written := layout.program) is not None:
         return [[action for action in row if isinstance(action, Compute)] for row in written.actions]
     return rows(layout.schedule, layout.num_stages, layout.microbatches, links, layout.chunks)

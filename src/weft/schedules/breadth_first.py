@@ -1,6 +1,6 @@
 """Breadth-first: every rank has several stages, and all microbatches go through one of them before any goes through the next.
 
-In: sizes and links. Out: the computes of each rank, rank r having stages r, r + p, r + 2p, ... of p ranks.
+In: sizes and links. Out: the computes of each rank; of p ranks, rank r has stages r, r + p, r + 2p, ...
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from weft.plan.program import Compute, Links, Op
 
 
 def breadth_first(num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
-    """Idle for (p-1)/(v·m) of the compute, v = `chunks`, as interleaved 1F1B, for m >= p; keeps all v·m activations of a rank.
+    """Return the breadth-first schedule: bubble (p-1)/(v·m), v = `chunks`, as interleaved 1F1B, for m >= p; saves v·m activations a rank.
 
-    What a stage needs for all of its microbatches (weights that ZeRO divides, the sum of its gradients) is needed once a pass and not
+    What a stage needs for all of its microbatches (weights sharded by ZeRO, the gradient reduction) is needed once a pass instead of
     once a group of microbatches. (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4.)
     """
     p = num_stages // chunks

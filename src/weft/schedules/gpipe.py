@@ -1,6 +1,6 @@
 """GPipe: every microbatch forward, then every microbatch backward.
 
-In: sizes. Out: the computes of each rank, rank s having stage s.
+In: sizes. Out: the computes of each rank; rank s has stage s.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from weft.plan.program import Compute, Links, Op
 
 
 def gpipe(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
-    """Keeps all m microbatches in flight; idle (p-1)/(m+p-1) of the time.
+    """Return the GPipe schedule, with all m microbatches in flight; idle (p-1)/(m+p-1) of the time.
 
-    Backwards run first in, first out: the last stage makes the first gradient as late as any other order would, and the
-    order of accumulation is the serial one, so that sums round the same. (Huang et al., "GPipe", NeurIPS 2019.)
+    Backwards run first in, first out: no order yields the last stage's first gradient earlier, and gradients are accumulated
+    in the serial order, so that sums round the same. (Huang et al., "GPipe", NeurIPS 2019.)
     """
     return [[Compute(op, s, m) for op in (Op.F, Op.B) for m in range(num_microbatches)] for s in range(num_stages)]

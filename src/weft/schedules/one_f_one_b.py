@@ -1,6 +1,6 @@
 """1F1B: after a few forwards to fill the pipeline, each stage alternates one forward and one backward.
 
-In: sizes and links. Out: the computes of each rank, rank s having stage s.
+In: sizes and links. Out: the computes of each rank; rank s has stage s.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from weft.plan.program import Compute, Links, Op
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
-    """GPipe's time with at most p microbatches in flight.
+    """Return the 1F1B schedule, which takes GPipe's time with at most p microbatches in flight.
 
-    A stage runs as many forwards ahead as there are links on the longest way from it to the end, p - 1 - s in a chain,
-    and so holds at most min(p - s, m) microbatches. (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
+    A stage warms up with as many forwards as there are links on the longest path from it to the end, p - 1 - s in a chain,
+    and so saves at most min(p - s, m) microbatches. (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
     ICML 2021: PipeDream-Flush.)
     """
     ahead = [0] * num_stages

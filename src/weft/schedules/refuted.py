@@ -1,8 +1,8 @@
-"""Why computes without transfers are no schedule, in the words of who wrote them. In: a program that names no transfers. Out: a reason
-with the rank, the step, the action and what to write instead; empty where nothing is found.
+"""Diagnose an invalid custom schedule in terms of its own file. In: a program without transfers. Out: a reason with the rank, the step,
+the action and what to write instead; empty if no fault is found.
 
-The proof (`weft.plan.check`) is of what runs: transfers that were put in, at steps that count those. It has the last word on what is
-right; what is said here is of the same fault, as the file has it. Rendezvous is not looked at: it is about transfers.
+The proof (`weft.plan.check`) is about the program that runs: with transfers, which its steps count. It decides what is valid; the
+diagnosis describes the same fault in the steps of the file. Rendezvous is not considered: it concerns transfers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from weft.plan.action import Action, Compute, Manage, ManageOp, Op, Recv, Send, 
 from weft.plan.check import check
 from weft.plan.program import Effects, Program, effects
 
-_LINKS = ("x", "g")  # values that go to another rank; all others stay where they are made
+_LINKS = ("x", "g")  # values that are sent to another rank; all others stay on the rank that produces them
 _UNDO = {ManageOp.OFFLOAD: "LOAD", ManageOp.DROP: "R", ManageOp.RESHARD: "UNSHARD"}
-_MOST = 4  # ranks of which a reason says what they wait for
+_MOST = 4  # waiting ranks that a reason lists
 
 
 def prove(program: Program, rendezvous: bool = False, written: Program | None = None) -> None:
-    """`check`, of a program that was `written` without the transfers that it has.
+    """Check a program; `written` is its original without transfers.
 
     Raises:
-        ProgramError: refuted, in the words of what was written.
+        ProgramError: refuted, in terms of the original.
     """
     try:
         check(program, rendezvous)
@@ -32,7 +32,7 @@ def prove(program: Program, rendezvous: bool = False, written: Program | None = 
 
 
 def reworded(program: Program, error: ProgramError) -> ProgramError:
-    """The error that refutes a program, in the words of its own computes, where it names no transfers.
+    """Return the error that refutes a program in terms of its own computes, if it has no transfers.
 
     >>> from weft.errors import ProgramError
     >>> print(reworded(Program.parse("0F0 0F1 0B0"), ProgramError("rank 0 step 3 (its end): wanted dw(0) lacks contribution 1")))
@@ -47,23 +47,23 @@ def reworded(program: Program, error: ProgramError) -> ProgramError:
 def _computes(program: Program) -> Iterator[tuple[int, int, Compute]]:
     for rank, row in enumerate(program.actions):
         for step, action in enumerate(row):
-            if isinstance(action, Compute) and action.op is not Op.R:  # what is dropped again may be computed again
+            if isinstance(action, Compute) and action.op is not Op.R:  # dropped repeatedly, it may be recomputed repeatedly
                 yield rank, step, action
 
 
 def _twice(program: Program) -> Iterator[str]:
-    """A compute that is there already, or a backward both whole and in parts."""
-    seen: dict[tuple[str, int, int], tuple[int, int, Compute]] = {}
+    """Yield duplicate computes, and backwards that are there both whole and in parts."""
+    first_by_part: dict[tuple[str, int, int], tuple[int, int, Compute]] = {}
     for rank, step, action in _computes(program):
         for part in ("I", "W") if action.op is Op.B else (action.op,):
-            first = seen.setdefault((part, *action[1:]), (rank, step, action))
+            first = first_by_part.setdefault((part, *action[1:]), (rank, step, action))
             if first[:2] != (rank, step):
                 why = "leave one of them out" if first[2] == action else "B is I and W in one, so leave either out"
                 yield f"rank {rank} step {step}: {action}, and rank {first[0]} has {first[2]} at step {first[1]}; {why}"
 
 
 def _missing(program: Program) -> Iterator[str]:
-    """A stage that no rank has, a backward without its forward or on another rank, a forward without a backward where others have one."""
+    """Yield stages on no rank, backwards without their forward or on another rank, forwards without a backward if others have one."""
     where = {action: (rank, step) for rank, step, action in _computes(program)}
     stages = {action.stage for action in where}
     for stage in range(program.num_stages):
@@ -73,71 +73,71 @@ def _missing(program: Program) -> Iterator[str]:
         if action.op is Op.F:
             continue
         _, stage, m = action
-        of = Compute(Op.I if action.op is Op.W else Op.F, stage, m)
-        if of not in where:
-            yield f"rank {rank} step {step}: {action} needs {of}, which no rank has; write {of} before it on rank {rank}"
-        elif where[of][0] != rank:
-            there = where[of][0]
-            yield f"rank {rank} step {step}: {action} needs what {of} leaves on rank {there}; write both on one rank"
+        source = Compute(Op.I if action.op is Op.W else Op.F, stage, m)
+        if source not in where:
+            yield f"rank {rank} step {step}: {action} needs {source}, which no rank has; write {source} before it on rank {rank}"
+        elif where[source][0] != rank:
+            source_rank = where[source][0]
+            yield f"rank {rank} step {step}: {action} needs what {source} leaves on rank {source_rank}; write both on one rank"
     if all(action.op is Op.F for action in where):
         return
-    for (_, stage, m), (rank, _) in [(a, at) for a, at in where.items() if a.op is Op.F]:
+    for (_, stage, m), (rank, _) in [(a, position) for a, position in where.items() if a.op is Op.F]:
         backward, first, last = (Compute(op, stage, m) for op in (Op.B, Op.I, Op.W))
         if backward not in where and first not in where:
             yield f"stage {stage} has no backward on microbatch {m}; write {backward} on rank {rank}, after {stage}F{m}"
         elif first in where and last not in where:
             yield f"stage {stage} has no weights part of the backward on microbatch {m}; write {last} on rank {rank}, after {first}"
-    every = {action.microbatch for action in where}
+    microbatches = {action.microbatch for action in where}
     for stage in range(program.num_stages):
-        for m in sorted(every):
+        for m in sorted(microbatches):
             if Compute(Op.F, stage, m) not in where:
                 yield f"stage {stage} has no forward on microbatch {m}; write {stage}F{m} and {stage}B{m} on one rank"
 
 
 def _order(program: Program) -> Iterator[str]:
-    """Where a rank reads what it no longer holds, or all ranks wait for one another."""
-    row_effects = [[effects(action, program) for action in row] for row in program.actions]
+    """Yield a read of a value that the rank does not hold, or a deadlock."""
+    actions, row_effects = program.actions, [[effects(action, program) for action in row] for row in program.actions]
     maker = {v: (rank, step) for rank, row in enumerate(row_effects) for step, e in enumerate(row) for v in e.writes if v.name in _LINKS}
     values: set[Value] = set()
     held: list[set[Value]] = [set() for _ in row_effects]
     at = [0] * len(row_effects)
 
     def lacks(rank: int, step: int) -> list[Value]:
-        """Of the values that other computes hand on, those that are not made yet."""
+        """Return the values sent by other computes that are not produced yet."""
         return [v for v in row_effects[rank][step].reads if v.name in _LINKS and v not in values]
 
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(row_effects):
             while at[rank] < len(row) and not lacks(rank, at[rank]):
                 step, e = at[rank], row[at[rank]]
                 reads = [v for v in e.reads if v.name not in _LINKS]
-                if gone := [v for v in reads if v not in held[rank]]:
-                    yield f"rank {rank} step {step}: {program.actions[rank][step]} reads {_why(program.actions[rank], row, step, gone[0])}"
+                if absent := [v for v in reads if v not in held[rank]]:
+                    yield f"rank {rank} step {step}: {actions[rank][step]} reads {_why(actions[rank], row, step, absent[0])}"
                     return
                 held[rank].difference_update(e.frees)
                 held[rank].update((*e.writes, *e.adds))
                 values.update(v for v in e.writes if v.name in _LINKS)
-                at[rank], moved = step + 1, True
+                at[rank], progressed = step + 1, True
     heads = [(rank, step) for rank, step in enumerate(at) if step < len(row_effects[rank])]
     if not heads:
         return
     waits = []
     for rank, step in heads:
-        there, later = maker.get(lacks(rank, step)[0], (rank, step))
-        for_what = f"{program.actions[there][later]}, step {later} of rank {there}"
-        waits.append(f"rank {rank} step {step}: {program.actions[rank][step]} waits for {for_what}")
+        producer, later = maker.get(lacks(rank, step)[0], (rank, step))
+        awaited = f"{actions[producer][later]}, step {later} of rank {producer}"
+        waits.append(f"rank {rank} step {step}: {actions[rank][step]} waits for {awaited}")
     more = f"\n  and {len(waits) - _MOST} more ranks wait" if len(waits) > _MOST else ""
-    said = "no rank can go on\n  " + "\n  ".join(waits[:_MOST]) + more
-    for rank, step in heads:  # what could run now, were it not behind what waits
+    deadlock = "no rank can go on\n  " + "\n  ".join(waits[:_MOST]) + more
+    for rank, step in heads:  # computes that could run now, were they not behind waiting ones
         for later in range(step + 1, len(row_effects[rank])):
-            e, action = row_effects[rank][later], program.actions[rank][later]
+            e, action = row_effects[rank][later], actions[rank][later]
             if isinstance(action, Compute) and not lacks(rank, later) and held[rank].issuperset(_local(e.reads)):
-                head = program.actions[rank][step]
-                yield f"{said}\nwrite {action} of rank {rank}, at step {later}, before {head} at step {step}: it can run"
+                head = actions[rank][step]
+                yield f"{deadlock}\nwrite {action} of rank {rank}, at step {later}, before {head} at step {step}: it can run"
                 return
-    yield said
+    yield deadlock
 
 
 def _local(values: Iterable[Value]) -> list[Value]:
@@ -145,14 +145,14 @@ def _local(values: Iterable[Value]) -> list[Value]:
 
 
 def _why(row: Sequence[Action], row_effects: Sequence[Effects], step: int, value: Value) -> str:
-    """A value that a rank does not hold at a step, why not, and what to do about it."""
+    """Describe a value that a rank does not hold at a step, why not, and the remedy."""
     freed = [i for i in range(step) if value in row_effects[i].frees]
     later = [i for i in range(step + 1, len(row)) if value in (*row_effects[i].writes, *row_effects[i].adds)]
     if later:
         return f"{value}, which only {row[later[0]]} at step {later[0]} makes; write {row[later[0]]} before it"
     if freed:
-        gone, remedy = row[freed[-1]], "leave one of them out"
-        if isinstance(gone, Manage) and (word := _UNDO.get(gone.op)):
-            remedy = f"write {gone.stage}{word}{'' if gone.microbatch is None else gone.microbatch} between them"
-        return f"{value}, which {gone} at step {freed[-1]} let go; {remedy}"
+        release, remedy = row[freed[-1]], "leave one of them out"
+        if isinstance(release, Manage) and (word := _UNDO.get(release.op)):
+            remedy = f"write {release.stage}{word}{'' if release.microbatch is None else release.microbatch} between them"
+        return f"{value}, which {release} at step {freed[-1]} freed; {remedy}"
     return f"{value}, which no action of this rank makes; leave {row[step]} out, or write before it what makes that"

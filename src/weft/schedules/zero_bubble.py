@@ -1,7 +1,7 @@
-"""Zero bubble: the backward is split into an input part I, which others wait for, and a weights part W, which fills idle time.
+"""Zero bubble: the backward is split into an input part I, which other ranks wait for, and a weight part W, which fills idle time.
 
 In: sizes. Out: the computes of each rank: H1 and H2 with stage s on rank s, V with two stages a rank, s and 2p-1-s on rank s.
-Not modelled: orders made for given times (the automatic ones of the paper).
+Not modelled: orders optimised for given times (the paper's automatic schedules).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weft.schedules.one_f_one_b import one_f_one_b
 
 
 def zb_h1(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
-    """1F1B whose rank s is up to s weights parts behind: idle (p-1)(F+I-W) where 1F1B idles (p-1)(F+I+W), for m >= p.
+    """Return ZB-H1: 1F1B whose rank s defers up to s weight parts: idle (p-1)(F+I-W) where 1F1B idles (p-1)(F+I+W), for m >= p.
 
-    Every rank holds at most p microbatches, as many as 1F1B's first. (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
+    Every rank saves at most p microbatches, as many as 1F1B's first. (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
     section 2.1 and table 1.)
     """
     rows = one_f_one_b(num_stages, num_microbatches, links)
@@ -24,31 +24,31 @@ def zb_h1(num_stages: int, num_microbatches: int, links: Links) -> list[list[Com
 
 
 def zb_h2(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
-    """Fills the first idle time with more forwards: every rank idles (p-1)(F+I-2W) between its first and its last compute, for m >= 2p-1.
+    """Return ZB-H2, with more warmup forwards: every rank idles (p-1)(F+I-2W) from its first to its last compute, for m >= 2p-1.
 
-    Rank s runs 2(p-s)-2 forwards ahead and is up to 2s weights parts behind, so that every rank holds up to 2p-1 microbatches. Ranks
+    Rank s runs 2(p-s)-2 forwards ahead and defers up to 2s weight parts, so that every rank saves up to 2p-1 microbatches. Ranks
     start and end one after another: from the first start to the last end it is longer by up to (p-1)F. (Qi et al., as above.)
     """
     rows = []
     for s in range(num_stages):
-        ahead = min(num_microbatches, 2 * (num_stages - s) - 1)
-        row = [Compute(Op.F, s, m) for m in range(ahead)]
+        warmup = min(num_microbatches, 2 * (num_stages - s) - 1)
+        row = [Compute(Op.F, s, m) for m in range(warmup)]
         for m in range(num_microbatches):
             row.append(Compute(Op.I, s, m))
             if m >= 2 * s:
                 row.append(Compute(Op.W, s, m - 2 * s))
-            if ahead + m < num_microbatches:
-                row.append(Compute(Op.F, s, ahead + m))
+            if warmup + m < num_microbatches:
+                row.append(Compute(Op.F, s, warmup + m))
         row += [Compute(Op.W, s, m) for m in range(max(0, num_microbatches - 2 * s), num_microbatches)]
         rows.append(row)
     return rows
 
 
 def zb_v(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
-    """Two stages a rank, down and back up: no rank idles between its first and its last compute where F = I = W and m >= 2p-1.
+    """Return ZB-V, two stages a rank, down and back up: no rank idles from its first to its last compute if F = I = W and m >= 2p-1.
 
-    Holds 2p stages' microbatches, each half of what a rank has: 1F1B's memory, on every rank. The first and the last stage are on one
-    rank, so its first backward comes early. With fewer microbatches the order is that of a greedy list. (Qi et al., section 6.)
+    Saves microbatches of 2p stages, each half of a rank's: 1F1B's memory, on every rank. The first and the last stage are on one
+    rank, so its first backward comes early. With fewer microbatches the order is that of list scheduling. (Qi et al., section 6.)
 
     Raises:
         UsageError: an odd number of stages.
@@ -62,7 +62,7 @@ def zb_v(num_stages: int, num_microbatches: int, links: Links) -> list[list[Comp
 
 
 class _Rank:
-    """The order of one rank of V, written down as it is counted out."""
+    """The order of one rank of ZB-V, built action by action."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.rank, self.num_ranks, self.num_microbatches = rank, num_ranks, num_microbatches
@@ -70,7 +70,7 @@ class _Rank:
         self.next = {(op, stage): 0 for op in (Op.F, Op.I, Op.W) for stage in (rank, 2 * num_ranks - 1 - rank)}
 
     def add(self, op: Op, stage: int) -> None:
-        """The next microbatch's, if there is one; its W only after its I."""
+        """Append `op` of the next microbatch, if there is one; W only after its I."""
         m = self.next[op, stage]
         if m < (self.next[Op.I, stage] if op is Op.W else self.num_microbatches):
             self.row.append(Compute(op, stage, m))
@@ -78,13 +78,13 @@ class _Rank:
 
     def order(self) -> list[Compute]:
         down, up = self.rank, 2 * self.num_ranks - 1 - self.rank
-        before, after = self.rank, self.num_ranks - self.rank  # ranks before this one, and from it on
-        for _ in range(2 * after - 1):
+        num_before, num_from = self.rank, self.num_ranks - self.rank  # ranks before this one, and from it on
+        for _ in range(2 * num_from - 1):
             self.add(Op.F, down)
-        for _ in range(before):
+        for _ in range(num_before):
             self.add(Op.F, up)
             self.add(Op.F, down)
-        for _ in range(after):
+        for _ in range(num_from):
             self.add(Op.F, up)
             self.add(Op.I, up)
             self.add(Op.W, up)
@@ -95,10 +95,10 @@ class _Rank:
             self.add(Op.F, up)
             self.add(Op.I, up)
             self.add(Op.W, up)
-        for _ in range(before):
+        for _ in range(num_before):
             self.add(Op.I, down)
             self.add(Op.I, up)
-        for _ in range(after):
+        for _ in range(num_from):
             self.add(Op.I, down)
             self.add(Op.W, down)
         for stage in (up, down):
@@ -108,14 +108,14 @@ class _Rank:
 
 
 def _few(num_ranks: int, num_microbatches: int) -> list[list[Compute]]:
-    """Input parts first, then forwards of the later stage, then weights parts; one place is kept free for the later stage's forward."""
-    every = range(num_microbatches)
-    places = [(Place(r, every), Place(2 * num_ranks - 1 - r, every)) for r in range(num_ranks)]
-    rank_of = {Op.I: 0, Op.F: 1, Op.W: 2}
+    """Return a list schedule: input parts first, then the later stage's forwards, for which one slot stays free, then weight parts."""
+    microbatches = range(num_microbatches)
+    places = [(Place(r, microbatches), Place(2 * num_ranks - 1 - r, microbatches)) for r in range(num_ranks)]
+    priority_of = {Op.I: 0, Op.F: 1, Op.W: 2}
     return listed(
         places,
         2 * num_ranks,
-        prefer=lambda a: (rank_of[a.op], -a.stage),
-        room=lambda place, held, of_rank: of_rank < 2 * num_ranks - (place.stage < num_ranks),
+        prefer=lambda a: (priority_of[a.op], -a.stage),
+        room=lambda place, num_in_flight, num_on_rank: num_on_rank < 2 * num_ranks - (place.stage < num_ranks),
         split=True,
     )

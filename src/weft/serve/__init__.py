@@ -1,1 +1,1 @@
-"""Serving: a workflow of models on mixed workers. From operators with variants and workers with prices to the cheapest placement."""
+"""Planning of inference workflows: the cheapest placement of operators with variants on heterogeneous, priced workers."""

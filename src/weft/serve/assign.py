@@ -1,8 +1,8 @@
-"""The cheapest placement of a workflow, proven. In: workflow, machines, what is asked for. Out: `Placed`.
+"""The cheapest placement of a workflow for a demand, as one mixed-integer linear programme (MILP) with a proven bound.
 
-One mixed-integer programme: a variant for each operator, so many workers of each kind for it, the load of each, and the traffic between
-tiers. Costs and rules are those of JellyBean (Wu et al., VLDB 2022, section 4): a worker is paid for whole, traffic for each GiB that goes
-up a tier, none goes down, and workers run one operator each (or several, `shared`).
+Variables: a variant for each operator, its number of workers of each kind, their load, and the traffic between tiers. Costs and constraints
+are those of JellyBean (Wu et al., VLDB 2022, section 4): workers are paid for as a whole, traffic for each GiB that goes up a tier, none
+goes down, and workers run one operator each (or several if shared).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.serve.queueing import percentile_latency_s
 from weft.serve.workflow import Machines, Operator, Source, Worker, Workflow
 
 GIB, HOUR_S = 2.0**30, 3600.0
-BUSY = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # how busy a worker may be, where latency counts
+BUSY = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # allowed utilisation of a worker if there is a latency target
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """`rate`: requests/s. `accuracy`: at least. `latency_s`: within which `percentile` of requests are answered, 0 for throughput alone.
+    """`rate`: requests/s. `accuracy`: minimum. `latency_s`: target for `percentile` of requests, 0 for throughput alone.
 
-    `shared`: whether a worker may run several operators. `most_spot`: share of each operator's load that spot workers may take.
+    `allows_shared_workers`: whether a worker may run several operators. `max_spot_share`: of each operator's load on spot workers.
     """
 
     rate: float
@@ -39,7 +39,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What `machines` of a worker do of an operator: `load` requests/s in batches of `batch`, `busy` (0 to 1) with it."""
+    """Share of an operator on `machines` of a worker: `load` requests/s in batches of `batch`, at a `utilisation` from 0 to 1."""
 
     worker: str
     machines: float
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An operator's variant and who runs it."""
+    """An operator's variant and the workers that run it."""
 
     operator: str
     variant: str
@@ -63,8 +63,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement. Dollars an hour; `latency_s`: of the asked percentile, 0 where none was asked for; `bound_gap`: by what part it
-    may be above the least, 0 where it is proven to be that."""
+    """A placement. Prices in dollars an hour; `latency_s`: at the demanded percentile, 0 without a target; `bound_gap`: relative gap to
+    the lower bound of the price, 0 if proven optimal."""
 
     ask: Ask
     accuracy: float
@@ -85,8 +85,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A worker that runs a variant in batches of a size up to being so busy. `column`: machines, which other options may share; `load`:
-    requests/s of all of them."""
+    """A worker that runs a variant in batches of a size up to a utilisation. `column`: number of machines, which other options may share;
+    `load`: requests/s of all of them."""
 
     operator: str
     variant: str
@@ -100,7 +100,7 @@ class _Option:
 
 
 class _Problem:
-    """The programme and which column means what."""
+    """The MILP and the meaning of its columns."""
 
     def __init__(self, workflow: Workflow, machines: Machines, ask: Ask, free_rate: bool) -> None:
         self.workflow, self.machines, self.ask = workflow, machines, ask
@@ -112,10 +112,10 @@ class _Problem:
         self.tiers = sorted({w.tier for w in machines.workers})
         self.on_tier = {(op.name, t): self.milp.column(1, integer=True) for op in workflow.operators for t in self.tiers}
         self.used = {w.name: self.milp.column(w.count, integer=True, cost=self.priced * w.price_per_hour) for w in machines.workers}
-        self.options = [one for op in workflow.operators for one in self._options_of(op)]
+        self.options = [option for op in workflow.operators for option in self._options_of(op)]
         self.by_operator: dict[str, list[_Option]] = defaultdict(list)
-        for one in self.options:
-            self.by_operator[one.operator].append(one)
+        for option in self.options:
+            self.by_operator[option.operator].append(option)
         self.traffic: list[tuple[int, float]] = []  # (column, dollars an hour for a request/s)
         self.zones = self._zones()
         accurate_enough(self.milp, workflow, ask.accuracy, self.variants)
@@ -132,41 +132,41 @@ class _Problem:
             machines = None
             for variant in op.variants:
                 for batch, seconds, busy, latency in self._ways(variant.batches(worker.name)):
-                    # One variant is chosen, so all have the same machines; only how busy these may be, for a latency, differs.
+                    # One variant is chosen, so all share a column of machines; only with a latency target does the utilisation differ.
                     if machines is None or self.ask.latency_s:
                         machines = self.milp.column(worker.count, integer=not self.ask.shared)
                     load = self.milp.column(worker.count * batch / seconds * busy)
                     yield _Option(op.name, variant.name, worker, batch, batch / seconds, busy, latency, machines, load)
 
     def _ways(self, batches: tuple[tuple[int, float], ...]) -> Iterator[tuple[int, float, float, float]]:
-        """(batch, its seconds, how busy at most, latency) that may be worth it: more of one than any with less of the other."""
+        """Yield the Pareto-optimal (batch, its seconds, utilisation limit, latency) in latency and throughput."""
         if not self.ask.latency_s:
             if batches:
                 batch, seconds = max(batches, key=lambda pair: pair[0] / pair[1])
                 yield batch, seconds, 1.0, 0.0
             return
-        ways = [
+        options = [
             (batch, seconds, busy, percentile_latency_s(batch, seconds, busy, self.ask.percentile))
             for batch, seconds in batches
             for busy in BUSY
         ]
         best = 0.0
-        for batch, seconds, busy, latency in sorted(ways, key=lambda one: one[3]):
+        for batch, seconds, busy, latency in sorted(options, key=lambda option: option[3]):
             if latency <= self.ask.latency_s and batch / seconds * busy > best:
                 best = batch / seconds * busy
                 yield batch, seconds, busy, latency
 
     def _load(self) -> None:
-        """Every request is computed once, by the variant that is chosen; machines are there, and paid for."""
+        """Add rows: every request is computed once, by the chosen variant, on machines that exist and are paid for."""
         milp, rates = self.milp, self.workflow.rates
         of_worker: dict[str, dict[int, float]] = defaultdict(dict)
         for op in self.workflow.operators:
             options = self.by_operator[op.name]
             milp.row({**{o.load: 1.0 for o in options}, self.rate: -rates[op.name]}, 0, 0)
             for v in op.variants:
-                mine = {o.load: 1.0 for o in options if o.variant == v.name}
+                of_variant = {o.load: 1.0 for o in options if o.variant == v.name}
                 most = rates[op.name] * (self.ask.rate if self.priced else milp.upper[self.rate])
-                milp.row({**mine, self.variants[op.name, v.name]: -most}, least=0 if self.priced else -INFINITE, most=0)
+                milp.row({**of_variant, self.variants[op.name, v.name]: -most}, least=0 if self.priced else -INFINITE, most=0)
             if self.ask.most_spot < 1:
                 spot = {o.load: 1.0 for o in options if o.worker.spot}
                 milp.row({**spot, self.rate: -self.ask.most_spot * rates[op.name]}, most=0)
@@ -182,7 +182,7 @@ class _Problem:
             milp.row({**columns, self.used[name]: -1.0}, most=0)
 
     def _order(self) -> None:
-        """No traffic goes down a tier."""
+        """Add rows: no traffic goes down a tier."""
         sources = {s.name: s for s in self.workflow.sources}
         for op in self.workflow.operators:
             for name, _ in op.inputs:
@@ -195,29 +195,30 @@ class _Problem:
                         self.milp.row({self.on_tier[name, high]: 1.0, self.on_tier[op.name, low]: 1.0}, most=1)
 
     def _zones(self) -> dict[str, tuple[object, ...]]:
-        """[worker] -> what tells its traffic from others': its tier and the links from and to it."""
+        """Key of each worker's traffic zone: its tier and the prices of links from and to it."""
         zones: dict[str, tuple[object, ...]] = {}
         for w in self.machines.workers:
-            out = tuple((other.name, self.machines.link(w.name, w.tier, other)) for other in self.machines.workers if other.tier > w.tier)
-            come = tuple((o.name, self.machines.link(o.name, o.tier, w)) for o in self.machines.workers if o.tier < w.tier)
-            come += tuple((s.name, self.machines.link(s.name, s.tier, w)) for s in self.workflow.sources)
-            zones[w.name] = (w.tier, tuple(p and (n, p.price_per_gib) for n, p in out), tuple(p and (n, p.price_per_gib) for n, p in come))
+            outgoing = tuple((o.name, self.machines.link(w.name, w.tier, o)) for o in self.machines.workers if o.tier > w.tier)
+            incoming = tuple((o.name, self.machines.link(o.name, o.tier, w)) for o in self.machines.workers if o.tier < w.tier)
+            incoming += tuple((s.name, self.machines.link(s.name, s.tier, w)) for s in self.workflow.sources)
+            prices = (tuple(link and (name, link.price_per_gib) for name, link in links) for links in (outgoing, incoming))
+            zones[w.name] = (w.tier, *prices)
         return zones
 
     def _flows(self, start: str, op: Operator) -> None:
-        """Requests of `op` by where their input is and where they are computed, a column each that may carry any."""
+        """Add rows: flow of the requests of `op` from where their input is to where they are computed, a column each with traffic."""
         milp, rates, zones = self.milp, self.workflow.rates, self.zones
         source = next((s for s in self.workflow.sources if s.name == start), None)
         arriving: dict[object, dict[int, float]] = defaultdict(dict)
         ends: dict[object, list[_Option]] = defaultdict(list)
         for o in self.by_operator[op.name]:
             ends[zones[o.worker.name]].append(o)
-        for zone, there in ends.items():
-            arriving[zone] = {o.load: -1.0 for o in there}
+        for zone, options in ends.items():
+            arriving[zone] = {o.load: -1.0 for o in options}
         for name, tier, size, sent in self._starts(start, source, rates[op.name]):
             leaving = dict(sent)
-            for zone, there in ends.items():
-                end = there[0].worker
+            for zone, options in ends.items():
+                end = options[0].worker
                 link = self.machines.link(name, tier, end)
                 if end.tier < tier or (end.tier > tier and link is None):
                     continue
@@ -232,7 +233,7 @@ class _Problem:
             milp.row(columns, 0, 0)
 
     def _starts(self, start: str, source: Source | None, rate: float) -> Iterator[tuple[str, int, float, dict[int, float]]]:
-        """Each place that an input comes from: (a worker or the source, tier, bytes of a message, minus the requests that it hands on)."""
+        """Yield each origin of an input: (a worker or the source, tier, bytes of a message, minus its requests by column)."""
         if source is not None:
             yield source.name, source.tier, source.output_bytes, {self.rate: -rate}
             return
@@ -245,7 +246,7 @@ class _Problem:
             yield options[0].worker.name, options[0].worker.tier, size, {o.load: -ratio for o in options}
 
     def _latencies(self) -> None:
-        """Every path from a source to an answer is short enough: percentiles of its operators and the links between, summed."""
+        """Add rows: on every path from a source to an answer, the sum of latency percentiles and links is within the target."""
         milp, done = self.milp, {op.name: self.milp.column(self.ask.latency_s) for op in self.workflow.operators}
         most = 2 * self.ask.latency_s
         for op in self.workflow.operators:
@@ -255,15 +256,15 @@ class _Problem:
                 milp.row({o.column: 1.0, used: -float(o.worker.count)}, most=0)
                 milp.row({latency: 1.0, used: -o.latency_s}, least=0)
             for name, _ in op.inputs:
-                before = {done[name]: -1.0} if name in done else {}
-                milp.row({done[op.name]: 1.0, latency: -1.0, **before}, least=0)
+                parent = {done[name]: -1.0} if name in done else {}
+                milp.row({done[op.name]: 1.0, latency: -1.0, **parent}, least=0)
                 for tier, end, hop in self._hops(name):
                     at = {} if name not in done else {self.on_tier[name, tier]: -min(hop, most)}
                     least = -min(hop, most) * (1 if name in done else 0)
-                    milp.row({done[op.name]: 1.0, latency: -1.0, **before, **at, self.on_tier[op.name, end]: -min(hop, most)}, least=least)
+                    milp.row({done[op.name]: 1.0, latency: -1.0, **parent, **at, self.on_tier[op.name, end]: -min(hop, most)}, least=least)
 
     def _hops(self, name: str) -> Iterator[tuple[int, int, float]]:
-        """(tier, higher tier, seconds of the slowest link between and the largest message)."""
+        """Yield (tier, higher tier, seconds of the largest message on the slowest link between them)."""
         source = next((s for s in self.workflow.sources if s.name == name), None)
         size = source.output_bytes if source is not None else max(v.output_bytes for v in self.workflow.operator(name).variants)
         starts = [(source.name, source.tier)] if source is not None else [(w.name, w.tier) for w in self.machines.workers]
@@ -277,7 +278,7 @@ class _Problem:
         yield from ((a, b, hop) for (a, b), hop in hops.items() if hop > 0)
 
     def start(self, placed: Placed) -> dict[int, float]:
-        """Columns that say the variants and the machines of a placement."""
+        """Return values of the columns for the variants and machines of a placement, as a MILP start."""
         values = {self.rate: self.ask.rate}
         for choice in placed.choices:
             of_worker = {s.worker: float(s.machines) for s in choice.shares}
@@ -287,14 +288,14 @@ class _Problem:
         return values
 
     def read(self, solution: Found, took_s: float) -> Placed:
-        """The placement that the columns' values say."""
+        """Return the placement of a solution."""
         values = solution.values
         choices = []
         for op in self.workflow.operators:
             variant = max(op.variants, key=lambda v: values[self.variants[op.name, v.name]])
-            mine = [o for o in self.by_operator[op.name] if values[o.load] > 1e-9 and o.variant == variant.name]
+            used = [o for o in self.by_operator[op.name] if values[o.load] > 1e-9 and o.variant == variant.name]
             shares = []
-            for o in mine:
+            for o in used:
                 machines = values[o.column] if self.ask.shared else round(values[o.column])
                 shares.append(Share(o.worker.name, machines, values[o.load], o.batch, values[o.load] / (o.capacity * machines)))
             choices.append(Choice(op.name, variant.name, tuple(shares)))
@@ -306,7 +307,7 @@ class _Problem:
         return Placed(self.ask, accuracy, tuple(choices), compute, traffic, latency, gap, took_s)
 
     def _latency_of(self, choices: list[Choice]) -> float:
-        """The longest path, each operator at its slowest worker as busy as it is."""
+        """Latency of the longest path, each operator at its slowest worker and that worker's utilisation."""
         done: dict[str, float] = {s.name: 0.0 for s in self.workflow.sources}
         by_name = {c.operator: c for c in choices}
         tiers = {c.operator: [self.machines.worker(s.worker).tier for s in c.shares] for c in choices}
@@ -316,16 +317,16 @@ class _Problem:
             latency = max(
                 percentile_latency_s(s.batch, dict(variant.batches(s.worker))[s.batch], s.busy, self.ask.percentile) for s in choice.shares
             )
-            arrive = 0.0
+            arrival_s = 0.0
             for name, _ in op.inputs:
                 hops = [hop for a, b, hop in self._hops(name) if a in tiers[name] and b in tiers[op.name]]
-                arrive = max(arrive, done[name] + max(hops, default=0.0))
-            done[op.name] = arrive + latency
+                arrival_s = max(arrival_s, done[name] + max(hops, default=0.0))
+            done[op.name] = arrival_s + latency
         return max(done[name] for name in self.workflow.sinks)
 
 
 def above(price: float, bound: float) -> float:
-    """By what part a price is above what none can beat, as a plan's `bound_gap`; infinite where nothing is known.
+    """Relative gap of a price to its lower bound, as a plan's `bound_gap`; infinite without a bound.
 
     >>> above(3.0, 2.0), above(2.0, 2.0), above(1.0, 0.0)
     (0.5, 0.0, inf)
@@ -334,14 +335,14 @@ def above(price: float, bound: float) -> float:
 
 
 def accurate_enough(milp: Milp, workflow: Workflow, least: float, variants: Mapping[tuple[str, str], int]) -> None:
-    """Rows that choose one variant of each operator, together at least so accurate. `variants`: columns by operator and variant."""
+    """Add rows that choose one variant of each operator with a minimum accuracy. `variants`: columns by operator and variant."""
     accuracy = workflow.accuracy
     for op in workflow.operators:
         milp.row({variants[op.name, v.name]: 1.0 for v in op.variants}, 1, 1)
     if not accuracy.table:
         if least > 0:
-            every = ((op, v) for op in workflow.operators for v in op.variants)
-            factors = {variants[op.name, v.name]: log(max(v.factor, 1e-300)) for op, v in every}
+            pairs = ((op, v) for op in workflow.operators for v in op.variants)
+            factors = {variants[op.name, v.name]: log(max(v.factor, 1e-300)) for op, v in pairs}
             milp.row(factors, least=log(least / accuracy.base) - 1e-12)
         return
     rows = [(row, milp.column(1, integer=True)) for row, value in accuracy.table if value >= least]
@@ -353,17 +354,17 @@ def accurate_enough(milp: Milp, workflow: Workflow, least: float, variants: Mapp
 
 
 def _most(op: Operator, machines: Machines) -> float:
-    """Requests/s of an operator if every worker ran it."""
+    """Requests/s of an operator if all workers ran it."""
     return sum(w.count * max((b / s for v in op.variants for b, s in v.batches(w.name)), default=0.0) for w in machines.workers)
 
 
 def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, start: Placed | None = None) -> Placed | None:
-    """The placement of least price that does what is asked for; None where there is none. Proven unless `limit_s` seconds were too few.
+    """Find the cheapest placement for a demand; None if there is none. Proven optimal unless it takes longer than `limit_s` seconds.
 
-    `start`: a placement to begin with, of throughput alone.
+    `start`: an initial placement, for demands without a latency target.
 
     Raises:
-        Infeasible: `limit_s` seconds were too few to find any, or to rule it out.
+        Infeasible: `limit_s` seconds were too few to find any placement, or to rule it out.
     """
     begun = time.monotonic()
     problem = _Problem(workflow, machines, ask, free_rate=False)
@@ -374,8 +375,8 @@ def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 
 
 
 def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[float, dict[str, str]]:
-    """Where workers may be rented by parts: (what no placement costs less than, the variants that come nearest to it); infinite and empty
-    where nothing is feasible."""
+    """Solve the LP relaxation. Return (lower bound of the price, the variants closest to the relaxed solution); infinite and empty if
+    nothing is feasible."""
     problem = _Problem(workflow, machines, ask, free_rate=False)
     relaxed = problem.milp.solve(limit_s, relaxed=True)
     if not relaxed.values:
@@ -390,9 +391,9 @@ def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float 
 def highest_rate(
     workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, start: Placed | None = None
 ) -> tuple[float, bool]:
-    """Requests/s that all machines together can do of what is asked for, whatever it costs, and whether that is proven to be the most.
+    """Return the highest rate, in requests/s, of all machines together at any price, and whether it is proven optimal.
 
-    `start`: a placement that does as many as are asked for.
+    `start`: an initial placement at the demanded rate.
     """
     problem = _Problem(workflow, machines, ask, free_rate=True)
     solution = problem.milp.solve(limit_s, problem.start(start) if start is not None else None)

@@ -1,10 +1,10 @@
-"""What others would place, for comparison. In: workflow, machines, what is asked for. Out: `Placed`, or None where they find nothing.
+"""Baseline placements for comparison: JellyBean's beam search, a greedy one, and the highest tier alone.
 
-`two_steps` is JellyBean's own way (Wu et al., VLDB 2022, sections 4.2 and 4.3, "multiple tiers", greedy within): a beam of variants under
-the accuracy target, then workers for one operator after another in topological order, a beam of partial assignments kept. `greedy` is the
-same with one of everything. `one_size` takes the most accurate variants and puts everything into the highest tier.
+`two_steps` is JellyBean's algorithm (Wu et al., VLDB 2022, sections 4.2 and 4.3, "multiple tiers", greedy within): a beam of variants
+under the accuracy target, then workers for one operator after another in topological order, with a beam of partial assignments. `greedy`
+is the same with all beams of width one. `one_size` places the most accurate variants in the highest tier.
 
-Of throughput alone: neither latency nor shared workers.
+Throughput only: neither latency targets nor shared workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEAM, ORDERS, STATES = 10, 10, 10  # JellyBean's own configuration
 def two_steps(
     workflow: Workflow, machines: Machines, ask: Ask, beam: int = BEAM, orders: int = ORDERS, states: int = STATES
 ) -> Placed | None:
-    """JellyBean's choice."""
+    """Find a placement by JellyBean's beam search; None if it finds none."""
     begun, workers = time.monotonic(), _single(machines)
     best: tuple[float, _State, dict[str, Variant]] | None = None
     for variants in islice(_accurate(workflow, machines, ask.accuracy), beam):
@@ -41,16 +41,16 @@ def two_steps(
 
 
 def greedy(workflow: Workflow, machines: Machines, ask: Ask) -> Placed | None:
-    """The cheapest variants that are accurate enough, in one order, each operator at its least price."""
+    """Find a placement greedily: the cheapest accurate variants, in one topological order, each operator at its least price."""
     return two_steps(workflow, machines, ask, 1, 1, 1)
 
 
 def one_size(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> Placed | None:
-    """The most accurate choice of all, in the highest tier, at the least price there."""
+    """Find the cheapest placement of the most accurate variants in the highest tier."""
     top = max(w.tier for w in machines.workers)
-    there = Machines(tuple(w for w in machines.workers if w.tier == top), _within(machines, top))
+    top_machines = Machines(tuple(w for w in machines.workers if w.tier == top), _within(machines, top))
     try:
-        return cheapest(workflow, there, replace(ask, accuracy=max(workflow.levels())), limit_s)
+        return cheapest(workflow, top_machines, replace(ask, accuracy=max(workflow.levels())), limit_s)
     except Infeasible:  # not found in time
         return None
 
@@ -68,11 +68,11 @@ class _Case:
     variants: Mapping[str, Variant]
 
     def capacity(self, op: Operator, worker: Worker) -> float:
-        """Requests/s, 0 where it cannot run the variant."""
+        """Requests/s of one machine; 0 if it cannot run the variant."""
         return max((b / seconds for b, seconds in self.variants[op.name].batches(worker.name)), default=0.0)
 
     def traffic(self, op: Operator, worker: Worker, load: float, shares: Mapping[str, tuple[tuple[Worker, float], ...]]) -> float:
-        """Dollars an hour of what `load` requests/s on a worker read, from each place in proportion to what it makes."""
+        """Dollars an hour for the inputs of `load` requests/s on a worker, from each origin in proportion to its output."""
         total = 0.0
         sources = {s.name: s for s in self.workflow.sources}
         for name, _ in op.inputs:
@@ -82,12 +82,12 @@ class _Case:
             else:
                 produced = sum(x for _, x in shares[name])
                 starts = [(w.name, w.tier, x / produced, self.variants[name].output_bytes) for w, x in shares[name]]
-            for start, tier, part, size in starts:
+            for start, tier, fraction, size in starts:
                 if worker.tier < tier:
                     return inf
                 link = self.machines.link(start, tier, worker)
                 if worker.tier > tier:
-                    total += inf if link is None else link.price_per_gib * size * load * part * HOUR_S / GIB
+                    total += inf if link is None else link.price_per_gib * size * load * fraction * HOUR_S / GIB
         return total
 
 
@@ -100,17 +100,17 @@ class _State:
 
 
 def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], keep: int) -> list[_State]:
-    """Complete assignments, cheapest first, operators taken in `order`."""
+    """Return complete assignments, cheapest first, by a beam search that assigns operators in `order`."""
     states = [_State(0.0, 0.0, {}, frozenset(range(len(workers))))]
     tiers = sorted({w.tier for w in workers})
     for op in order:
         load = case.workflow.rates[op.name] * case.ask.rate
-        following = []
+        extended = []
         for state in states:
             below = max((max(w.tier for w, _ in state.shares[name]) for name, _ in op.inputs if name in state.shares), default=0)
             for top in (t for t in tiers if t >= below):
-                there = [i for i in sorted(state.free) if below <= workers[i].tier <= top and case.capacity(op, workers[i]) > 0]
-                chosen = _filled(case, op, load, workers, there, state.shares)
+                candidates = [i for i in sorted(state.free) if below <= workers[i].tier <= top and case.capacity(op, workers[i]) > 0]
+                chosen = _filled(case, op, load, workers, candidates, state.shares)
                 if chosen is None:
                     continue
                 shares = tuple((workers[i], x) for i, x in chosen)
@@ -118,48 +118,48 @@ def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], k
                 traffic = sum(case.traffic(op, w, x, state.shares) for w, x in shares)
                 if traffic < inf:
                     free = state.free - {i for i, _ in chosen}
-                    following.append(
+                    extended.append(
                         _State(state.price + compute + traffic, state.compute + compute, {**state.shares, op.name: shares}, free)
                     )
-        states = sorted(following, key=lambda s: s.price)[:keep]
+        states = sorted(extended, key=lambda s: s.price)[:keep]
     return states
 
 
 def _filled(
     case: _Case, op: Operator, load: float, workers: list[Worker], there: list[int], shares: Mapping[str, tuple[tuple[Worker, float], ...]]
 ) -> list[tuple[int, float]] | None:
-    """Workers until they carry the load: where one of the lowest tier carries what is left alone, the cheapest such; else by the price of a
-    request."""
+    """Choose workers until they carry the load: the cheapest worker of the lowest tier that carries the rest alone, else the one with the
+    least price a request. Return (worker, load), None if the load does not fit."""
     chosen: list[tuple[int, float]] = []
-    left, waiting = load, list(there)
+    rest, waiting = load, list(there)
     unit = {i: case.traffic(op, workers[i], 1.0, shares) for i in there}
-    while left > 1e-12 * load:
+    while rest > 1e-12 * load:
         if not waiting:
             return None
         lowest = min(workers[i].tier for i in waiting)
-        alone = [i for i in waiting if workers[i].tier == lowest and case.capacity(op, workers[i]) >= left]
+        alone = [i for i in waiting if workers[i].tier == lowest and case.capacity(op, workers[i]) >= rest]
 
         def price(i: int, x: float) -> float:
             return workers[i].price_per_hour + x * unit[i]
 
         if alone:
-            best = min(alone, key=lambda i: (price(i, left), case.capacity(op, workers[i])))
+            best = min(alone, key=lambda i: (price(i, rest), case.capacity(op, workers[i])))
             waiting = alone
         else:
-            best = min(waiting, key=lambda i: (price(i, case.capacity(op, workers[i])) / case.capacity(op, workers[i]), price(i, left)))
-        taken = min(left, case.capacity(op, workers[best]))
-        chosen.append((best, taken))
+            best = min(waiting, key=lambda i: (price(i, case.capacity(op, workers[i])) / case.capacity(op, workers[i]), price(i, rest)))
+        assigned = min(rest, case.capacity(op, workers[best]))
+        chosen.append((best, assigned))
         waiting = [i for i in waiting if i != best]
-        left -= taken
+        rest -= assigned
     return chosen
 
 
 def _accurate(workflow: Workflow, machines: Machines, accuracy: float) -> Iterator[dict[str, Variant]]:
-    """Choices of variants that are accurate enough, by what their requests cost on the average worker (an unknown one last)."""
+    """Yield choices of variants that are accurate enough, by the mean cost of their requests over workers (unknown costs last)."""
 
     def cost(v: Variant) -> float:
-        ran = [(machines.worker(name).price_per_hour * batches[0][1]) for name, batches in v.latency_s if batches]
-        return sum(ran) / len(ran) if ran else 1e6
+        costs = [(machines.worker(name).price_per_hour * batches[0][1]) for name, batches in v.latency_s if batches]
+        return sum(costs) / len(costs) if costs else 1e6
 
     milp = Milp()
     columns = {(op.name, v.name): milp.column(1, cost(v), integer=True) for op in workflow.operators for v in op.variants}
@@ -167,11 +167,11 @@ def _accurate(workflow: Workflow, machines: Machines, accuracy: float) -> Iterat
     while values := milp.solve().values:
         choice = {op.name: next(v for v in op.variants if values[columns[op.name, v.name]] > 0.5) for op in workflow.operators}
         yield choice
-        milp.row({columns[name, v.name]: 1.0 for name, v in choice.items()}, most=len(choice) - 1)  # another one
+        milp.row({columns[name, v.name]: 1.0 for name, v in choice.items()}, most=len(choice) - 1)  # exclude this choice
 
 
 def _orders(workflow: Workflow, done: tuple[Operator, ...]) -> Iterator[tuple[Operator, ...]]:
-    """Topological orders."""
+    """Yield the topological orders of the operators."""
     if len(done) == len(workflow.operators):
         yield done
         return

@@ -1,4 +1,4 @@
-"""Why a placement costs what it costs, or why there is none. In: workflow, machines, what was asked. Out: sentences, the frontier."""
+"""Explanation of a placement: binding constraints, the accuracy-price frontier, or why a demand is infeasible and what is feasible."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ FULL = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """`what` binds or would change, and `why` in words."""
+    """`what`: a constraint or a part of the plan; `why`: the explanation."""
 
     what: str
     why: str
 
 
 def frontier(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[Placed, ...]:
-    """The least price of each accuracy that can be reached, ascending: none is dearer and less accurate than another."""
-    placed_at: list[Placed] = []
+    """Return the Pareto frontier of accuracy and price: the cheapest plan of each accuracy, ascending."""
+    plans: list[Placed] = []
     dearest = float("inf")
     for level in reversed(workflow.levels()):
-        if placed_at and placed_at[-1].accuracy < level:
-            continue  # the one before is more accurate at no higher price
+        if plans and plans[-1].accuracy < level:
+            continue  # the previous plan is at least as accurate at no higher price
         try:
-            placed = place(workflow, machines, replace(ask, accuracy=level), limit_s)
+            plan = place(workflow, machines, replace(ask, accuracy=level), limit_s)
         except Infeasible:  # not found in time
             continue
-        if placed is not None and placed.price_per_hour < dearest - 1e-9:
-            placed_at.append(placed)
-            dearest = placed.price_per_hour
-    return tuple(reversed(placed_at))
+        if plan is not None and plan.price_per_hour < dearest - 1e-9:
+            plans.append(plan)
+            dearest = plan.price_per_hour
+    return tuple(reversed(plans))
 
 
 def reasons(workflow: Workflow, machines: Machines, placed: Placed, line: tuple[Placed, ...], limit_s: float = 60.0) -> tuple[Reason, ...]:
-    """What binds, and what the next cent buys. `line`: the frontier."""
+    """Explain a plan: its binding constraints, and the accuracy of the next plan on the frontier."""
     ask = placed.ask
     why = [Reason("accuracy", f"{placed.accuracy:g} of at least {ask.accuracy:g}")]
     why += [Reason(f"{c.operator}", _choice_words(workflow, c.operator, placed)) for c in placed.choices]
@@ -75,7 +75,7 @@ def _differences(a: Placed, b: Placed) -> str:
 
 
 def refuse(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> Infeasible:
-    """Why nothing does what is asked for, with the nearest that can be."""
+    """Return the error that explains why a demand is infeasible, with the nearest feasible one."""
     top = max(workflow.levels())
     if ask.accuracy > top + 1e-12:
         return Infeasible(f"accuracy {ask.accuracy:g} is out of reach: the best choice of variants has {top:g}; use --accuracy {top:g}")
@@ -104,13 +104,13 @@ def refuse(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60
             + (f"; no link leads to {unlinked}, which do nothing" if unlinked else "")
         )
     nearest = _least_latency(workflow, machines, ask, limit_s)
-    said = f"the nearest is {format_seconds(nearest)}: use --latency {nearest:.3g}" if nearest else "use a lower rate"
-    asked = f"{format_seconds(ask.latency_s)} for {ask.percentile:.0%} of requests"
-    return Infeasible(f"{asked} cannot be kept at {ask.rate:g} requests/s; {said}")
+    remedy = f"the nearest is {format_seconds(nearest)}: use --latency {nearest:.3g}" if nearest else "use a lower rate"
+    target = f"{format_seconds(ask.latency_s)} for {ask.percentile:.0%} of requests"
+    return Infeasible(f"{target} cannot be kept at {ask.rate:g} requests/s; {remedy}")
 
 
 def _least_latency(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float) -> float:
-    """The least latency that can be kept, to 5 %, rounded up; 0 where nobody knows one."""
+    """Return the lowest feasible latency target, to 5 %, rounded up; 0 if none was found."""
     low, high = ask.latency_s, ask.latency_s
     for _ in range(12):
         high *= 2
@@ -128,7 +128,7 @@ def _least_latency(workflow: Workflow, machines: Machines, ask: Ask, limit_s: fl
 
 
 def _unlinked(workflow: Workflow, machines: Machines) -> Iterator[str]:
-    """Workers above the lowest tier to which nothing leads."""
+    """Yield workers above the lowest tier that no link reaches."""
     for w in machines.workers:
         from_sources = any(s.tier == w.tier or machines.link(s.name, s.tier, w) for s in workflow.sources)
         if not from_sources and not any(o.tier < w.tier and machines.link(o.name, o.tier, w) for o in machines.workers):
@@ -136,7 +136,7 @@ def _unlinked(workflow: Workflow, machines: Machines) -> Iterator[str]:
 
 
 def _rounded_down(rate: float) -> float:
-    """To three digits, never up.
+    """Round down to three digits.
 
     >>> _rounded_down(107.0819)
     107.0

@@ -1,6 +1,6 @@
-"""A mixed-integer linear programme, built row by row and solved by HiGHS. In: columns, rows. Out: values, the best proven bound.
+"""A mixed-integer linear programme (MILP), built column by column and row by row and solved by HiGHS, with the best proven bound.
 
-Needs the extra `serve` (highspy), which must never share a process with `ortools`: both carry a HiGHS.
+Needs the extra `serve` (highspy), which must never share a process with `ortools`: both include HiGHS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`values` are empty where nothing was found, and nothing is feasible where that is `proven`; `bound` is what no solution beats."""
+    """`values` are empty if no solution was found, and the programme is infeasible if that is `proven`; `bound`: of the objective."""
 
     values: tuple[float, ...]
     objective: float
@@ -35,7 +35,7 @@ class Milp:
     rows: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
 
     def column(self, upper: float = INFINITE, cost: float = 0.0, integer: bool = False, lower: float = 0.0) -> int:
-        """A new column from `lower` to `upper`; its number."""
+        """Add a column with bounds `lower` and `upper`; return its index."""
         self.costs.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -46,8 +46,8 @@ class Milp:
         self.rows.append((least, most, {column: value for column, value in terms.items() if value}))
 
     def solve(self, limit_s: float = 60.0, start: Mapping[int, float] | None = None, relaxed: bool = False) -> Found:
-        """The optimum, or the best solution within `limit_s` seconds. `start`: values of some columns of a solution that is known.
-        `relaxed`: whole columns may be broken.
+        """Find the optimum, or the best solution within `limit_s` seconds. `start`: values of some columns of a known solution.
+        `is_relaxed`: integer columns become continuous.
 
         Raises:
             UsageError: highspy is not installed.
@@ -69,7 +69,7 @@ class Milp:
         problem.a_matrix_.format_ = highs.MatrixFormat.kRowwise
         problem.a_matrix_.start_, problem.a_matrix_.index_, problem.a_matrix_.value_ = starts, columns, values
         kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
-        problem.integrality_ = [kinds[one and not relaxed] for one in self.integer]
+        problem.integrality_ = [kinds[is_integer and not relaxed] for is_integer in self.integer]
         solver = highs.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", float(limit_s))

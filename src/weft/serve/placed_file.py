@@ -1,4 +1,4 @@
-"""A placement as a file. In: `Placed`. Out: TOML text, and back, exactly. `weft serve plan -o` writes it."""
+"""Service plans as TOML files, as `weft serve plan -o` writes them; reading returns an equal plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KIND = "weft serve plan"
 
 
 def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
-    """The text; `workflow` and `machines`: the files that it is of."""
+    """Format a plan as TOML; `workflow` and `machines`: the files that it was made for."""
     ask = placed.ask
     lines = [
         f'kind = "{KIND}"',
@@ -39,23 +39,26 @@ def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
         for s in choice.shares:
             values = f"machines = {s.machines!r}, load = {s.load!r}, batch = {s.batch}, busy = {s.busy!r}"
             rows.setdefault(s.worker, []).append(f"{{ {values} }}")
-        for worker, shares in rows.items():  # several of a worker differ in how busy they are
+        for worker, shares in rows.items():  # several shares of a worker differ in utilisation
             several = f"[{', '.join(shares)}]"
             lines.append(f"workers.{quoted_key(worker)} = {shares[0] if len(shares) == 1 else several}")
     return "\n".join(lines) + "\n"
 
 
 def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
-    """(placement, its workflow's file, its machines' file or nothing).
+    """Parse (plan, file of its workflow, file of its machines or "").
 
     Raises:
-        ConfigError: not such a file, or one that lacks something.
+        ConfigError: no such file, or an incomplete one.
     """
     data = toml.parse(text, where)
     if data.get("kind") != KIND:
         raise ConfigError(f"{where} is no plan of a workflow: it has no kind = {KIND!r}; `weft serve plan WORKFLOW.toml -o` writes one")
     try:
-        ask = Ask(*(data[key] for key in ("rate", "accuracy", "latency_s", "percentile", "shared", "most_spot")))
+        ask = Ask(
+            rate=data["rate"], accuracy=data["accuracy"], latency_s=data["latency_s"], percentile=data["percentile"],
+            shared=data["shared"], most_spot=data["most_spot"],
+        )  # fmt: skip
         choices = tuple(_choice(name, row) for name, row in data["operator"].items())
         p = data["prediction"]
         placed = Placed(ask, p["accuracy"], choices, p["compute_per_hour"], p["communication_per_hour"], p["latency_s"], p["bound_gap"])

@@ -1,4 +1,4 @@
-"""A profile written into the file of its workflow, whose other lines stay as they are. In: the text, figures. Out: the text with them."""
+"""Writing a profile into the TOML text of its workflow, leaving all other lines unchanged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def with_profile(
     accuracy: Mapping[tuple[str, ...], float],
     where: str = "workflow",
 ) -> str:
-    """`variants`: (seconds by worker and batch, bytes of an answer, bytes alive) by operator and variant. `accuracy`: of every choice of
-    variants of `operators`; none leaves what the file says.
+    """Set the measured values in a workflow's text.
+
+    `variants`: (seconds by worker and batch, bytes of an answer, peak live bytes) by operator and variant. `accuracy`: of every choice of
+    variants of `operators`; if empty, the file's values stay.
 
     Raises:
-        ConfigError: a file that is laid out so that it cannot be edited.
+        ConfigError: a file whose format cannot be edited.
     """
     wanted = toml.parse(text, where)
     for (op, variant), (latency, size, memory) in variants.items():
@@ -56,7 +58,7 @@ def _latency(by_worker: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _edited(text: str, path: tuple[str, ...], values: Mapping[str, str]) -> str:
-    """Keys of the table at `path` set; a table that is not there is added at the end."""
+    """Set keys of the table at `path`; a missing table is appended."""
     lines = text.split("\n")
     heads = [i for i, line in enumerate(lines) if re.match(r"\s*\[", line) and _head(line) is not None]
     begin = next((i for i in heads if _head(lines[i]) == path), None)
@@ -74,7 +76,7 @@ def _edited(text: str, path: tuple[str, ...], values: Mapping[str, str]) -> str:
 
 
 def _without(body: list[str], key: str) -> list[str]:
-    """Lines of a table without a key, whose value may go over several."""
+    """Remove a key, whose value may span several lines, from the lines of a table."""
     first = next((i for i, line in enumerate(body) if re.match(rf"\s*{key}\s*=", line)), None)
     if first is None:
         return body
@@ -85,7 +87,7 @@ def _without(body: list[str], key: str) -> list[str]:
 
 
 def _head(line: str) -> tuple[str, ...] | None:
-    """The path that a line heads a table of; None of what is no such line (a row of a list)."""
+    """Return the path in a table header; None for any other line (a row of a list)."""
     table, path = _parses(line), []
     while isinstance(table, dict) and len(table) == 1:
         (key, table), *_ = table.items()

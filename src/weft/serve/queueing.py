@@ -1,9 +1,9 @@
-"""How long a request waits. In: seconds of a batch, its size, how busy a worker is. Out: the latency that a share of requests stays below.
+"""Queueing model of a worker: the latency percentile from batch time, batch size and utilisation.
 
-Requests come at random (Poisson) to a worker with a queue of its own, and are computed in full batches: a request waits until its batch is
+Requests arrive as a Poisson process at a worker with its own queue, and are computed in full batches: a request waits until its batch is
 full, then for the batches before it, then for its own. The wait for batches is a G/D/1 queue: its mean is Kingman's (1961, "The single
 server queue in heavy traffic": (ca^2 + cs^2)/2 x u/(1-u) x S, with ca^2 = 1/b for batches of b Poisson arrivals and cs^2 = 0), and its
-tail exponential above the share u that waits at all.
+tail exponential with the probability u of waiting at all.
 
 Not modelled: batches that start before they are full, and balancing between queues, which makes waits shorter.
 """
@@ -23,7 +23,7 @@ def percentile_latency_s(batch: int, batch_s: float, busy: float, percentile: fl
     """
     if busy <= 0:
         return batch_s
-    filling = (batch - 1) * batch_s / (busy * batch)  # the first of a batch waits for all others
+    filling = (batch - 1) * batch_s / (busy * batch)  # the first request of a batch waits for the others
     if busy >= 1:
         return float("inf")
     mean = batch_s * busy / (1 - busy) / (2 * batch)

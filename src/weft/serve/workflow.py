@@ -1,9 +1,9 @@
-"""What is served on what: `Workflow` (sources, operators with variants, how accuracy composes), `Machines` (workers, links). Frozen data.
+"""Data model of serving: `Workflow` (sources, operators with variants, accuracy) and `Machines` (workers, links), frozen and validated.
 
-Units: requests/s, seconds, bytes, dollars an hour, dollars a GiB. A source hands requests to operators; an operator handles, of each input
-`ratio` requests for each of the input's, and hands on one message each; what has no reader is the answer.
+Units: requests/s, seconds, bytes, dollars an hour, dollars a GiB. A source sends requests to operators; an operator processes `ratio`
+requests for each request of an input, and sends one message each; outputs without a reader are the answer.
 
-Not modelled: operators that change their rate by content; workers that run several operators at once on different cores.
+Not modelled: content-dependent rates; workers that run several operators at once on different cores.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Batches = tuple[tuple[int, float], ...]  # (requests together, seconds), ascendi
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compute an operator. `latency_s`: by worker, seconds of a batch by its size. `output_bytes`: of one message.
+    """An implementation of an operator. `latency_s`: by worker, seconds of a batch by its size. `output_bytes`: of one message.
 
-    `factor`: what it multiplies accuracy by, where the workflow says so. `model` or `call`: what computes it, a MODEL (or
-    `export:FILE.pt2`) or `file.py:name` of a function; the file lies in the workflow's `folder`.
+    `factor`: its factor on accuracy, for workflows without an accuracy table. `model` or `call`: the implementation, a MODEL (or
+    `export:FILE.pt2`) or `file.py:name` of a function; the file is in the workflow's `folder`.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Variant:
     call: str = ""
 
     def batches(self, worker: str) -> Batches:
-        """Of a worker, () where it cannot run the variant."""
+        """Return (batch size, seconds) on a worker; () if it cannot run the variant."""
         return dict(self.latency_s).get(worker, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`inputs`: names of sources and operators, each with the requests that it makes of one of the input's."""
+    """`inputs`: names of sources and operators, each with the number of requests for one request of the input."""
 
     name: str
     inputs: tuple[tuple[str, float], ...]
@@ -52,7 +52,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: `share` of the rate that is planned for, on `tier`."""
+    """A source of requests: `share` of the planned rate, on `tier`."""
 
     name: str
     output_bytes: float = 0.0
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`count` equal machines on a tier; `spot` ones may be taken away. `device`: `here`, or a CLUSTER that has it, for profiles;
+    """`count` equal machines on a tier; `spot` machines may be reclaimed. `device`: `here`, or the CLUSTER of its device, for profiles;
     `threads`: of a machine that is measured here."""
 
     name: str
@@ -76,7 +76,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From a tier, worker or source to a tier or worker. `latency_s` and `bandwidth_bytes_per_s` count where a latency is asked for."""
+    """A link from a tier, worker or source to a tier or worker. `latency_s` and `bandwidth_bytes_per_s` matter with a latency target."""
 
     start: str
     end: str
@@ -90,7 +90,7 @@ class Machines:
     """Workers by tier, and the links on which traffic goes up; within a tier it is free, and it never goes down.
 
     Raises:
-        ConfigError: two workers of a name, a price or count below zero, a link of nothing.
+        ConfigError: two workers with the same name, a negative price, a count below one.
     """
 
     workers: tuple[Worker, ...]
@@ -115,7 +115,7 @@ class Machines:
         return {(link.start, link.end): link for link in self.links}
 
     def link(self, start: str, start_tier: int, end: Worker) -> Link | None:
-        """The link from a worker or source `start` to a worker: the most particular that is given, None where there is none."""
+        """Return the most specific link from a worker or source `start` to a worker; None if there is none."""
         for key in ((start, end.name), (start, str(end.tier)), (str(start_tier), end.name), (str(start_tier), str(end.tier))):
             if key in self._by_ends:
                 return self._by_ends[key]
@@ -124,8 +124,8 @@ class Machines:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How the variants' choice makes the accuracy: a `table` of end-to-end values by the variants of `operators`, or (without one) `base`
-    times the factors of all variants."""
+    """Accuracy of a choice of variants: a `table` of end-to-end values by the variants of `operators`, or (without one) `base` times the
+    factors of all variants."""
 
     operators: tuple[str, ...] = ()
     table: tuple[tuple[tuple[str, ...], float], ...] = ()
@@ -134,8 +134,8 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What accuracy is measured on. `labelled`: `file.py:name` of a function that returns requests (values by source) and labels; `score`:
-    of one from answers and labels to a number, by default the per cent that are equal."""
+    """How accuracy is measured. `labelled`: `file.py:name` of a function that returns requests (values by source) and labels; `score`: of a
+    function from answers and labels to a number, by default the percentage of equal ones."""
 
     labelled: str = ""
     score: str = ""
@@ -143,10 +143,10 @@ class Measure:
 
 @dataclass(frozen=True)
 class Workflow:
-    """Operators in any order; they are kept sorted, each behind its inputs. `folder`: where the files that it names lie.
+    """Operators in any order; they are sorted topologically. `folder`: of the files that it names.
 
     Raises:
-        ConfigError: a cycle, an input or variant that is not there, an operator without variants.
+        ConfigError: a cycle, an unknown input or variant, an operator without variants.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Workflow:
 
     @cached_property
     def rates(self) -> dict[str, float]:
-        """Requests of each source and operator for one request/s: an operator keeps up with the slowest of its inputs."""
+        """Requests of each source and operator for one request/s: the slowest input determines an operator's rate."""
         rates = {s.name: s.share for s in self.sources}
         for op in self.operators:
             rates[op.name] = min(rates[name] * ratio for name, ratio in op.inputs)
@@ -210,7 +210,7 @@ class Workflow:
         return tuple(op.name for op in self.operators if op.name not in read)
 
     def accuracy_of(self, variants: Mapping[str, str]) -> float:
-        """End-to-end, of a variant for each operator. Raises `UsageError` where the table lacks it."""
+        """Return the end-to-end accuracy of a variant for each operator. Raises `UsageError` if the table lacks it."""
         if not self.accuracy.table:
             accuracy = self.accuracy.base
             for op in self.operators:
@@ -223,7 +223,7 @@ class Workflow:
         raise UsageError(f"workflow {self.name} does not say how accurate {', '.join(key)} is; add it to its table of accuracy")
 
     def levels(self) -> tuple[float, ...]:
-        """Accuracies that some choice of variants reaches, ascending; of factors the operators' Pareto-best alone, 64 at most."""
+        """Return the accuracies that choices of variants reach, ascending; thinned out to 64 if they are products of factors."""
         if self.accuracy.table:
             return tuple(sorted({value for _, value in self.accuracy.table}))
         levels = {self.accuracy.base}
@@ -235,6 +235,6 @@ class Workflow:
 
 
 def _thinned(values: list[float], most: int) -> Iterator[float]:
-    """The first, the last, and every n-th between, `most` at most."""
+    """Yield the first, the last, and every n-th value between, about `limit` in all."""
     step = max(1, -(-len(values) // most))
     yield from (v for i, v in enumerate(values) if i % step == 0 or i == len(values) - 1)

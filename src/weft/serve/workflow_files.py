@@ -1,4 +1,4 @@
-"""Workflows and workers from TOML. In: text. Out: `Workflow`, `Machines`. Unknown keys are refused with the nearest known one."""
+"""Parsing of workflows and workers from TOML; unknown keys are refused with the nearest known one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OF_VARIANT = {"latency_s", "output_bytes", "accuracy_factor", "memory_bytes", "
 
 
 def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
-    """(workflow, its own workers if it names any, its rate, 0 where it says none).
+    """Read (workflow, its workers if it defines any, its rate or 0).
 
     Raises:
-        UsageError: no such file. ConfigError: not TOML, an unknown key, a value of another kind.
+        UsageError: no such file. ConfigError: not TOML, an unknown key, a value of another type.
     """
     where = str(path)
     data = toml.parse(toml.read(path, "workflow"), where)
@@ -42,21 +42,21 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
 
 
 def read_machines(path: str | Path) -> Machines:
-    """Workers and links of a file of their own. Raises as `read_workflow`."""
+    """Read workers and links from a separate file. Raises as `read_workflow`."""
     data = toml.parse(toml.read(path, "file of workers"), str(path))
     toml.only(str(path), data, {"name", "worker", "link"})
     return _machines(str(path), data)
 
 
 def _check_workers(where: str, workflow: Workflow, machines: Machines) -> None:
-    """Raise where a variant's latency is of a worker that the file does not have; workers of another file may be fewer."""
+    """Raise ConfigError if a variant has a latency of a worker that the same file does not define."""
     names = [w.name for w in machines.workers]
     for op in workflow.operators:
         for variant in op.variants:
             for name, _ in variant.latency_s:
                 if name not in names:
-                    said = f"{where}: {op.name}.{variant.name} has a latency_s of {name}, which is no worker"
-                    raise ConfigError(said + nearest(name, names))
+                    mistake = f"{where}: {op.name}.{variant.name} has a latency_s of {name}, which is no worker"
+                    raise ConfigError(mistake + nearest(name, names))
 
 
 def _machines(where: str, data: Table) -> Machines:
@@ -85,7 +85,7 @@ def _worker(name: str, where: str, row: Table) -> Worker:
 
 def _operator(name: str, where: str, row: Table) -> Operator:
     inputs = row.get("inputs", {})
-    if isinstance(inputs, list) and all(isinstance(one, str) for one in inputs):
+    if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
         inputs = dict.fromkeys(inputs, 1.0)
     if not isinstance(inputs, dict):
         raise ConfigError(f"{where}: inputs = {inputs!r}; it is a list of names, or {{ Detector = 3.5 }}, requests for each of the input's")
@@ -101,7 +101,7 @@ def _operator(name: str, where: str, row: Table) -> Operator:
 
 
 def _batches(where: str, value: Any) -> Batches:
-    """Seconds of one request, or a table of seconds by requests together."""
+    """Parse seconds of one request, or a table of seconds by batch size."""
     sizes = value if isinstance(value, dict) else {"1": value}
     if not sizes or not all(key.isdecimal() and int(key) > 0 for key in sizes):
         raise ConfigError(f"{where}: latency_s = {value!r}; it is seconds, or a table of seconds by batch, {{ 1 = 0.01, 8 = 0.05 }}")
@@ -131,7 +131,7 @@ def _table(where: str, data: Table, key: str) -> dict[str, Any]:
 
 
 def _tables(where: str, data: Table, key: str, keys: set[str]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, where it stands, the table) of each table below `key`."""
+    """Return (name, position for messages, table) of each table below `key`."""
     tables = [(name, f"{where} [{key}.{name}]", row) for name, row in _table(where, data, key).items()]
     for _, at, row in tables:
         if not isinstance(row, dict):

@@ -1,4 +1,4 @@
-"""`Program` and costs to a `Timeline` and to memory, exactly and without running anything."""
+"""Simulation of a `Program` with given costs: its `Timeline` and memory, exactly and without running it."""
 
 from weft.callable import make_callable
 

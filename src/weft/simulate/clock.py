@@ -1,8 +1,8 @@
-"""When each action of a program happens.
+"""Discrete-event simulation of a pipeline program: start and end of each action.
 
-In: a program that has been checked, seconds of each compute, of each transfer and of each action that manages what is held.
-Out: a `Timeline`, exact for these seconds. Not modelled: computes that slow one another or transfers down, a network that several
-links share, the memory (see `memory`), and whatever a rank does between actions.
+In: a checked program, seconds of each compute, transfer and residency action (gather, reduce, offload, load). Out: a `Timeline`, exact for
+these seconds. Not modelled: contention between computes and transfers, a network that several links share, memory (see `memory`), and
+overhead between actions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from weft.plan.program import Compute, Manage, ManageOp, Program, Recv, Send, Value, effects, order
 from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
 
-# What goes on beside the compute, one at a time on its lane. RESHARD and DROP only let go, and take no time.
+# Actions concurrent with compute, one at a time per lane. RESHARD and DROP only free memory, and take no time.
 LANES = {
     ManageOp.UNSHARD: "collective",
     ManageOp.REDUCE_GRAD: "collective",
@@ -30,24 +30,24 @@ def simulate(
     manage_s: Callable[[Manage], float] = lambda action: 0.0,
     copies_beside: bool = True,
 ) -> Timeline:
-    """Time every action.
+    """Simulate the program and return the time of every action.
 
-    A rank computes one thing at a time, in its order. A send is posted and costs its rank nothing; each link (sender,
-    receiver) carries one transfer at a time, first posted first, and a receive ends when its value is there. With
-    `rendezvous` a transfer starts when both ranks have reached it and keeps both until it ends.
+    A rank runs one compute at a time, in its order. A send is asynchronous and costs its rank nothing; each link (sender,
+    receiver) carries one transfer at a time, first posted first, and a receive ends when its value has arrived. With
+    `rendezvous` a transfer starts when both ranks have reached it and blocks both until it ends.
 
-    Gathering weights, reducing gradients and copies to and from the host are posted like sends, each on its lane of its rank, and
-    start when what they read is there; what reads their result waits for its end.
+    Weight gathers, gradient reductions and host copies are asynchronous like sends, each on its lane of its rank, and
+    start when their inputs are available; actions that read their result wait for its end.
 
     Args:
         compute_s: seconds of a compute.
         transfer_s: seconds of a transfer: (value, sender, receiver).
         manage_s: seconds of an UNSHARD, REDUCE_GRAD, OFFLOAD or LOAD; RESHARD and DROP take none.
-        copies_beside: False where a rank's processor makes the copies of OFFLOAD and LOAD itself, and computes nothing meanwhile.
+        copies_overlap: False if the compute lane itself makes the copies of OFFLOAD and LOAD.
 
     Returns:
         Spans in a legal order, on the lanes "compute", "send" (while the link carries it), "recv" (while the receiver
-        waits for it: of no length where the value is there already), "collective", "offload" and "load".
+        waits for it: of length 0 if the value has already arrived), "collective", "offload" and "load".
 
     >>> from weft.schedules import build
     >>> simulate(build("gpipe", 3, 3), lambda action: 1.0, lambda *_: 0.0).total_s
@@ -61,7 +61,7 @@ def simulate(
     arrivals: dict[tuple[int, int, Value], deque[float]] = defaultdict(deque)
     spans: list[Span] = []
     free_s: dict[tuple[int, str], float] = defaultdict(float)
-    under_way: dict[tuple[int, Value], float] = {}  # what a lane is still making, and when it is there
+    under_way: dict[tuple[int, Value], float] = {}  # pending results of a lane, and their end
     for rank, action in order(program, rendezvous):
         now = clock[rank]
         if isinstance(action, Manage):

@@ -1,8 +1,8 @@
-"""How long a pipeline takes, and nothing else. In: the computes of each rank in order, seconds by stage and by link. Out: seconds.
+"""Makespan of a pipeline schedule, without a timeline. In: the computes of each rank in order, seconds by stage and by link. Out: seconds.
 
-The same times as `weft.simulate.clock` gives the program that `weft.schedules.lower` makes of these computes, where a send is posted, in a
+Equal to `weft.simulate.clock` on the program that `weft.schedules.lower` makes of these computes, with asynchronous sends, in a
 fiftieth of the time: for searches that time many programs. A stage may be on several ranks, each microbatch of it on one. Not
-modelled: what the clock does not model, sends that wait, and the exchange of gradients between a stage's ranks.
+modelled: what the clock does not model, blocking sends, and gradient reduction between a stage's ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Work = tuple[Sequence[int], float, Sequence[tuple[int, float]]]
 class Times:
     """Seconds of one microbatch.
 
-    `forward_s`, `backward_s`: by stage; B is the whole backward, R takes as long as F. `transfer_s`: by link (producer, consumer), the same
-    both ways; 0 where it is missing. `weight_s`: by stage, of W, which is the rest of B after I; half of B where it is not given.
+    `forward_s`, `backward_s`: by stage; B is the full backward, R takes as long as F. `transfer_s`: by link (producer, consumer), equal
+    in both directions; 0 if missing. `weight_s`: by stage, of W, the rest of B after I; half of B by default.
     """
 
     forward_s: Sequence[float]
@@ -31,7 +31,7 @@ class Times:
     weight_s: Sequence[float] | None = None
 
     def of(self) -> dict[Op, Sequence[float]]:
-        """By stage, of every operation."""
+        """Return the seconds of every operation by stage."""
         weight_s = [b / 2 for b in self.backward_s] if self.weight_s is None else self.weight_s
         input_s = [b - w for b, w in zip(self.backward_s, weight_s, strict=True)]
         return {Op.F: self.forward_s, Op.B: self.backward_s, Op.I: input_s, Op.W: weight_s, Op.R: self.forward_s}
@@ -42,7 +42,7 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
 
     Args:
         rows: [rank] -> its computes, in order.
-        others: the microbatch from which on it is other times, of microbatches of another size.
+        remainder: (first microbatch, times) of the microbatches of another size.
 
     >>> from weft.schedules import SCHEDULES
     >>> gpipe, ones = SCHEDULES["gpipe"](3, 3, ((0, 1), (1, 2))), Times([1.0] * 3, [1.0] * 3, {})
@@ -59,9 +59,9 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
         before[target].append(source)
         after[source].append(target)
     home = _homes(rows, num_stages)
-    # What a compute waits for, how long it takes, and what it sends: the nearest reader's first, as the program has it.
-    first, rest = others if others is not None else (1 << 62, times)
-    usual, unusual = (_works(before, after, one) for one in (times, rest))
+    # Inputs of a compute, its seconds, and its sends: to the nearest reader first, as in the program.
+    first_remainder, remainder_times = others if others is not None else (1 << 62, times)
+    works, remainder_works = (_works(before, after, t) for t in (times, remainder_times))
     arrived: dict[tuple[int, int, int], float] = {}  # (from stage, to stage, microbatch) -> when
     waiting: dict[tuple[int, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
@@ -74,7 +74,7 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
         row, now, step = rows[rank], clock[rank], at[rank]
         while step < len(row):
             op, s, m = row[step]
-            waits, seconds, sends = (usual if m < first else unusual)[op][s]
+            waits, seconds, sends = (works if m < first_remainder else remainder_works)[op][s]
             blocked = False
             for q in waits:
                 when = arrived.get((q, s, m))
@@ -106,15 +106,15 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
 
 
 def _works(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], times: Times) -> dict[Op, list[_Work]]:
-    """By operation and stage: the stages that it waits for, seconds, and to which stages it sends with how long that takes."""
+    """Return, by operation and stage: (stages that it waits for, seconds, [(stage it sends to, transfer seconds)])."""
     stages, takes = range(len(before)), times.transfer_s
     down = [[(q, takes.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in stages]
     up = [[(q, takes.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in stages]
-    alone: list[list[int]] = [[] for _ in stages]
-    nothing: list[list[tuple[int, float]]] = [[] for _ in stages]
-    ends = {Op.F: (before, down), Op.B: (after, up), Op.I: (after, up), Op.W: (alone, nothing), Op.R: (alone, nothing)}
+    no_stages: list[list[int]] = [[] for _ in stages]
+    no_sends: list[list[tuple[int, float]]] = [[] for _ in stages]
+    links_of = {Op.F: (before, down), Op.B: (after, up), Op.I: (after, up), Op.W: (no_stages, no_sends), Op.R: (no_stages, no_sends)}
     seconds = times.of()
-    return {op: list(zip(waits, seconds[op], sends, strict=True)) for op, (waits, sends) in ends.items()}
+    return {op: list(zip(waits, seconds[op], sends, strict=True)) for op, (waits, sends) in links_of.items()}
 
 
 def _homes(rows: Sequence[Sequence[Compute]], num_stages: int) -> list[dict[int, int]]:
@@ -122,7 +122,7 @@ def _homes(rows: Sequence[Sequence[Compute]], num_stages: int) -> list[dict[int,
     home: list[dict[int, int]] = [{} for _ in range(num_stages)]
     for rank, row in enumerate(rows):
         for _, stage, microbatch in row:
-            there = home[stage].setdefault(microbatch, rank)
-            if there != rank:
-                raise ProgramError(f"microbatch {microbatch} of stage {stage} is on ranks {there} and {rank}")
+            home_rank = home[stage].setdefault(microbatch, rank)
+            if home_rank != rank:
+                raise ProgramError(f"microbatch {microbatch} of stage {stage} is on ranks {home_rank} and {rank}")
     return home

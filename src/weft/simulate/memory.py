@@ -1,8 +1,8 @@
-"""How much each rank holds at most.
+"""Peak memory of each rank of a program.
 
 In: a program and the bytes of each value. Out: per rank the peak, and at which action. It follows from `effects` alone:
-a rank's own actions decide what it holds, whatever the times. What is in the host's memory (`host`) is not counted. Not
-modelled: what a compute needs only while it runs, and what a send or a copy to the host that is under way still keeps.
+a rank's own actions decide, whatever the times. Host memory (`host`) is not counted. Not modelled: workspace of a compute,
+and values that a send or offload in progress keeps alive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ON_HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that `rank` holds, first during action number `step`; `parts` are (name of value, bytes) of the total."""
+    """Peak bytes of `rank`, first reached during action number `step`; `parts` are (name of value, bytes) of the total."""
 
     rank: int
     size_bytes: float
@@ -28,11 +28,11 @@ class Peak:
 
 
 def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, ...]:
-    """[rank] -> its peak.
+    """Return [rank] -> its peak.
 
-    While an action runs, what it writes and what it will free are both there; only what passes into another value (the
-    inputs of a forward into `saved`, `saved` into `half`) is counted once. A received value that is added needs a buffer
-    of its own. Count `saved` with the stage's inputs and outputs in it.
+    During an action both its results and the values that it will free are alive; only values that become part of another (inputs
+    of a forward become part of `saved`, `saved` of `half`) are counted once. A received value that is added needs a separate
+    buffer. `saved` must include the stage's inputs and outputs.
 
     >>> from weft.schedules import build
     >>> [p.size_bytes for p in peak(build("1f1b", 4, 8), lambda value: float(value.name == "saved"))]
@@ -42,15 +42,15 @@ def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, 
 
 
 def in_flight(program: Program) -> tuple[int, ...]:
-    """[rank] -> the most microbatches whose forward has run and whose backward (with its W) has not, over its stages, on the device."""
+    """Return [rank] -> the most microbatches in flight (forward done, backward with its W not) over its stages, on the device."""
     return tuple(_most(row) for row in program.effects)
 
 
 def kept_bytes(rows: Sequence[Sequence[Compute]], saved_bytes: Sequence[float], half_bytes: Sequence[float] | None = None) -> list[float]:
-    """[rank] -> the most bytes that it keeps from forwards to backwards, from the order of its computes alone, for searches.
+    """Return [rank] -> peak bytes saved between forwards and backwards, from the order of its computes alone, for searches.
 
     Args:
-        saved_bytes: by stage, of one microbatch. half_bytes: what of it is left between I and W; by default all.
+        saved_bytes: by stage, of one microbatch. half_bytes: the part of it retained between I and W; by default all.
 
     >>> from weft.schedules import rows
     >>> kept_bytes(rows("gems-master", 3, 4, ((0, 1), (1, 2))), [5.0, 1.0, 2.0])
@@ -59,29 +59,29 @@ def kept_bytes(rows: Sequence[Sequence[Compute]], saved_bytes: Sequence[float], 
     half_bytes = saved_bytes if half_bytes is None else half_bytes
     amounts = []
     for row in rows:
-        held = most = 0.0
+        saved = peak_saved = 0.0
         for action in row:
             s = action.stage
             if action.op is Op.F:
-                held += saved_bytes[s]
-                most = max(most, held)
+                saved += saved_bytes[s]
+                peak_saved = max(peak_saved, saved)
             elif action.op is Op.B:
-                held -= saved_bytes[s]
+                saved -= saved_bytes[s]
             elif action.op is Op.I:
-                held += half_bytes[s] - saved_bytes[s]
+                saved += half_bytes[s] - saved_bytes[s]
             elif action.op is Op.W:
-                held -= half_bytes[s]
-        amounts.append(most)
+                saved -= half_bytes[s]
+        amounts.append(peak_saved)
     return amounts
 
 
 def _most(row: tuple[Effects, ...]) -> int:
-    """What `peak` finds where saved and half count 1 and nothing else does: an action writes one of them, frees one, or passes one on."""
-    held = most = 0
+    """Return the peak if `saved` and `half` count 1 and nothing else does: an action writes one, frees one, or converts one."""
+    saved = peak_saved = 0
     for e in row:
-        held += sum(v.name in KEPT for v in e.writes) - sum(v.name in KEPT for v in e.frees)
-        most = max(most, held)
-    return most
+        saved += sum(v.name in KEPT for v in e.writes) - sum(v.name in KEPT for v in e.frees)
+        peak_saved = max(peak_saved, saved)
+    return peak_saved
 
 
 def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], float]) -> Peak:
@@ -94,7 +94,7 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
 
     for value in program.initial[rank]:
         hold(value, size_bytes(value))
-    most, parts, step_of = sum(by_name.values()), dict(by_name), -1
+    peak_bytes, peak_parts, peak_step = sum(by_name.values()), dict(by_name), -1
     for step, (action, e) in enumerate(zip(program.actions[rank], program.effects[rank], strict=True)):
         created = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held and value.name != ON_HOST}
         extra = dict(created)
@@ -103,13 +103,13 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
         if isinstance(action, Recv) and action.add:
             extra[action.value] = size_bytes(action.value)
         during = sum(by_name.values()) + sum(extra.values())
-        if during > most:
-            most, parts, step_of = during, dict(by_name), step
+        if during > peak_bytes:
+            peak_bytes, peak_parts, peak_step = during, dict(by_name), step
             for value, size in extra.items():
-                parts[value.name] = parts.get(value.name, 0.0) + size
+                peak_parts[value.name] = peak_parts.get(value.name, 0.0) + size
         for value, size in created.items():
             hold(value, size)
         for value in e.frees:
             by_name[value.name] -= held.pop(value, 0.0)
-    action_text = str(program.actions[rank][step_of]) if step_of >= 0 else "start"
-    return Peak(rank, most, max(step_of, 0), action_text, tuple(sorted(parts.items())))
+    action_text = str(program.actions[rank][peak_step]) if peak_step >= 0 else "start"
+    return Peak(rank, peak_bytes, max(peak_step, 0), action_text, tuple(sorted(peak_parts.items())))

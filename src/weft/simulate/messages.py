@@ -1,9 +1,10 @@
-"""When a collective's messages arrive. In: a program of transfers, bytes of its values, links between ranks. Out: seconds, and traffic.
+"""Discrete-event simulation of a collective's messages. In: a program of transfers, bytes of its values, links between ranks. Out: seconds,
+and traffic.
 
-A message is what one rank sends and another receives without anything in between: its values follow one another on one link, after one
+A message is a sequence of values that one rank sends and another receives without other actions in between: they pass one link with one
 latency. Every rank sends one message at a time and receives one at a time; between nodes the ranks of a node share its ports, too.
-Messages go in the order in which they could. A rank that adds what it received does nothing else meanwhile. Not modelled: routes that
-cross in a network, and memory that several ranks share.
+Messages are served in the order in which they become ready. Adding a received value blocks its rank. Not modelled: routes that
+cross in a network, and shared memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from weft.plan.program import Compute, Program, Recv, Send, Value
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Between two ranks: seconds until the first byte, seconds a byte, and what is busy while a message passes, besides both ends.
+    """Link between two ranks: seconds until the first byte, seconds per byte, and the resources occupied by a message besides both ends.
 
-    `message_s`: for which a message keeps its ends busy however small it is.
+    `message_s`: time for which a message occupies its ends however small it is.
     """
 
     latency_s: float
@@ -32,7 +33,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: its values, when it set out, and when its last byte arrived."""
+    """One message: its values, its start, and the arrival of its last byte."""
 
     source: int
     target: int
@@ -43,7 +44,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a collective moves. `sent_bytes` and `received_bytes` by rank."""
+    """Traffic of a collective. `sent_bytes` and `received_bytes` by rank."""
 
     seconds: float
     messages: tuple[Message, ...]
@@ -56,7 +57,7 @@ class Traffic:
 
     @property
     def balance(self) -> float:
-        """Bytes through the busiest rank over those through the mean one: 1 where all carry the same."""
+        """Bytes through the busiest rank over the mean of all ranks: 1 if all carry the same."""
         both = [a + b for a, b in zip(self.sent_bytes, self.received_bytes, strict=True)]
         return max(both) * len(both) / sum(both) if sum(both) else 1.0
 
@@ -71,7 +72,7 @@ class _Batch:
 
 
 def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callable[[int, int], Wire], add_byte_s: float = 0.0) -> Traffic:
-    """Run the program's transfers. `add_byte_s`: seconds for which a rank adds a byte that it received.
+    """Simulate the program's transfers. `add_byte_s`: seconds of adding a received byte.
 
     >>> from weft.collectives import build
     >>> ring = build("all_reduce", "ring", 4)
@@ -79,7 +80,7 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
     1.5
 
     Raises:
-        ProgramError: a compute, which a collective has none of; or a rank that waits for what nobody sends.
+        ProgramError: a compute, which a collective cannot have; or a receive without its send.
     """
     rows = _messages(program)
     at, clock = [0] * program.num_ranks, [0.0] * program.num_ranks
@@ -88,12 +89,12 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
     waiting: dict[_Batch, int] = {}
     last = [0.0] * program.num_ranks
     sent, received = [0.0] * program.num_ranks, [0.0] * program.num_ranks
-    done: list[Message] = []
+    delivered: list[Message] = []
     events: list[tuple[float, int, _Batch]] = []
     count = 0
 
     def run(rank: int) -> None:
-        """Move `rank` on until it waits."""
+        """Advance `rank` until it waits."""
         nonlocal count
         while at[rank] < len(rows[rank]):
             batch, adds = rows[rank][at[rank]]
@@ -124,24 +125,24 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
             heapq.heappush(events, (start, number, batch))
             continue
         size = sum(map(size_bytes, batch.values))
-        passed = start + link.message_s + size * link.byte_s
+        sent_s = start + link.message_s + size * link.byte_s
         for key in busy:
-            free[key] = passed
-        done.append(Message(batch.source, batch.target, batch.values, start, passed + link.latency_s))
+            free[key] = sent_s
+        delivered.append(Message(batch.source, batch.target, batch.values, start, sent_s + link.latency_s))
         sent[batch.source] += size
         received[batch.target] += size
-        arrived[batch].append(passed + link.latency_s)
+        arrived[batch].append(sent_s + link.latency_s)
         if batch in waiting:
             run(waiting.pop(batch))
     for rank, row in enumerate(rows):
         if at[rank] < len(row):
             batch, _ = row[at[rank]]
             raise ProgramError(f"{program.name}: rank {rank} waits for {batch.values[0]} of rank {batch.source}, which never comes")
-    return Traffic(max([m.ended_s for m in done] + last, default=0.0), tuple(done), tuple(sent), tuple(received))
+    return Traffic(max([m.ended_s for m in delivered] + last, default=0.0), tuple(delivered), tuple(sent), tuple(received))
 
 
 def num_steps(program: Program) -> int:
-    """Messages one after another, however large, where every rank sends one and receives one at a time.
+    """Return the number of sequential messages, whatever their sizes, if every rank sends one and receives one at a time.
 
     >>> from weft.collectives import build
     >>> [num_steps(build("all_reduce", name, 8)) for name in ("ring", "recursive_doubling", "halving_doubling", "tree", "parameter_server")]
@@ -151,7 +152,7 @@ def num_steps(program: Program) -> int:
 
 
 def _messages(program: Program) -> list[list[tuple[_Batch, bool]]]:
-    """[rank] -> the messages that it sends and receives, in order, and whether it adds what it receives."""
+    """Return [rank] -> its messages in order, each with whether it adds the received values."""
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for rank, row in enumerate(program.actions):
@@ -163,27 +164,27 @@ def _messages(program: Program) -> list[list[tuple[_Batch, bool]]]:
             else:
                 what = "a compute" if isinstance(action, Compute) else "no transfer"
                 raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} is {what}; only transfers are timed here")
-    placed: list[dict[int, tuple[_Batch, bool]]] = [{} for _ in program.actions]
-    for (source, target), out in sends.items():
-        into = receives.get((source, target), [])
-        pairs_up = [value for _, value in out] == [value for _, value in into]
+    by_step: list[dict[int, tuple[_Batch, bool]]] = [{} for _ in program.actions]
+    for (source, target), sent in sends.items():
+        received = receives.get((source, target), [])
+        is_paired = [value for _, value in sent] == [value for _, value in received]
         groups: list[list[int]] = []
-        for i in range(len(out)):
-            if pairs_up and groups and out[i][0] == out[i - 1][0] + 1 and into[i][0] == into[i - 1][0] + 1:
+        for i in range(len(sent)):
+            if is_paired and groups and sent[i][0] == sent[i - 1][0] + 1 and received[i][0] == received[i - 1][0] + 1:
                 groups[-1].append(i)
             else:
                 groups.append([i])
         for group in groups:
-            batch = _Batch(source, target, tuple(out[i][1] for i in group))
-            placed[source][out[group[0]][0]] = batch, False
-            if pairs_up:
-                step = into[group[0]][0]
-                placed[target][step] = batch, _adds(program, target, step)
-    for (source, target), into in receives.items():
-        if [v for _, v in sends.get((source, target), [])] != [v for _, v in into]:
-            for step, value in into:
-                placed[target][step] = _Batch(source, target, (value,)), _adds(program, target, step)
-    return [[row[step] for step in sorted(row)] for row in placed]
+            batch = _Batch(source, target, tuple(sent[i][1] for i in group))
+            by_step[source][sent[group[0]][0]] = batch, False
+            if is_paired:
+                step = received[group[0]][0]
+                by_step[target][step] = batch, _adds(program, target, step)
+    for (source, target), received in receives.items():
+        if [v for _, v in sends.get((source, target), [])] != [v for _, v in received]:
+            for step, value in received:
+                by_step[target][step] = _Batch(source, target, (value,)), _adds(program, target, step)
+    return [[row[step] for step in sorted(row)] for row in by_step]
 
 
 def _adds(program: Program, rank: int, step: int) -> bool:

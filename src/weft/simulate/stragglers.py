@@ -1,10 +1,10 @@
-"""Many steps of replicas whose updates may come late, with servers that hold the weights or without: who waits for whom.
+"""Simulation of data-parallel steps with stragglers and bounded staleness, with parameter servers or all-reduce.
 
-In: seconds of every replica's every step, what a server's port takes for one worker's gradients and for one worker's weights, the update.
+In: seconds of every replica's every step, of one worker's push and pull at a server's port, and of the update.
 Out: a `Timeline`. Step t begins when its rank has ended step t - 1 and has the weights with the updates of steps 0 to t - 1 - staleness. A
-port carries one message at a time in each direction, first come first served; a server updates when it has everyone's gradients of a step,
-one step after another (`run/reduce/servers`). Without servers a step's gradients are summed when the last rank has them. Not modelled:
-buckets that leave before a backward's end, and what serving takes from the compute of a server's own rank.
+port carries one message at a time in each direction, first come first served; a server updates when it has all gradients of a step,
+step by step (`run/reduce/servers`). Without servers a step's gradients are reduced when the last rank has them. Not modelled:
+buckets sent before a backward's end, and the compute that serving takes from a server's own rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """`servers`: the ranks that hold the weights. Seconds: `push_s`, `pull_s` of one worker's gradients to one server and of its weights
-    to one worker, `update_s` of a server's part. Without servers `push_s` is the whole sum's, and every rank updates all."""
+    """Costs of exchanging gradients and weights. `servers`: the server ranks. `push_s`: one worker's gradients to one server; `pull_s`: its
+    weights to one worker; `update_s`: a server's shard. Without servers `push_s` is the all-reduce, and every rank updates all weights."""
 
     staleness: int
     push_s: float
@@ -31,7 +31,7 @@ class Exchange:
 
 
 def simulate_steps(compute_s: Sequence[Sequence[float]], exchange: Exchange, name: str = "steps") -> Timeline:
-    """Time every step: `compute_s[rank][step]`. Lanes: "compute", and of servers "push", "update" and "pull".
+    """Simulate every step and return its timeline. `compute_s[rank][step]`. Lanes: "compute", and of servers "push", "update" and "pull".
 
     >>> simulate_steps([[1.0, 1.0], [1.0, 1.0]], Exchange(0, push_s=0.25, pull_s=0.5, update_s=0.25, servers=(0,))).total_s
     4.0
@@ -47,11 +47,11 @@ def simulate_steps(compute_s: Sequence[Sequence[float]], exchange: Exchange, nam
 
 
 class _Run:
-    """Events by time: (when, what, server, rank, step); of those at one time first the ends of what came first."""
+    """Event queue by time: (when, event, server, rank, step); simultaneous events in the order of creation."""
 
     def __init__(self, compute_s: Sequence[Sequence[float]], exchange: Exchange) -> None:
         self.compute_s, self.exchange, self.num = compute_s, exchange, len(compute_s)
-        self.parts = exchange.servers or (-1,)  # without servers one that is nobody's rank
+        self.parts = exchange.servers or (-1,)  # -1 stands for all-reduce
         self.events: list[tuple[float, int, str, int, int, int]] = []
         self.spans: list[Span] = []
         self.begun = [0] * self.num
@@ -59,7 +59,7 @@ class _Run:
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.pushed: dict[tuple[int, int], int] = defaultdict(int)
         self.num_updates = dict.fromkeys(self.parts, 0)
-        self.has: dict[tuple[int, int], int] = defaultdict(int)  # (rank, version) -> parts of it
+        self.has: dict[tuple[int, int], int] = defaultdict(int)  # (rank, version) -> shards of it
 
     def at(self, when: float, what: str, server: int, rank: int, step: int) -> None:
         heapq.heappush(self.events, (when, len(self.spans), what, server, rank, step))
@@ -74,7 +74,7 @@ class _Run:
             )
 
     def begin(self, when: float, rank: int) -> None:
-        """Begin the rank's next step, if it may."""
+        """Begin the rank's next step if its predecessor and weights are ready."""
         step, row = self.begun[rank], self.compute_s[rank]
         version = step - self.exchange.staleness
         if step == len(row) or self.computed[rank] < step or (version > 0 and self.has[rank, version] < len(self.parts)):
@@ -84,7 +84,7 @@ class _Run:
         self.at(when + row[step], "computed", -1, rank, step)
 
     def busy(self, when: float, server: int, lane: str, seconds: float, name: str) -> float:
-        """Something on a lane of a server, behind what is there; its end."""
+        """Queue `seconds` of work on a lane of a server and return its end."""
         start = max(when, self.free[server, lane])
         self.free[server, lane] = end = start + seconds
         if seconds and server >= 0:
@@ -93,21 +93,23 @@ class _Run:
 
     def after_compute(self, when: float, server: int, rank: int, step: int) -> None:
         self.computed[rank] += 1
-        for one in self.parts:
-            takes = self.exchange.push_s if one not in (rank, -1) else 0.0
-            self.at(self.busy(when, one, "push", takes, f"step {step} from {rank}") if takes else when, "pushed", one, rank, step)
+        for server_rank in self.parts:
+            push_s = self.exchange.push_s if server_rank not in (rank, -1) else 0.0
+            arrival_s = self.busy(when, server_rank, "push", push_s, f"step {step} from {rank}") if push_s else when
+            self.at(arrival_s, "pushed", server_rank, rank, step)
         self.begin(when, rank)
 
     def after_push(self, when: float, server: int, rank: int, step: int) -> None:
         self.pushed[server, step] += 1
         if self.pushed[server, step] == self.num:
-            takes = self.exchange.update_s + (self.exchange.push_s if server < 0 else 0.0)
-            self.at(self.busy(when, server, "update", takes, f"step {step}"), "made", server, -1, step + 1)
+            update_s = self.exchange.update_s + (self.exchange.push_s if server < 0 else 0.0)
+            self.at(self.busy(when, server, "update", update_s, f"step {step}"), "made", server, -1, step + 1)
 
     def after_update(self, when: float, server: int, rank: int, step: int) -> None:
-        for one in range(self.num):
-            takes = self.exchange.pull_s if server not in (one, -1) else 0.0
-            self.at(self.busy(when, server, "pull", takes, f"version {step} to {one}") if takes else when, "pulled", server, one, step)
+        for target in range(self.num):
+            pull_s = self.exchange.pull_s if server not in (target, -1) else 0.0
+            arrival_s = self.busy(when, server, "pull", pull_s, f"version {step} to {target}") if pull_s else when
+            self.at(arrival_s, "pulled", server, target, step)
 
     def after_pull(self, when: float, server: int, rank: int, step: int) -> None:
         self.has[rank, step] += 1

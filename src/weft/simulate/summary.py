@@ -1,5 +1,5 @@
-"""A schedule in figures: how long it takes, how much of that is idle, and what each rank holds. In: a program that has been checked, and
-the times of a stage's forward and backward. Out: a `Summary`. Not modelled: stages that differ; the exchange of gradients takes nothing.
+"""Summary of a pipeline schedule: time, bubble, utilisation and memory in microbatches. In: a checked program, and the times of a stage's
+forward and backward. Out: a `Summary`. Not modelled: unequal stages, and gradient reduction.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from weft.simulate.clock import simulate
 from weft.simulate.memory import in_flight
 
 EXAMPLE = "f=1,b=2"
-_LEAST = 1e-30  # sums and ratios of times beyond are infinite or nothing
+_LEAST = 1e-30  # smaller times would overflow or underflow in sums and ratios
 _LETTERS = {"f": "a forward", "b": "a backward", "w": "its weights part", "c": "a transfer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of one microbatch on all that a rank has of the model, in any unit.
+    """Times of one microbatch on all of a rank's stages, in any unit.
 
-    `backward`: the whole, or the input part where `weights` is given, which is half of the whole where it is not. `transfer`: of an
+    `backward`: the full backward, or its input part if `weights` is given; by default each part is half. `transfer`: of an
     activation or its gradient between two ranks.
 
     >>> Times.parse("f=1,b=2,w=1").of(Op.B), Times.parse("f=1,b=2").of(Op.W)
@@ -39,7 +39,7 @@ class Times:
         """Read `f=1,b=2,w=1,c=0.1`.
 
         Raises:
-            UsageError: an unknown letter, one that is given twice, no number, f or b missing, or nothing that takes time.
+            UsageError: an unknown or repeated letter, no number, f or b missing, or no time above zero.
         """
         times: dict[str, float] = {}
         for word in text.replace(",", " ").split():
@@ -61,7 +61,7 @@ class Times:
         return cls(times["f"], times["b"], times.get("w"), times.get("c", 0.0))
 
     def of(self, op: Op) -> float:
-        """The time of one op."""
+        """Return the time of one operation."""
         half = self.backward / 2
         match op:
             case Op.F | Op.R:
@@ -76,11 +76,11 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a schedule costs.
+    """Figures of a schedule.
 
-    `bubble` is counted within the ranks' own time (`weft.simulate.bubble_window`), `utilisation` of the whole time: where ranks start and
-    end together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in microbatches and in stages of one rank's share of the
-    model: with two stages a rank each counts half.
+    `bubble` is counted within the ranks' own windows (`weft.simulate.bubble_window`), `utilisation` of the total time: if ranks start and
+    end together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in units of one rank's share of the model: with two
+    stages per rank each counts half.
     """
 
     timeline: Timeline
@@ -92,11 +92,11 @@ class Summary:
 
 
 def summarize(program: Program, times: Times, chunks: int = 1) -> Summary:
-    """Time a program of which every rank has `chunks` stages (of each replica), all alike.
+    """Summarize a program in which every rank has `chunks` equal stages (of each replica).
 
     >>> from weft.schedules import build
-    >>> found = summarize(build("1f1b", 4, 8), Times(1, 2))
-    >>> found.time, found.peak_in_flight
+    >>> summary = summarize(build("1f1b", 4, 8), Times(1, 2))
+    >>> summary.time, summary.peak_in_flight
     (33.0, (4, 3, 2, 1))
     """
 

@@ -1,9 +1,8 @@
-"""The links of a cluster as messages meet them. In: a cluster. Out: for two of its ranks the `Wire` between them.
+"""Links of a cluster for message simulation. In: a cluster. Out: the `Wire` between two of its ranks.
 
-Ranks are numbered through the cluster as it is built, neighbours in one node. A message takes the link of the innermost level that has
-both of its ends; where a unit has several ports its ranks share them evenly, each message on one. Not modelled: what posting a message
-costs its sender, which makes many small ones at once look free, and protocols of a library,
-which `weft.cost.network.network` prices for its own algorithms.
+Ranks are numbered in the order of the cluster's hierarchy, neighbours in one node. A message takes the link of the innermost level that
+has both of its ends; ranks of a unit share its ports evenly, each message uses one. Not modelled: the sender's cost of posting a message,
+so that many small ones at once look free, and protocols of a library, which `weft.cost.network.network` prices for its own algorithms.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from weft.simulate.messages import Wire
 
 
 def wires(cluster: Cluster) -> Callable[[int, int], Wire]:
-    """(rank, rank) -> the wire between them.
+    """Return a function from two ranks to the wire between them.
 
     >>> from weft.cluster.cluster import Cluster
     >>> between = wires(Cluster.parse("2xdgx-a100-80"))
@@ -24,7 +23,7 @@ def wires(cluster: Cluster) -> Callable[[int, int], Wire]:
     True
 
     Raises:
-        UsageError: the wire is of ranks that the cluster does not have.
+        UsageError: the returned function raises it for ranks outside of the cluster.
     """
     cache: dict[tuple[int, int], Wire] = {}
 

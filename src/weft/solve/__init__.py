@@ -1,1 +1,1 @@
-"""From a graph, a cluster and a batch to a `Plan`: every legal layout priced, the best few timed, one chosen, with reasons."""
+"""Solver: from a graph, a cluster and a batch to a `Plan`, by pricing every legal layout and simulating the best few."""

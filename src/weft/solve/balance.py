@@ -1,8 +1,8 @@
-"""Where pipeline stages begin. In: seconds of every unit between cuts, seconds to cross each cut. Out: the cuts to use.
+"""Pipeline stage boundaries by dynamic programming: partition a chain of units so that the slowest stage is as fast as possible.
 
-Dynamic programming that makes the slowest stage as fast as it can be, a stage's time being its units' and the crossings at both
-its ends; exact. Every stage may have seconds and limits of its own: its kind of device, its memory, and the microbatches that its
-place in the schedule keeps in flight. Not modelled: what slower stages before or after a stage cost beside the slowest one.
+Exact. A stage's time is that of its units and of the transfers across both its boundaries; every stage may have times and limits of its
+own: its device, its memory, its microbatches in flight. Not modelled: what stages other than the slowest add to the step.
+
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Matrix = NDArray[np.float64]
 
 
 def balance(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], float]:
-    """Split units into `num_stages` runs that minimise the slowest one.
+    """Split a chain of units into `num_stages` stages that minimise the slowest one.
 
     Args:
         units_s: seconds of each unit, n of them.
@@ -40,10 +40,10 @@ def balance(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: 
 
 
 def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], float] | None:
-    """`balance` where every border costs the same, in a hundredth of the time; None where it does not or greed needs fewer stages.
+    """Compute `balance_stages` much faster where every boundary costs the same; None where it does not or greed needs fewer stages.
 
-    Whether a limit can be met is found by filling stages from the last; the least limit by bisection. Of equal splits the one
-    whose first stages are lightest comes out, which are those that keep most microbatches in flight.
+    A limit is tested by filling stages from the last; the smallest limit is found by bisection. Of equal splits the one
+    whose first stages are lightest is returned, since those keep most microbatches in flight.
     """
     n = len(units_s)
     if not 2 <= num_stages <= n or len(set(crossings_s)) != 1:
@@ -52,17 +52,17 @@ def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: in
     sums = [0.0, *np.cumsum(np.asarray(units_s, dtype=float)).tolist()]
 
     def filled(limit: float) -> list[int] | None:
-        """Beginnings of the stages after the first, from the last; None where more stages are needed."""
+        """Return the first units of the later stages, from the last; [] if the limit is too small, None if it needs fewer stages."""
         starts: list[int] = []
         end = n
         while True:
-            room = limit - (cross if end < n else 0.0)
-            if sums[end] <= room:
+            available = limit - (cross if end < n else 0.0)
+            if sums[end] <= available:
                 return starts if len(starts) == num_stages - 1 else None
             if len(starts) == num_stages - 1:
                 return []
-            # At least as many units stay in front as stages are still to be filled.
-            start = max(bisect_left(sums, sums[end] - (room - cross)), num_stages - 1 - len(starts))
+            # Leave at least one unit for each stage that is still to be filled.
+            start = max(bisect_left(sums, sums[end] - (available - cross)), num_stages - 1 - len(starts))
             if start >= end:
                 return []
             starts.append(start)
@@ -84,8 +84,9 @@ def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: in
 
 
 def runs_s(units_s: Sequence[float], crossings_s: Sequence[float], behind_s: Sequence[float] | None = None) -> Matrix:
-    """Seconds of a stage of units i to j - 1, at [i, j] of n + 1 by n + 1, crossings at both its ends included; infinite where i >= j.
-    `behind_s`: crossings at its end, where they are not those at its beginning."""
+    """Seconds of a stage of units i to j - 1, at [i, j] of n + 1 by n + 1, transfers at both its boundaries included; infinite where i >=
+    j.
+    `exit_crossings_s`: those at its end, where they differ from those at its beginning."""
     n = len(units_s)
     before = np.concatenate([[0.0], np.cumsum(np.asarray(units_s, dtype=float))])
     enter, leave = (np.array([0.0, *cross, 0.0]) for cross in (crossings_s, crossings_s if behind_s is None else behind_s))
@@ -108,14 +109,14 @@ def runs_bytes(units: Sequence[float], peaks: Sequence[float] = ()) -> Matrix:
 
 
 def arrange(stages_s: Sequence[Matrix]) -> tuple[tuple[int, ...], float]:
-    """Split n units into `len(stages_s)` runs, one for each stage in order, that minimise the slowest stage; exact.
+    """Split n units into `len(stages_s)` stages in order that minimise the slowest stage; exact.
 
     Args:
         stages_s: [stage][i, j] seconds of that stage if it has units i to j - 1: on its own kind of device, infinite where that does not
             fit its memory.
 
     Returns:
-        As `balance`; of equally slow splits the one whose stages take least together.
+        The same as `balance_stages`; of equally slow splits the one with the least sum of its stages.
 
     >>> fast, slow = runs_s([1, 1, 1, 1], [0, 0, 0]), runs_s([3, 3, 3, 3], [0, 0, 0])
     >>> arrange([fast, slow])
@@ -135,18 +136,18 @@ def arrange(stages_s: Sequence[Matrix]) -> tuple[tuple[int, ...], float]:
 
 
 def _split(stages_s: Sequence[Matrix], limit: float) -> tuple[tuple[int, ...], float]:
-    """The split with the least slowest stage; under a finite `limit` on every stage, the one with the least sum."""
+    """Return the split with the fastest slowest stage; under a finite `limit` on every stage, the one with the least sum."""
     p, n = len(stages_s), stages_s[0].shape[0] - 1
     least_sum = bool(np.isfinite(limit))
-    allowed: dict[int, Matrix] = {}  # stages on one kind of device share a matrix
+    allowed: dict[int, Matrix] = {}  # stages on the same kind of device share a matrix
 
     def seconds(k: int) -> Matrix:
-        one = stages_s[k]
+        matrix = stages_s[k]
         if not least_sum:
-            return one
-        if id(one) not in allowed:
-            allowed[id(one)] = np.where(one <= limit * (1 + 1e-12), one, np.inf)
-        return allowed[id(one)]
+            return matrix
+        if id(matrix) not in allowed:
+            allowed[id(matrix)] = np.where(matrix <= limit * (1 + 1e-12), matrix, np.inf)
+        return allowed[id(matrix)]
 
     best = seconds(0)[0].copy()
     choice = np.zeros((p, n + 1), dtype=int)

@@ -1,4 +1,4 @@
-"""Layouts that are refused by name before or after they are priced. In: a layout, a cluster, a batch, a model. Out: nothing, or why not."""
+"""Checks that refuse a layout, before or after it is priced, for a cluster, a batch or a model, with the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ def check_layers(pricer: Pricer, priced: Priced) -> None:
     """Refuse a layout by hand that asks for layers or experts which the model does not have.
 
     Raises:
-        LayoutError: with those that it has.
+        LayoutError: with the layers or experts that it has.
     """
     layout, experts = priced.layout, num_experts(pricer.graph)
     if layout.expert > experts:
-        has = f"its widest layer has {experts}; use that many or fewer" if experts > 1 else "it has none; leave it out"
-        raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {has}")
+        available = f"its widest layer has {experts}; use that many or fewer" if experts > 1 else "it has none; leave it out"
+        raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {available}")
     blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
-    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
+    layout.residency.check([list(filter(None, names)) or [""] for names in blocks])
 
 
 def num_experts(graph: Graph) -> int:
-    """Experts of the widest layer, 1 where there are none."""
+    """Number of experts of the widest layer, 1 where there are none."""
     sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
     return max((sizes[value] for value in expert_weights(graph)), default=1)
 
 
 def num_blocks(graph: Graph) -> int:
-    """Layers that recomputation repeats: a model's numbered blocks, 1 where it has none."""
+    """Number of layers that recomputation treats as units: a model's numbered blocks, 1 where it has none."""
     return max(1, len({block(op.site) for op in graph.operators} - {""}))
 
 
 def check_priced(pricer: Pricer, priced: Priced) -> None:
-    """Raise `Infeasible` with the numbers where a rank does not fit the devices that it lies on."""
+    """Raise `Infeasible` with the numbers where a rank does not fit on its devices."""
     layout = priced.layout
     if not pricer.cluster.parts:
         pricer.check_memory(layout, priced.prediction)
         return
     schedule = schedule_of(layout)
-    held = [together([priced.costs[s].memory for s in mine], schedule, rank) for rank, mine in enumerate(schedule.stages_of)]
-    check_fits(pricer, layout, [memory.total for memory in held])
+    rank_memory = [together([priced.costs[s].memory for s in stages], schedule, rank) for rank, stages in enumerate(schedule.stages_of)]
+    check_fits(pricer, layout, [memory.total for memory in rank_memory])

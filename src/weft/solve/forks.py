@@ -1,8 +1,8 @@
-"""Among how many ranks parallel branches may be given, for a search. In: a graph, a cluster. Out: numbers of ranks for the layout's key
-`branch`.
+"""Candidate numbers of ranks for branch parallelism (`branch=`), where ranks of a replica run different parallel branches of the model.
 
-Searched where branches are most of the model (Inception, towers), and are balanced well enough: a transformer's three projections of one
-input are branches as well, and tensor ranks do more for them.
+Searched where branches are most of the model (Inception, towers) and balanced well enough: a transformer's three projections of one input
+are branches as well, and tensor ranks do more for them.
+
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from weft.model.graph import Graph
 from weft.model.stages.branches import Region, balanced
 from weft.model.work import operator_flops
 
-PART = 0.5  # of the model's FLOPs that branches must be
-BALANCED = 0.6  # of what an even division takes off the busiest rank, that theirs must
+PART = 0.5  # of the model's FLOPs are in branches, at least
+BALANCED = 0.6  # of what an even division takes off the busiest rank, at least
 
 
 def counts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
-    """Powers of two, and as many as a region has branches; none where branches are little of the model.
+    """Return powers of two, and as many ranks as a region has branches; none where branches are little of the model.
 
     >>> from weft.cluster.cluster import Cluster
     >>> counts(Graph((), (), (), (), (), {}, "loss", 1), Cluster.parse("1xdgx-h100"))
@@ -25,25 +25,25 @@ def counts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
     """
     flops = [operator_flops(op, graph.tensors) for op in graph.operators]
     outer: list[Region] = []
-    seen: set[int] = set()
+    covered: set[int] = set()
     for region in graph.regions:
-        if seen.isdisjoint(region.operators):
+        if covered.isdisjoint(region.operators):
             outer.append(region)
-            seen |= region.operators
-    if not outer or sum(flops[i] for i in seen) < PART * sum(flops):
+            covered |= region.operators
+    if not outer or sum(flops[i] for i in covered) < PART * sum(flops):
         return ()
     work = [[sum(flops[i] for i in branch) for branch in region.branches] for region in outer]
-    most = max(map(len, work))
-    tried = {1 << k for k in range(1, most.bit_length())} | {most}
-    return tuple(n for n in sorted(tried) if n <= cluster.num_devices and _off(work, n) >= BALANCED * PART * (1 - 1 / n) * sum(flops))
+    max_branches = max(map(len, work))
+    sizes = {1 << k for k in range(1, max_branches.bit_length())} | {max_branches}
+    return tuple(n for n in sorted(sizes) if n <= cluster.num_devices and _off(work, n) >= BALANCED * PART * (1 - 1 / n) * sum(flops))
 
 
 def _off(work: list[list[float]], n: int) -> float:
     """FLOPs that n ranks take off the busiest one."""
-    seconds = 0.0
+    taken_off = 0.0
     for branches in work:
         loads = [0.0] * n
         for flops, rank in zip(branches, balanced(branches, n), strict=True):
             loads[rank] += flops
-        seconds += sum(loads) - max(loads)
-    return seconds
+        taken_off += sum(loads) - max(loads)
+    return taken_off

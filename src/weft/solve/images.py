@@ -1,8 +1,8 @@
-"""In which ways an image or a sequence may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's keys
-`spatial` and `attention`, numbers for `context`.
+"""Candidate sizes of spatial parallelism (`spatial=`) and context parallelism (`context=`, `attention=`), where ranks share an image or
+sequence.
 
-Searched where images are large: of small ones halos are as large as pieces, and samples or layers divide the work. Each way has as many
-ranks as a power of two; of an image of two or three dimensions also the one whose pieces have the shortest borders.
+Searched where images or sequences are large: of small images halos are as large as shards, and samples or layers divide the work. Numbers
+of ranks are powers of two; of an image of two or three dimensions also the grid whose shards have the smallest halos.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from weft.ops.attention import heads_dim
 from weft.plan.axis import RING, exchanging
 from weft.plan.choice import AUTO
 
-LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512
-LEAST = 32  # entries of a dimension of each piece
+LARGE = 1 << 18  # positions of an image, at least: 512 x 512
+LEAST = 32  # entries of a dimension of each shard, at least
 MOST = 128  # ranks that share an image
-LONG = 1 << 14  # positions of a sequence from which on it is shared
-FEWEST = 1 << 10  # positions of each piece
+LONG = 1 << 14  # positions of a sequence, at least
+FEWEST = 1 << 10  # positions of each shard, at least
 
 
 def image_of(graph: Graph) -> tuple[int, ...]:
-    """Positions of the largest image that a window slides along, by dimension; empty where there is none."""
+    """Return the positions of the largest image that a window slides along, by dimension; empty where there is none."""
     shapes = [graph.tensors[op.inputs[0]].shape[2:] for op in graph.operators if record_of(op).windows is not None and op.inputs]
     return max(shapes, key=prod, default=())
 
 
 def ways(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
-    """Words for `spatial`, fewest ranks first; none where images are small."""
+    """Return values for `spatial`, fewest ranks first; none where images are small."""
     shape = image_of(graph)
     if not shape or prod(shape) < LARGE or len(shape) > 3:
         return ()
@@ -50,32 +50,32 @@ def ways(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
 
 
 def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of ranks that may share a sequence, fewest first: powers of two; none where sequences are short. What a sequence needs of
-    memory and attention grows with it, and gathered weights and gradients do not."""
+    """Return values for `context`, fewest first: powers of two; none where sequences are short. Memory and attention grow with the
+    sequence, gathered weights and gradients do not."""
     longest = max((run.size for run in sequences(graph, graph.rules).values()), default=0)
-    most = min(longest // FEWEST, cluster.num_devices, MOST) if longest >= LONG else 1
-    return tuple(1 << i for i in range(1, most.bit_length()))
+    limit = min(longest // FEWEST, cluster.num_devices, MOST) if longest >= LONG else 1
+    return tuple(1 << i for i in range(1, limit.bit_length()))
 
 
 def attention_ways(graph: Graph) -> tuple[str, ...]:
-    """Words for `attention` that a search tells apart: by what moves fewer bytes, or round; the latter where attention is one operator."""
+    """Return values for `attention` that a search compares: the fewest bytes, or ring attention where attention is one operator."""
     return (AUTO, RING) if passes_round(graph.rules) else (AUTO,)
 
 
 def fewest_heads(graph: Graph) -> int:
-    """Heads of the attention that has fewest; 1 where it is no operator of its own."""
+    """Number of heads of the attention that has fewest; 1 where it is no operator of its own."""
     counts = []
     for op in graph.operators:
         rule = graph.rules[op.name]
         if passes_round({op.name: rule}):
-            at = heads_dim(rule)
-            counts.append(1 if at is None else graph.tensors[op.inputs[0]].shape[at])
+            dim = heads_dim(rule)
+            counts.append(1 if dim is None else graph.tensors[op.inputs[0]].shape[dim])
     return min(counts, default=1)
 
 
 def both_ways(ways: Sequence[str], context: int, heads: int, near: int) -> tuple[str, ...]:
-    """Words for `attention` by which ranks exchange `heads` inside of a ring: as many ranks as there are heads for, and as many as lie
-    `near`, on one node; none where all could, or keys go round in none of the `ways`.
+    """Return values for `attention` that combine Ulysses with ring attention: as many ranks exchange heads as there are heads, or as are on
+    one node; none where all could, or ring attention is not in `attention_words`.
 
     >>> [both_ways(("auto", "ring"), *sizes) for sizes in ((32, 8, 4), (8, 8, 4), (8, 8, 1), (8, 1, 8))]
     [('ulysses:8+ring', 'ulysses:4+ring'), ('ulysses:4+ring',), (), ()]
@@ -85,7 +85,7 @@ def both_ways(ways: Sequence[str], context: int, heads: int, near: int) -> tuple
 
 
 def divides(word: str, context: int) -> bool:
-    """Whether a word for `attention` is one for so many ranks.
+    """Return whether a value for `attention` is valid for so many ranks.
 
     >>> divides("ulysses:4+ring", 8), divides("ulysses:4+ring", 2)
     (True, False)
@@ -96,7 +96,7 @@ def divides(word: str, context: int) -> bool:
 
 
 def _grid(shape: tuple[int, ...], ranks: int) -> str | None:
-    """The grid of so many ranks, more than one along two dimensions at least, whose pieces have the shortest borders; None: none fits.
+    """Return the grid of so many ranks, over two dimensions at least, whose shards have the smallest halos; None where none fits.
 
     >>> _grid((512, 512), 8), _grid((512, 512), 2), _grid((64, 64, 64), 8)
     ('4x2', None, '2x2x2')
@@ -110,6 +110,6 @@ def _grid(shape: tuple[int, ...], ranks: int) -> str | None:
         for g in grids
         if prod(g) == ranks and sum(n > 1 for n in g) > 1 and all(n == 1 or size // n >= LEAST for n, size in zip(g, shape, strict=True))
     ]
-    border = {g: sum(n / size for n, size in zip(g, shape, strict=True) if n > 1) for g in fitting}  # of a piece, in parts of its volume
+    border = {g: sum(n / size for n, size in zip(g, shape, strict=True) if n > 1) for g in fitting}  # halo of a shard over its volume
     best = min(fitting, key=lambda g: (border[g], [-n for n in g]), default=None)
     return None if best is None else "x".join(map(str, best))

@@ -1,10 +1,10 @@
-"""Prices on a mixed cluster. In: what a pricer takes. Out: a `Pricer` whose stages are priced on the part that they lie on.
+"""Prices on a heterogeneous cluster, whose parts have devices of different kinds: a `Pricer` that prices each stage on its part.
 
-A pipeline whose stages each lie on one part is priced part by part: seconds, memory and gradient sums of a stage are its own part's, and
-what crosses between parts goes over the link between them. Where a stage would lie on several parts (data or tensor ranks of different
-kinds) every rank is taken as the least of them, since all wait for the slowest; but replicas that each lie on one part may have unequal
-shares of a batch (`share_out`), and then each part is priced with the samples that its replicas have. Not modelled: more memory in one part
-than in another for such replicas.
+A pipeline whose stages each lie on one part is priced part by part: a stage's seconds, memory and gradient reductions are its own part's,
+and sends between parts go over the link between them. A stage on several parts (data or tensor ranks of different kinds) is priced as if
+every rank were the slowest, since all wait for it; but replicas that each lie on one part may have unequal shares of a batch
+(`balance_shares`), and then each part is priced with its own replicas' samples. Not modelled: more memory in one part than in another for
+such replicas.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from weft.schedules import schedule_of
 class MixedPricer(Pricer):
     """A `Pricer` of a cluster with parts."""
 
-    _apart: dict[int, tuple[Pricer, ...]] = field(default_factory=dict, init=False)  # of this batch and stack alone
+    _apart: dict[int, tuple[Pricer, ...]] = field(default_factory=dict, init=False)  # for this batch and stack only
 
     @cached_property
     def pricers(self) -> tuple[Pricer, ...]:
-        """One for each part; what follows from the graph and its sharding they share."""
+        """Return one pricer for each part; they share what follows from the graph and its sharding alone."""
         pricers: list[Pricer] = []
         for part in self.cluster.parts:
-            before = sum(earlier.cluster.num_devices for earlier in pricers)
-            one = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, before=before)
-            one.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
-            one._shardings, one._canonical, one._parts, one._kinds = self._shardings, self._canonical, self._parts, self._kinds
-            one._sections, one._splits = self._sections, self._splits
-            pricers.append(one)
+            first_device = sum(earlier.cluster.num_devices for earlier in pricers)
+            pricer = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, before=first_device)
+            pricer.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
+            pricer._shardings, pricer._canonical, pricer._parts, pricer._kinds = self._shardings, self._canonical, self._parts, self._kinds
+            pricer._sections, pricer._splits = self._sections, self._splits
+            pricers.append(pricer)
         return tuple(pricers)
 
     def owner(self, layout: Layout, stage: int) -> Pricer:
-        """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
+        """Return the pricer of the part on which a stage lies; this one, of the weakest devices, where it lies on several."""
         if not self.aligned(layout):
             return self
         first = layout.span(schedule_of(layout).ranks_of[stage][0])[0]
-        for one in self.pricers:
-            if first < one.cluster.num_devices:
-                return one
-            first -= one.cluster.num_devices
+        for pricer in self.pricers:
+            if first < pricer.cluster.num_devices:
+                return pricer
+            first -= pricer.cluster.num_devices
         return self
 
     def aligned(self, layout: Layout) -> bool:
-        """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
+        """Return whether every stage lies on one part; with bidirectional pipelines each lies on two ranks."""
         if schedule_of(layout).has_replicas or layout.neighbours == PIPELINE:
             return False
         uses_all = layout.num_ranks == self.cluster.num_devices
@@ -70,27 +70,27 @@ class MixedPricer(Pricer):
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        """How many devices there are up to each part's last."""
+        """Number of devices up to and including each part."""
         return tuple(accumulate(part.num_devices for part in self.cluster.parts))
 
     def by_part(self, layout: Layout) -> tuple[Pricer, ...]:
-        """A pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where they do not."""
+        """Return a pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where not."""
         width, uses_all = layout.replica_ranks, layout.num_ranks == self.cluster.num_devices
         if not layout.shares or layout.num_stages > 1 or not uses_all or any(p.num_devices % width for p in self.cluster.parts):
             return ()
         if width not in self._apart:
             ends = list(accumulate((part.num_devices // width for part in self.cluster.parts), initial=0))
-            pricers = [one.varied() for one in self.pricers]
-            for one, replicas in zip(pricers, pairwise(ends), strict=True):
-                one.replicas = replicas
+            pricers = [pricer.varied() for pricer in self.pricers]
+            for pricer, replicas in zip(pricers, pairwise(ends), strict=True):
+                pricer.replicas = replicas
             self._apart[width] = tuple(pricers)
         return self._apart[width]
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
-        """As on one kind of device; of replicas with unequal shares those of the part that takes longest."""
+        """Seconds of every operator as for one kind of device; of replicas with unequal shares those of the slowest part."""
         self.sharding(layout)
-        each = [one.operator_seconds(layout) for one in self.by_part(layout)]
-        return max(each, key=lambda times: sum(float(t.sum()) for t in times)) if each else super().operator_seconds(layout)
+        by_part = [pricer.operator_seconds(layout) for pricer in self.by_part(layout)]
+        return max(by_part, key=lambda times: sum(float(t.sum()) for t in times)) if by_part else super().operator_seconds(layout)
 
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None
@@ -100,23 +100,23 @@ class MixedPricer(Pricer):
             return super().stages(layout, sites, only=only, place=place)
         wanted = only or range(len(sites) + 1)
         owners = [self.owner(layout, i if place is None else place) for i in wanted]
-        return tuple(one.stages(layout, sites, only=(i,), place=place)[0] for i, one in zip(wanted, owners, strict=True))
+        return tuple(pricer.stages(layout, sites, only=(i,), place=place)[0] for i, pricer in zip(wanted, owners, strict=True))
 
     def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
         return tuple(cost.memory for cost in self.stages(layout, sites, only=only))
 
     def border_s(self, layout: Layout, stage: int, to: int, size_bytes: float) -> float:
-        """Seconds to hand one microbatch's `size_bytes` from a stage to another."""
-        here, there = self.owner(layout, stage), self.owner(layout, to)
-        if here is there:
-            places = schedule_of(layout).ranks_of
-            return here.transfer_s(layout, size_bytes, places[stage][0], places[to][0])
+        """Seconds to send one microbatch's `size_bytes` from a stage to another."""
+        sender, receiver = self.owner(layout, stage), self.owner(layout, to)
+        if sender is receiver:
+            ranks_of = schedule_of(layout).ranks_of
+            return sender.transfer_s(layout, size_bytes, ranks_of[stage][0], ranks_of[to][0])
         width = min(end - first for first, end in (layout.span(stage), layout.span(to)))
         return send_s(self._between, size_bytes / width, max(width, self._between.node_size), width)
 
     @cached_property
     def _between(self) -> Cluster:
-        """Nodes joined by what joins the parts."""
+        """Return the cluster of nodes joined by the link between the parts."""
         assert self.cluster.between is not None
         node, outer = self.cluster.levels
         return replace(self.cluster, levels=(node, Level(outer.name, outer.size, self.cluster.between)))
@@ -127,25 +127,25 @@ class MixedPricer(Pricer):
         return sum(part.device.peak(layout.precision) * part.num_devices for part in self.cluster.parts)
 
     def where(self, layout: Layout) -> str:
-        """Which stages lie on which part, in words."""
-        if each := self.by_part(layout):
-            return ", ".join(f"{one.samples(layout)} samples of a microbatch on each replica of {one.cluster.name}" for one in each)
+        """Describe which stages lie on which part."""
+        if pricers := self.by_part(layout):
+            return ", ".join(f"{p.samples(layout)} samples of a microbatch on each replica of {p.cluster.name}" for p in pricers)
         if not self.aligned(layout):
             return f"every stage lies on {' and '.join(part.name for part in self.cluster.parts)}, and all ranks wait for the slowest"
-        said, first, end = [], 0, 0
+        words, first, end = [], 0, 0
         for part in self.cluster.parts:
             end += part.num_devices
-            count = sum(layout.span(place)[1] <= end for place in range(layout.pipeline)) - first
+            count = sum(layout.span(stage)[1] <= end for stage in range(layout.pipeline)) - first
             ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
-            said.append(f"pipeline {ranks} on {part.name}")
+            words.append(f"pipeline {ranks} on {part.name}")
             first += count
-        return ", ".join(said)
+        return ", ".join(words)
 
 
 def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
-    """The layout with such shares that replicas on every part take equally long; None where they are equal, or cannot differ.
+    """Return the layout with batch shares such that replicas on every part take equally long; None where they are equal or cannot differ.
 
-    What a replica takes is a part that grows with its samples and one that does not, both from the prices of two sizes.
+    A replica's time is linear in its samples, with slope and intercept from the prices of two sizes.
     """
     if not isinstance(pricer, MixedPricer) or layout.data == 1 or layout.num_stages > 1 or layout.expert > 1:
         return None
@@ -154,54 +154,54 @@ def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
     if not uses_all or layout.sample_parallel == "on" or layout.staleness or layout.servers or size < 2 * layout.data:
         return None
     pricer.sharding(layout)
-    each, counts = size // layout.data, [part.num_devices // width for part in pricer.cluster.parts]
-    sloped = []
-    for one in pricer.pricers:
-        less, more = (
-            sum(float(t.sum()) for t in one.varied(batch_size=n * layout.data * layout.microbatches).operator_seconds(layout))
-            for n in (each, 2 * each)
+    samples, counts = size // layout.data, [part.num_devices // width for part in pricer.cluster.parts]
+    lines = []
+    for part_pricer in pricer.pricers:
+        small_s, large_s = (
+            sum(float(t.sum()) for t in part_pricer.varied(batch_size=n * layout.data * layout.microbatches).operator_seconds(layout))
+            for n in (samples, 2 * samples)
         )
-        sloped.append((max(1e-12, (more - less) / each), max(0.0, 2 * less - more)))
-    low, high = 0.0, max(slope * size + fixed for slope, fixed in sloped)
-    for _ in range(60):  # the time in which all samples are done
+        lines.append((max(1e-12, (large_s - small_s) / samples), max(0.0, 2 * small_s - large_s)))
+    low, high = 0.0, max(slope * size + fixed for slope, fixed in lines)
+    for _ in range(60):  # bisect the time in which all samples are finished
         middle = (low + high) / 2
-        done = sum(n * max(0.0, middle - fixed) / slope for n, (slope, fixed) in zip(counts, sloped, strict=True))
-        low, high = (middle, high) if done < size else (low, middle)
-    shares = [max(1, round(_FINE * (high - fixed) / slope)) for slope, fixed in sloped]
+        finished = sum(n * max(0.0, middle - fixed) / slope for n, (slope, fixed) in zip(counts, lines, strict=True))
+        low, high = (middle, high) if finished < size else (low, middle)
+    shares = [max(1, round(_FINE * (high - fixed) / slope)) for slope, fixed in lines]
     rows = apportioned(size, [share for share, n in zip(shares, counts, strict=True) for _ in range(n)])
-    shared = replace(layout, shares=format_shares(rows))
-    return shared if shared.shares else None
+    balanced = replace(layout, shares=format_shares(rows))
+    return balanced if balanced.shares else None
 
 
-_FINE = 10_000  # to which part of a sample shares are weighed
+_FINE = 10_000  # resolution of shares, in parts of a sample
 
 
 def pricer_of(
     graph: Graph, cluster: Cluster, batch_size: int, optimizer_states: int = 2, shards: Mapping[str, Shards] | None = None
 ) -> Pricer:
-    """The pricer for a cluster, mixed or not."""
+    """Build the pricer for a cluster, heterogeneous or not."""
     kind = MixedPricer if cluster.parts else Pricer
     return kind(graph, cluster, batch_size, optimizer_states, shards)
 
 
 def owner(pricer: Pricer, layout: Layout, stage: int) -> Pricer:
-    """The pricer of the devices that a stage lies on."""
+    """Return the pricer of the devices that a stage lies on."""
     return pricer.owner(layout, stage) if isinstance(pricer, MixedPricer) else pricer
 
 
 def memory_of(pricer: Pricer, layout: Layout, stage: int) -> float:
     """Bytes of each device that a stage lies on."""
-    one = owner(pricer, layout, stage)
-    return one.cluster.memory_of(layout.num_ranks)
+    pricer_here = owner(pricer, layout, stage)
+    return pricer_here.cluster.memory_of(layout.num_ranks)
 
 
 def check_fits(pricer: Pricer, layout: Layout, memory: Sequence[float]) -> None:
-    """Raise `Infeasible` where a pipeline rank needs more than the devices that it lies on have. `memory`: bytes by pipeline rank."""
-    for rank, need in enumerate(memory):
+    """Raise `Infeasible` where a pipeline rank needs more than its devices have. `memory`: bytes by pipeline rank."""
+    for rank, needed in enumerate(memory):
         have = memory_of(pricer, layout, rank)
-        if need > have:
-            where = owner(pricer, layout, rank).cluster.name
+        if needed > have:
+            part = owner(pricer, layout, rank).cluster.name
             raise Infeasible(
-                f"{layout}: pipeline rank {rank}, on {where}, needs {need / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB; "
+                f"{layout}: pipeline rank {rank}, on {part}, needs {needed / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB; "
                 "use more microbatches, recompute=full, a higher zero, or more devices"
             )

@@ -1,7 +1,7 @@
-"""Why a plan is what it is, in plain words with numbers. In: the chosen layout and all that were priced. Out: (key, sentence)s, and which
-of the others the plan keeps.
+"""Explain a plan in plain words with numbers: each choice against the best candidate that differs in that key, and which candidates to
+show.
 
-Each reason compares the choice with the best candidate that differs in that key; nothing is said that was not priced.
+Nothing is stated that was not priced.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
 
-KEPT = 12  # candidates that the plan keeps
+KEPT = 12  # candidates that the plan lists
 KEYS = (
     "inner", "data", "branch", "neighbours", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel",
     "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "segment", "offload", "precision", "threads",
 )  # fmt: skip
-# The part of a step that each key's choice shows in.
+# Part of the step time that each key affects most, with its words.
 CAUSE = {
     "inner": ("pipeline", "the pipeline's bubble and transfers"),
     "data": ("gradients", "summing gradients"),
@@ -55,10 +55,10 @@ def reasons(
     by_hand: bool,
     bound_s: float = 0.0,
 ) -> tuple[tuple[str, str], ...]:
-    """One sentence a key that had a choice; for a layout by hand, where its time goes.
+    """Return one sentence for each key that had a choice; for a layout by hand, where its time goes.
 
     Args:
-        candidates: what fits, the best first. refused: the nearest to the choice first. bound_s: no plan takes less; 0 where unknown.
+        candidates: what fits, the best first. refused: the nearest to the choice first. bound_s: proven bound of the step; 0: unknown.
     """
     parts = dict(prediction.parts)
     step = prediction.step_time_s
@@ -70,23 +70,23 @@ def reasons(
         if key == "segment":
             rows += _together(layout, prediction, candidates, refused)
             continue
-        mine = getattr(layout, key)
-        if layout.inner and key in ("data", "tensor"):  # which are the first stage's
+        chosen = getattr(layout, key)
+        if layout.inner and key in ("data", "tensor"):  # those of the first stage
             continue
         compared = candidates
-        if key == "inner" and mine:
+        if key == "inner" and chosen:
             compared = [c for c in candidates if not c.layout.inner]
-        if key == "grid":  # as many tensor ranks in a line, against those in a grid
+        if key == "grid":  # a line against grids of as many tensor ranks
             compared = [c for c in candidates if (c.layout.tensor, not c.layout.grid) == (layout.tensor, bool(layout.grid))]
-        other = next((c for c in compared if getattr(c.layout, key) != mine and c.prediction is not None), None)
-        if other is not None and other.prediction is not None:
-            rows.append((key, _compared(key, layout, parts, step, other)))
+        alternative = next((c for c in compared if getattr(c.layout, key) != chosen and c.prediction is not None), None)
+        if alternative is not None and alternative.prediction is not None:
+            rows.append((key, _compared(key, layout, parts, step, alternative)))
             continue
         if key in ("grid", "inner"):
             continue
-        barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
+        barred = next((c for c in refused if getattr(c.layout, key) != chosen and c.note), None)
         if barred is not None:
-            rows.append((key, f"{key}={mine}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
+            rows.append((key, f"{key}={chosen}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
     have = cluster.memory_of(layout.num_ranks)
     rows.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(rows)
@@ -95,24 +95,24 @@ def reasons(
 def _together(
     layout: Layout, prediction: Prediction, candidates: Sequence[Candidate], refused: Sequence[Candidate]
 ) -> Sequence[tuple[str, str]]:
-    """Why layers are repeated several at a time, where they are."""
+    """Explain why layers are recomputed in segments, where they are."""
     if layout.segment == 1:
         return ()
     text = (
-        f"segment={layout.segment}: {layout.segment} layers at a time are computed again, and only what enters the first of them is kept, "
+        f"segment={layout.segment}: {layout.segment} layers at a time are recomputed, and only the input of the first of them is saved, "
         "which takes as long as one at a time"
     )
-    one = next((c for c in (*candidates, *refused) if c.layout == replace(layout, segment=1)), None)
-    if one is not None and one.prediction is not None:
-        text += f"; with segment=1 the fullest device needs {format_bytes(one.prediction.memory.total)}, and now "
+    single = next((c for c in (*candidates, *refused) if c.layout == replace(layout, segment=1)), None)
+    if single is not None and single.prediction is not None:
+        text += f"; with segment=1 the fullest device needs {format_bytes(single.prediction.memory.total)}, and now "
         text += format_bytes(prediction.memory.total)
-    elif one is not None and one.note:
-        text += f"; with segment=1 it does not fit: {one.note.partition(';')[0]}"
+    elif single is not None and single.note:
+        text += f"; with segment=1 it does not fit: {single.note.partition(';')[0]}"
     return (("segment", text),)
 
 
 def _said(key: str, layout: Layout) -> str:
-    """A key of a layout as it is written: a grid is how tensor ranks are arranged."""
+    """Format a key of a layout as it is written: a grid is the arrangement of the tensor ranks."""
     if key == "inner" and not layout.inner:
         return "stages of as many ranks each" if layout.pipeline > 1 else "one stage"
     return f"tensor={layout.grid or layout.tensor}" if key == "grid" else f"{key}={getattr(layout, key)}"
@@ -123,36 +123,37 @@ def _compared(key: str, layout: Layout, parts: dict[str, float], step: float, ot
     seconds = other.prediction.step_time_s
     ratio = seconds / step
     name, words = CAUSE[key]
-    after = dict(other.prediction.parts).get(name, 0.0)
+    other_s = dict(other.prediction.parts).get(name, 0.0)
     text = f"{_said(key, layout)}: the best priced plan with {_said(key, other.layout)} takes {format_seconds(seconds)} a step"
     if ratio > 1.005:
         text += f", {ratio:.2f} times as long"
     elif ratio > 0.995:
         text += ", the same within half a per cent"
-    if abs(after - parts.get(name, 0.0)) > 0.002 * step:
-        text += f"; {words} would take {format_seconds(after)} and not {format_seconds(parts.get(name, 0.0))}"
+    if abs(other_s - parts.get(name, 0.0)) > 0.002 * step:
+        text += f"; {words} would take {format_seconds(other_s)} and not {format_seconds(parts.get(name, 0.0))}"
     return text + f" ({other.layout})"
 
 
 def differences(one: Layout, other: Layout) -> int:
-    """Keys in which two layouts differ; whether cores are lent follows from the others, and so do segments of what is not repeated."""
-    follow = {"lend", "begins"} if one.recompute == other.recompute else {"lend", "begins", "segment"}
-    return sum(f.name not in follow and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
+    """Number of keys in which two layouts differ, without `lend` and `begins`, which follow from the others, and `segment` where
+    recomputation differs."""
+    derived = {"lend", "begins"} if one.recompute == other.recompute else {"lend", "begins", "segment"}
+    return sum(f.name not in derived and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
 
 
 def spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best few, and the best with every other value of every key, so that every choice can be compared."""
+    """Return the best few candidates, and the best with every other value of every key, so that every choice can be compared."""
     shown = list(candidates[:3])
-    seen = {value for c in shown for value in _values(c.layout)}
+    covered = {value for c in shown for value in _values(c.layout)}
     for candidate in candidates[3:]:
-        new = _values(candidate.layout) - seen
+        new = _values(candidate.layout) - covered
         if new and len(shown) < KEPT:
-            seen |= new
+            covered |= new
             shown.append(candidate)
     return shown
 
 
 def _values(layout: Layout) -> set[tuple[str, object]]:
-    """Every key with its value; of stages that are arranged differently only that they are."""
+    """Return every key with its value; of stages with different arrangements only that they have them."""
     inner = bool(layout.inner)
     return {(f.name, inner if f.name == "inner" else getattr(layout, f.name)) for f in fields(Layout) if f.name != "begins"}

@@ -1,7 +1,7 @@
-"""Why nothing fits, and what would. In: what was searched. Out: an `Infeasible` with the numbers and the nearest feasible alternatives.
+"""Explain why no layout fits, and find what would: an `Infeasible` with the numbers and the nearest feasible alternatives.
 
-Tried: each constraint left out alone, and the same machines in greater number. Each try asks only whether something fits, of the bases
-that hold the least state, with everything that saves memory. Not tried: other devices, and two constraints left out at once.
+Tried: each constraint left out alone, and the same machines in greater number. Each try asks only whether something fits, of the bases with
+the least state, with everything that saves memory. Not tried: other devices, and two constraints left out at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.timing import Priced, price
 from weft.units import format_bytes
 
-TRIED = 4  # bases of each question
+TRIED = 4  # bases that each try prices
 TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
 def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced | None, refused: Sequence[Candidate]) -> Infeasible:
-    """The error to raise where a search found nothing. `leanest`: what was priced and holds least."""
+    """Return the error to raise where a search found nothing. `lowest_memory`: the priced layout that needs least memory."""
     cluster, batch = space.cluster, space.batch_size
     under = f" under {constraints!r}" if constraints else ""
     parsed = parse_constraints(constraints)
@@ -38,8 +38,8 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
         leanest = _leanest(pricer, space)
     if leanest is None:
         why = f": {refused[0].note}" if refused else "; the constraints exclude every one" if parsed else ""
-        several = f"leave out more than one of {', '.join(map(str, parsed))}, or " if len(parsed) > 1 else ""
-        remedy = "; ".join(hints) or f"{several}change the batch or the number of devices"
+        leave_out = f"leave out more than one of {', '.join(map(str, parsed))}, or " if len(parsed) > 1 else ""
+        remedy = "; ".join(hints) or f"{leave_out}change the batch or the number of devices"
         return Infeasible(f"no layout of {cluster.num_devices} devices for a batch of {batch}{under}{why}. What would do: {remedy}")
     have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
     state = need.parameters + need.gradients + need.optimizer
@@ -47,38 +47,38 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
         enough = need.total - cluster.device.scratch_bytes
         hints = [f"a limit of {format_bytes(1.005 * enough)}"]  # three digits, rounded up
     remedy = "; ".join(hints) or f"devices of {format_bytes(1.005 * need.total)} each, or a smaller batch or model"
-    before = cluster.device.scratch_bytes
-    shares = ", ".join(
+    scratch = cluster.device.scratch_bytes
+    parts_text = ", ".join(
         f"{format_bytes(size)} for {part}"
         for part, size in (
             ("weights, gradients and optimizer", state),
             ("activations", need.activations),
             ("kernels and messages", need.buffers),
-            ("margin", need.margin - before),
-            *([("what a process holds before it has any", before)] if before else []),
+            ("margin", need.margin - scratch),
+            *([("what a process holds before it has any", scratch)] if scratch else []),
         )
     )
     tried = f"none of {len(refused)} layouts" if len(refused) > 1 else "no layout"
     return Infeasible(
         f"{tried} fits {cluster.name}{under}: the leanest, {leanest.layout}, needs {format_bytes(need.total)} on its fullest device "
-        f"({shares}), which has {format_bytes(have)}. What would do: {remedy}"
+        f"({parts_text}), which has {format_bytes(have)}. What would do: {remedy}"
     )
 
 
 def _hints(pricer: Pricer, space: Space, constraints: Sequence[Constraint]) -> list[str]:
-    """What would do, each proven by a layout that fits. `constraints`: constraints that may be left out; others follow from the model."""
+    """Return alternatives, each proven by a layout that fits. `constraints`: those that may be left out; others follow from the model."""
     hints = []
-    for one in constraints:
-        rest = [c for c in space.constraints if c != one]
-        layout = feasible(pricer, replace(space, constraints=rest))
+    for constraint in constraints:
+        remaining = [c for c in space.constraints if c != constraint]
+        layout = feasible(pricer, replace(space, constraints=remaining))
         if layout is not None:
-            hints.append(f"without {one}, for example {layout}")
+            hints.append(f"without {constraint}, for example {layout}")
     if not hints:
         for times in TIMES:
             larger = enlarged(space.cluster, times)
-            other = replace_cluster(pricer, larger)
-            roomier = replace(space, cluster=larger, images=ways(pricer.graph, larger), contexts=contexts(pricer.graph, larger))
-            layout = feasible(other, roomier) if _may_fit(other, roomier) else None
+            larger_pricer = replace_cluster(pricer, larger)
+            larger_space = replace(space, cluster=larger, images=ways(pricer.graph, larger), contexts=contexts(pricer.graph, larger))
+            layout = feasible(larger_pricer, larger_space) if _may_fit(larger_pricer, larger_space) else None
             if layout is not None:
                 hints.append(f"{larger.num_devices} such {larger.kind.noun} ({times} times as many), for example {layout}")
                 break
@@ -86,7 +86,7 @@ def _hints(pricer: Pricer, space: Space, constraints: Sequence[Constraint]) -> l
 
 
 def _may_fit(pricer: Pricer, space: Space) -> bool:
-    """Whether weights, gradients and optimizer would fit, were they divided among all devices and the optimizer's state elsewhere."""
+    """Return whether weights, gradients and optimizer would fit if divided among all devices, with the optimizer's state offloaded."""
     for precision in space.precisions():
         with suppress(Infeasible):
             check_state(pricer, Layout(tensor=space.cluster.num_devices, precision=precision, offload="all"))
@@ -95,7 +95,7 @@ def _may_fit(pricer: Pricer, space: Space) -> bool:
 
 
 def feasible(pricer: Pricer, space: Space) -> Layout | None:
-    """A layout that fits, of the bases that hold the least state; None where none of these does."""
+    """Return a layout that fits, of the bases with the least state; None where none of these does."""
     for layout in _lean(pricer, space):
         try:
             check_state(pricer, layout)
@@ -107,16 +107,16 @@ def feasible(pricer: Pricer, space: Space) -> Layout | None:
 
 
 def _lean(pricer: Pricer, space: Space) -> list[Layout]:
-    """The leanest layout of each base that holds least state, and its plainest one."""
+    """Return the leanest layout of each base with the least state, and its plainest one."""
     bases = sorted(islice(space.bases(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
     with_zero = [(replace(f, zero=3, compress="none", staleness=0, servers=0), f) for f in bases]
     lean = [f for _, f in sorted(with_zero, key=lambda both: (least_state_bytes(pricer, both[0]), -both[1].microbatches))]
-    # Of large images and long sequences activations count, and they are least where most ranks share one.
-    shared = sorted((f for f in bases if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
+    # With large images and long sequences activations dominate, and are least where most ranks share one.
+    by_position_ranks = sorted((f for f in bases if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
     layouts: dict[Layout, None] = {}
-    for some in (lean, bases, shared):
-        # Of some bases the constraints leave nothing: ZeRO of one without replicas.
-        for variants in islice(filter(None, (list(space.variants(base)) for base in some)), TRIED):
+    for group in (lean, bases, by_position_ranks):
+        # The constraints leave nothing of some bases: ZeRO without replicas.
+        for variants in islice(filter(None, (list(space.variants(base)) for base in group)), TRIED):
             simple = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
             layouts[simple[0]] = None
             layouts[max(simple, key=lambda v: (v.zero, v.recompute == "full"))] = None
@@ -127,7 +127,7 @@ def _lean(pricer: Pricer, space: Space) -> list[Layout]:
 
 
 def _leanest(pricer: Pricer, space: Space) -> Priced | None:
-    """Of the layouts with the least state the one that holds least, for saying how far from fitting it is."""
+    """Return the layout that needs least memory, of those with the least state, to report how far from fitting it is."""
     priced = []
     for layout in _lean(pricer, space):
         with suppress(Infeasible, LayoutError):
@@ -136,7 +136,7 @@ def _leanest(pricer: Pricer, space: Space) -> Priced | None:
 
 
 def enlarged(cluster: Cluster, times: int) -> Cluster:
-    """`times` as many of the same machines, on the same network."""
+    """Return `times` as many of the same machines, on the same network."""
     if cluster.parts and cluster.between is not None:
         return mixed(f"{times} times {cluster.name}", [enlarged(part, times) for part in cluster.parts], cluster.between)
     *inner, last = cluster.levels
@@ -144,5 +144,5 @@ def enlarged(cluster: Cluster, times: int) -> Cluster:
 
 
 def replace_cluster(pricer: Pricer, cluster: Cluster) -> Pricer:
-    """A pricer of the same graph on another cluster."""
+    """Return a pricer of the same graph on another cluster."""
     return pricer_of(pricer.graph, cluster, pricer.batch_size, pricer.optimizer_states, pricer.shards)

@@ -1,4 +1,4 @@
-"""What a plan is worth. In: a priced layout, a cluster, an objective. Out: a score, of which less is better, and the calmest of equals."""
+"""Score of a plan under an objective, of which less is better, and the choice of the least synchronized of nearly equal plans."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weft.plan.layout import Layout
 from weft.solve.timing import Priced
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
-TOLERANCE = 0.004  # relative difference of times that is none
+CALM = 0.02  # of the step: by how much figures of CPUs differ from probe to probe
+TOLERANCE = 0.004  # relative difference below which times are equal
 
 
 def _rounded(seconds: float) -> float:
-    """To the nearest of a grid of steps of 0.4 %: no prediction is as exact, and decimal digits would be as coarse as 1 % at 1.00."""
+    """Round to a grid of steps of 0.4 %: no prediction is as exact, and decimal digits would be as coarse as 1 % at 1.00."""
     return exp(round(log(seconds) / TOLERANCE) * TOLERANCE) if 0 < seconds < inf else seconds
 
 
 def worth(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:
-    """The objective of a step of so many seconds, on a grid within whose cells the simpler layout and the leaner one wins."""
+    """Return the objective for a step of so many seconds, on a grid within whose cells the simpler and leaner layout wins."""
     seconds = _rounded(seconds)
     if objective == "time":
         return seconds
@@ -29,7 +29,7 @@ def worth(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> f
 
 
 def score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]:
-    """The objective first; then what tells plans of the same worth apart: the fastest, the fewest ranks, the simplest, the leanest."""
+    """Return the objective, and then what distinguishes plans of equal value: the fastest, the fewest ranks, the simplest, the leanest."""
     layout, prediction = priced.layout, priced.prediction
     seconds = _rounded(prediction.step_time_s)
     if objective == "memory":
@@ -46,18 +46,18 @@ def score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]
 
 
 def calmest(clocked: Sequence[Priced], best: Priced) -> Priced:
-    """Of the plans about as fast as the best, the one whose ranks wait for one another least often.
+    """Return the plan whose ranks synchronize least often, of those about as fast as the best.
 
-    On processors whatever else runs stops a rank now and then, and all that wait for it; that is not priced. Tensor ranks meet in
+    On CPUs other processes delay a rank now and then, and all that wait for it; that is not priced. Tensor ranks synchronize in
     every layer, stages with every microbatch, replicas once a step.
     """
 
-    def meets(one: Priced) -> tuple[object, ...]:
+    def synchronization(one: Priced) -> tuple[object, ...]:
         layout = one.layout
         inside, stages = layout.replica_ranks > 1, layout.pipeline > 1
         return inside, stages, layout.offload != "none", layout.recompute != "none", layout.zero, _seconds(one)
 
-    return min((one for one in (best, *clocked) if _seconds(one) <= _seconds(best) * (1 + CALM)), key=meets)
+    return min((one for one in (best, *clocked) if _seconds(one) <= _seconds(best) * (1 + CALM)), key=synchronization)
 
 
 def _seconds(priced: Priced) -> float:

@@ -1,6 +1,6 @@
-"""The fastest plan. In: a graph, a cluster, a batch, constraints or a layout by hand. Out: a `Plan` with reasons and runners-up.
+"""Search for the fastest plan of a graph on a cluster, under constraints or for a layout by hand, with reasons and runners-up.
 
-Branch and bound (`weft.solve.branch_and_bound`), once for every order of the parts of a mixed cluster; the program of what leads is
+Branch and bound (`weft.solve.branch_and_bound`), once for every order of the parts of a heterogeneous cluster; the best plan's program is
 proven. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds best, stages other than the
 most balanced (that fit), and grids of layouts that neither lead with their tensor ranks in a line nor promise to on several nodes; of those
 that do, more and fewer microbatches are.
@@ -50,8 +50,8 @@ from weft.units import format_seconds
 __all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "step_timeline", "timeline"]
 
 MOST_REFUSED = 4
-MOST_ORDERS = 6  # of the parts of a mixed cluster
-MOST_CHECKED = 8_000  # actions of the program that is proven
+MOST_ORDERS = 6  # of the parts of a heterogeneous cluster
+MOST_CHECKED = 8_000  # actions of a program that is proven, about
 
 
 def search(  # noqa: PLR0913
@@ -77,7 +77,7 @@ def search(  # noqa: PLR0913
         UsageError: an unknown objective, constraint or batch.
     """
     with uncollected():
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         if batch_size < 1:
             raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
         if objective not in OBJECTIVES:
@@ -86,8 +86,8 @@ def search(  # noqa: PLR0913
         def pricer_on(machines: Cluster) -> Pricer:
             return pricer_of(graph, machines, batch_size, optimizer_states, shards)
 
-        elsewhere = samples_elsewhere(graph)
-        limits = limits_of(constraints, elsewhere)
+        samples_note = samples_elsewhere(graph)
+        limits = limits_of(constraints, samples_note)
         if layout is not None:
             check_samples(graph, layout)
             _check_admitted(layout, constraints)
@@ -95,26 +95,26 @@ def search(  # noqa: PLR0913
         else:
             searched = _of_any_order(pricer_on, cluster, constraints, limits, objective)
         best = _best(searched, objective, by_hand=layout is not None)
-        plan = _plan(searched, best, model, elsewhere, by_hand=layout is not None)
-        return replace(plan, planning_time_s=time.perf_counter() - began)
+        plan = _plan(searched, best, model, samples_note, by_hand=layout is not None)
+        return replace(plan, planning_time_s=time.perf_counter() - start_s)
 
 
 def _of_any_order(
     pricer_on: Callable[[Cluster], Pricer], cluster: Cluster, constraints: str, limits: Sequence[Constraint], objective: str
 ) -> Branches:
-    """The best search; of a mixed cluster the parts may stand in any order along the pipeline."""
+    """Return the best search; the parts of a heterogeneous cluster may follow each other in any order along the pipeline."""
     orders = [reordered(cluster, order) for order in permutations(range(len(cluster.parts)))] if cluster.parts else [cluster]
-    tried = [_find(pricer_on(c), limits, objective) for c in orders[:MOST_ORDERS]]
-    fitting = [one for one in tried if one.best is not None]
+    searches = [_find(pricer_on(c), limits, objective) for c in orders[:MOST_ORDERS]]
+    fitting = [found for found in searches if found.best is not None]
     if not fitting:
-        raise nothing_fits(tried[0].pricer, tried[0].space, constraints, tried[0].leanest, tried[0].refused)
-    best = min(fitting, key=lambda one: one.score())
+        raise nothing_fits(searches[0].pricer, searches[0].space, constraints, searches[0].leanest, searches[0].refused)
+    best = min(fitting, key=lambda found: found.score())
     best.compare()
     return best
 
 
 def _best(searched: Branches, objective: str, by_hand: bool) -> Priced:
-    """What was found, proven; what else was priced is put in order behind it."""
+    """Select and prove the best plan, and sort the other priced layouts after it."""
     cluster, best = searched.pricer.cluster, searched.best
     assert best is not None
     if not by_hand and objective == "time" and cluster.kind.shares_hosts:
@@ -131,13 +131,13 @@ def _plan(searched: Branches, best: Priced, model: str, elsewhere: str | None, b
     refused = sorted(
         searched.refused, key=lambda c: (differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
     )
-    inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
-    sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
-    cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != DATA and names)
-    mixed = isinstance(pricer, MixedPricer)
-    bucket_bytes = 0 if mixed or best.layout.inner else best_bucket_bytes(pricer, best.layout, best.sites)
-    sums = sums_of(cluster, best.layout)
-    summing = "" if mixed else why(cluster, best.layout, sums, bucket_bytes)
+    stage_layouts = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
+    sharding = pricer.sharding(max(stage_layouts, key=lambda one: one.tensor))  # stages with fewer tensor ranks shard the same
+    shards = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != DATA and names)
+    is_heterogeneous = isinstance(pricer, MixedPricer)
+    bucket_bytes = 0 if is_heterogeneous or best.layout.inner else best_bucket_bytes(pricer, best.layout, best.sites)
+    all_reduce = sums_of(cluster, best.layout)
+    all_reduce_reason = "" if is_heterogeneous else why(cluster, best.layout, all_reduce, bucket_bytes)
     chosen = reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=searched.bound_s)
     return Plan(
         best.layout,
@@ -145,19 +145,19 @@ def _plan(searched: Branches, best: Priced, model: str, elsewhere: str | None, b
         cluster.found_by,
         pricer.batch_size,
         best.sites,
-        cut,
+        shards,
         best.prediction,
-        (*chosen, *((("all_reduce", summing),) if summing else ()), *_notes(pricer, best, elsewhere)),
+        (*chosen, *((("all_reduce", all_reduce_reason),) if all_reduce_reason else ()), *_notes(pricer, best, elsewhere)),
         (*spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
         bucket_bytes=bucket_bytes,
         bound_gap=best.prediction.step_time_s / searched.bound_s - 1 if searched.bound_s else None,
-        sums=sums,
+        sums=all_reduce,
     )
 
 
 def _notes(pricer: Pricer, best: Priced, elsewhere: str | None) -> Iterator[tuple[str, str]]:
-    """What else a plan says of what was chosen."""
+    """Yield further reasons that the plan lists for what was chosen."""
     if words := _figures(pricer, best.layout):
         yield "figures", words
     if best.layout.lend == "on":
@@ -173,31 +173,31 @@ def _notes(pricer: Pricer, best: Priced, elsewhere: str | None) -> Iterator[tupl
 
 
 def _figures(pricer: Pricer, layout: Layout) -> str:
-    """Whose efficiency GPUs are priced with, of every part of a mixed cluster."""
-    each = pricer.pricers if isinstance(pricer, MixedPricer) else (pricer,)
-    return "; ".join(dict.fromkeys(one.devices.words(layout.precision) for one in each))
+    """Describe the efficiency figures that GPUs are priced with, of every part of a heterogeneous cluster."""
+    pricers = pricer.pricers if isinstance(pricer, MixedPricer) else (pricer,)
+    return "; ".join(dict.fromkeys(part.devices.words(layout.precision) for part in pricers))
 
 
 def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branches:
-    """The search of all layouts that the constraints admit."""
+    """Search all layouts that the constraints admit."""
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
-    fewer = objective in ("cost", "energy") and not pricer.cluster.parts
+    smaller_jobs = objective in ("cost", "energy") and not pricer.cluster.parts
     space = Space(
         pricer.cluster,
         pricer.batch_size,
         limits,
-        len(pricer.cuts) + 1,
-        layers,
-        num_experts(pricer.graph),
-        fewer,
-        has_mixed_traffic(pricer.graph, pricer.batch_size),
-        num_blocks(pricer.graph),
-        ways(graph, pricer.cluster),
-        contexts(graph, pricer.cluster),
-        attention_ways(graph),
-        fewest_heads(graph),
-        counts(graph, pricer.cluster),
+        num_layers=len(pricer.cuts) + 1,
+        num_chunks=layers,
+        experts=num_experts(pricer.graph),
+        fewer=smaller_jobs,
+        mixed_traffic=has_mixed_traffic(pricer.graph, pricer.batch_size),
+        num_blocks=num_blocks(pricer.graph),
+        images=ways(graph, pricer.cluster),
+        contexts=contexts(graph, pricer.cluster),
+        attention=attention_ways(graph),
+        heads=fewest_heads(graph),
+        branches=counts(graph, pricer.cluster),
     )
     space.check()
     branches = Branches(pricer, space, objective)
@@ -208,48 +208,47 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
 
 
 def _check_admitted(layout: Layout, constraints: str) -> None:
-    """Raise `Infeasible` where a layout by hand is none that the constraints admit."""
-    for one in parse_constraints(constraints):
-        if not one.admits(layout.num_ranks if one.key == "ranks" else getattr(layout, one.key)):
-            raise Infeasible(f"the layout {layout} is not what the constraint {one} admits; leave one of them out")
+    """Raise `Infeasible` where the constraints do not admit a layout by hand."""
+    for constraint in parse_constraints(constraints):
+        if not constraint.admits(layout.num_ranks if constraint.key == "ranks" else getattr(layout, constraint.key)):
+            raise Infeasible(f"the layout {layout} is not what the constraint {constraint} admits; leave one of them out")
 
 
 def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
-    """The search of one layout.
+    """Price and check one layout by hand, as a search of nothing else.
 
     Raises:
-        Infeasible, LayoutError: it cannot be, or does not fit.
+        Infeasible, LayoutError: it is impossible, or does not fit.
     """
     check_layout(layout, pricer.cluster, pricer.batch_size)
-    # By hand and on GPUs, stages have equally many layers, as the frameworks have them that the efficiency sets were measured with.
+    # By hand and on GPUs, stages have equally many layers, as in the frameworks that the efficiency sets were measured with.
     priced = price(pricer, layout, stages or pricer.even(layout))
     check_layers(pricer, priced)
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
     bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, not waits_to_fill(layout))
-    return Branches(pricer, space, "time", best, best, [best], bound_s=bound_s)
+    return Branches(pricer, space, "time", best=best, leanest=best, clocked=[best], bound_s=bound_s)
 
 
 def _apart(graph: Graph, layout: Layout) -> str:
-    """Where microbatches train something else than the whole batch, in words."""
+    """Describe where microbatches train something else than the whole batch."""
     return microbatch_words(additive(counted(graph)).coupled) if layout.microbatches > 1 and graph.batch_size > 1 else ""
 
 
 def _lent(pricer: Pricer, best: Priced) -> str:
-    """What it gains that ranks lend their cores."""
+    """Describe what lending cores saves."""
     unlent_s = clocked(pricer, price(pricer, replace(best.layout, lend="off"), best.sites)).prediction.step_time_s
     return f"cores of ranks that wait in the pipeline compute for the others: with lend=off a step takes {format_seconds(unlent_s)}"
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:
-    """Prove the program that the plan would run, of a schedule by name; a very long one with fewer microbatches, as many over a multiple of
-    the ranks.
+    """Prove the program of the plan, for a schedule by name; a very long one with fewer microbatches, the same modulo the ranks.
 
-    Schedules repeat themselves every p microbatches, so what is left out is more of the same. The run proves its own as it goes.
+    Schedules are periodic with period p in the microbatches, so the rest is more of the same. The run proves its whole program.
     """
     layout = best.layout
-    if layout.pipeline == 1 or layout.actions:  # one's own was proven before it was priced
+    if layout.pipeline == 1 or layout.actions:  # a custom schedule was proven before it was priced
         return
     m = layout.microbatches
     surplus = m - max(2 * layout.pipeline, MOST_CHECKED // (6 * layout.num_stages))

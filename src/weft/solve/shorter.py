@@ -1,8 +1,7 @@
-"""The fewest layers that need be repeated where they are repeated several at a time.
+"""Find the fewest layers to recompute where they are recomputed several at a time (segments).
 
-In: a pricer, a layout that repeats all layers in segments. Out: the same with the first layers of each stage repeated, as few as fit, and
-its price. By halving over whole segments, since what a stage holds falls with each that is repeated but the first; what is found is held
-against the prices. Not modelled: stages of several on one rank.
+Bisection over whole segments, since a stage's memory falls with each that is recomputed but the first; the result is checked against the
+prices. Not modelled: several stages on one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.solve.timing import Priced, balanced, price
 
 
 def shortened(pricer: Pricer, layout: Layout) -> Priced | None:
-    """`layout` with fewer layers repeated, priced; None where all must be, and where not even all fit."""
+    """Return `layout` with fewer layers recomputed, priced; None where all must be, and where not even all fit."""
     if schedule_of(layout).has_replicas or layout.num_stages > layout.pipeline:
         return None
     try:
@@ -39,18 +38,18 @@ def _num_layers(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int
 
 
 def _fewest(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int) -> int | None:
-    """How many layers of a stage are repeated at the least; None where it does not fit with all of them."""
+    """Return how many layers of a stage are recomputed at the least; None where it does not fit with all of them."""
     have, layers = memory_of(pricer, layout, stage), _num_layers(pricer, layout, sites, stage)
-    tried: list[int] = [*range(0, layers, layout.segment), layers]
+    counts: list[int] = [*range(0, layers, layout.segment), layers]
 
     def fits(count: int) -> bool:
-        one = replace(layout, recompute=f"full:{count}") if count else replace(layout, recompute="none", segment=1)
-        return pricer.held(one, sites, (stage,))[0].alone.total <= have
+        candidate = replace(layout, recompute=f"full:{count}") if count else replace(layout, recompute="none", segment=1)
+        return pricer.held(candidate, sites, (stage,))[0].alone.total <= have
 
     if not fits(layers):
         return None
-    low, high = -1, len(tried) - 1  # tried[high] fits
+    low, high = -1, len(counts) - 1  # tried[high] fits
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(tried[middle]) else (middle, high)
-    return tried[high]
+        low, high = (low, middle) if fits(counts[middle]) else (middle, high)
+    return counts[high]

@@ -1,15 +1,15 @@
-"""Every legal layout. In: a cluster, a batch, constraints as text. Out: layouts, or `Infeasible` naming what leaves none.
+"""Search space: every legal layout of a batch on a cluster that constraints admit, or `Infeasible` naming what leaves none.
 
 A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`; `tensor=2x4` says how many tensor ranks there
-are and how they are arranged, which a count leaves open. On processors any number of ranks is tried, each with its share of the cores or
-fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
+are and how they are arranged, which a count leaves open. On CPUs any number of ranks is tried, each with its share of the cores or fewer;
+on GPUs all devices are used, or as many as the batch lets, where it does not divide.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
-pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
-result. Tensor ranks stand in a line, or as a constraint arranges them: the search arranges those of the leading layouts, and some on
+pipeline, no expert parallelism where the model has no experts. Gradients are compressed only where a constraint says so, since that changes
+the result. Tensor ranks are in a line, or as a constraint arranges them: the search arranges those of the leading layouts, and some on
 several nodes. A `base` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
-microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless
-they are asked for.
+microbatch counts beyond `MAX_MICROBATCHES`, chunks beyond `MAX_CHUNKS` or of uneven size, more stages than layers and float64 unless a
+constraint names them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from weft.solve.images import both_ways, divides
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
-UNEVEN = 1.1  # layers of the largest of several stages a rank against the mean, at most
-WASTED = 1 / 8  # of a step, that replicas with a sample less than others wait at most
-PRECISIONS = ("float32", "float16", "bfloat16")  # others only where they are asked for: float64, and those that compute something else
+UNEVEN = 1.1  # layers of the largest of several stages a rank over the mean, at most
+WASTED = 1 / 8  # of a step, at most, that replicas with a sample less than others wait
+PRECISIONS = ("float32", "float16", "bfloat16")  # others only where a constraint names them: float64, and those that change results
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
@@ -68,10 +68,10 @@ class Constraint:
 
 
 def limits_of(text: str, elsewhere: str | None) -> tuple[Constraint, ...]:
-    """The constraints of `text`; also no division of the batch, where its samples lie `elsewhere` than in dimension 0.
+    """Return the constraints of `text`; also no division of the batch, where `samples_note` says that samples are not in dimension 0.
 
     Raises:
-        As `parse_constraints`.
+        UsageError, Infeasible: as `parse_constraints`.
     """
     parsed = parse_constraints(text)
     if elsewhere is None:
@@ -117,7 +117,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
 
 
 def _word_of(word: str, key: str, relation: str, text: str) -> str:
-    """The value of a constraint `word` on a key whose values are words, in its one form."""
+    """Return the value of a constraint `word` on a key whose values are words, in its canonical form."""
     if relation not in ("=", "!="):
         raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
     if key == "spatial":
@@ -139,33 +139,33 @@ def _word_of(word: str, key: str, relation: str, text: str) -> str:
 def _check_met(constraints: Sequence[Constraint]) -> None:
     """Raise Infeasible for constraints on one key that no value meets."""
     for key in {c.key for c in constraints}:
-        mine = [c for c in constraints if c.key == key]
+        of_key = [c for c in constraints if c.key == key]
         values: Sequence[int | str]
         if key in ("compress", "grid", "spatial"):
-            values = ["none", *(c.value for c in mine)]
+            values = ["none", *(c.value for c in of_key)]
         elif key in CHOICES:
-            values = [*CHOICES[key], *(c.value for c in mine)]
+            values = [*CHOICES[key], *(c.value for c in of_key)]
         else:
-            limits = [c.value for c in mine if isinstance(c.value, int)]
-            least = 0 if key in ("zero", "threads", "staleness", "servers") else 1
-            values = sorted({least, *(max(least, v + d) for v in limits for d in (-1, 0, 1))})
+            named = [c.value for c in of_key if isinstance(c.value, int)]
+            minimum = 0 if key in ("zero", "threads", "staleness", "servers") else 1
+            values = sorted({minimum, *(max(minimum, v + d) for v in named for d in (-1, 0, 1))})
             values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
-        if not any(all(c.admits(v) for c in mine) for v in values):
-            raise Infeasible(f"no {key} meets {' and '.join(str(c) for c in mine)}; drop one of them")
+        if not any(all(c.admits(v) for c in of_key) for v in values):
+            raise Infeasible(f"no {key} meets {' and '.join(str(c) for c in of_key)}; drop one of them")
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending.
+    """Return all divisors, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    lower = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*lower, *(number // d for d in lower)})
 
 
 def rank_counts(cluster: Cluster) -> list[int]:
-    """How many ranks to try: every count on a small cluster, else the whole of it first, then its divisors (and see `fewer_counts`)."""
+    """Return the numbers of ranks to try: every count on a small cluster, else all, then its divisors (and see `smaller_rank_counts`)."""
     n = cluster.num_devices
     if n <= 16:
         return list(range(n, 0, -1))
@@ -173,8 +173,8 @@ def rank_counts(cluster: Cluster) -> list[int]:
 
 
 def fewer_counts(cluster: Cluster) -> list[int]:
-    """Of a large cluster of GPUs, smaller jobs that may be faster than one on all of it: one of its units each, where its links are slow,
-    then powers of two and units times those, most ranks first, where batch and model do not divide among all of them.
+    """Return smaller jobs on a large cluster of GPUs that may be faster than one on all of it: one of its units each, where its links are
+    slow, then powers of two and units times those, most ranks first, where batch and model do not divide among all of them.
 
     >>> fewer_counts(Cluster.parse("5xdgx-h100"))
     [8, 32, 16, 4, 2, 1]
@@ -188,25 +188,24 @@ def fewer_counts(cluster: Cluster) -> list[int]:
 
 
 def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[int]:
-    """The numbers of ranks that the constraints on `ranks` admit; one that is named exactly is tried even where cores are fewer."""
-    mine = [c for c in constraints if c.key == "ranks"]
-    exact = [c.value for c in mine if c.relation == "=" and isinstance(c.value, int)]
+    """Return the numbers of ranks that the constraints on `ranks` admit; one that is named exactly is tried even where cores are fewer."""
+    of_ranks = [c for c in constraints if c.key == "ranks"]
+    exact = [c.value for c in of_ranks if c.relation == "=" and isinstance(c.value, int)]
     counts = exact[:1] if exact and (cluster.kind.shares_hosts or exact[0] <= cluster.num_devices) else rank_counts(cluster)
-    return [n for n in counts if all(c.admits(n) for c in mine)]
+    return [n for n in counts if all(c.admits(n) for c in of_ranks)]
 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a batch on a cluster that constraints admit.
+    """Layouts of a batch on a cluster that constraints admit.
 
-    `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
-    asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
-    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `mixed_traffic`: whether
-    products are so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the
-    model's layers that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence
-    (`weft.solve.images`); `attention`: how these attend to one another's positions, where that differs; `heads` that they may
-    exchange.
-    `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
+    `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where a constraint
+    names them, and several stages a rank divide them nearly evenly. `num_experts`: of the model's widest layer, 1 where it has none.
+    `includes_smaller_jobs`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win).
+    `has_mixed_traffic`: whether products are so unlike that tensor ranks may better shard samples for some (`weft.solve.mixed_traffic`).
+    `num_blocks`: number of the model's layers that are recomputed as units. `spatial_words`, `context_sizes`: values of `spatial` and
+    `context` (`weft.solve.images`); `attention_words`: values of `attention`; `num_heads` that Ulysses may exchange. `branch_sizes`:
+    numbers of ranks for the model's parallel branches (`weft.solve.branch_counts`).
     """
 
     cluster: Cluster
@@ -238,58 +237,58 @@ class Space:
 
     @property
     def sums(self) -> str:
-        """The algorithm that sums gradients: the first that is admitted, since nothing else depends on it."""
+        """Name of the all-reduce algorithm for gradients: the first that is admitted, since nothing else depends on it."""
         return next(name for name in CHOICES["all_reduce"] if self.admits("all_reduce", name))
 
     @property
     def compress(self) -> str:
-        """How gradients are compressed: as a constraint names it."""
+        """Compression of gradients: as a constraint names it."""
         return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
 
     @property
     def grid(self) -> str | None:
-        """How tensor ranks are arranged where a constraint says it: "" in a line; None where none does."""
+        """Arrangement of the tensor ranks where a constraint names one: "" for a line; None where none does."""
         return next((str(c.value) for c in self.constraints if c.key == "grid"), None)
 
     @property
     def lend(self) -> str:
-        """Whether ranks that wait lend their cores: what a constraint leaves of it."""
+        """Value of `lend`: the first that is admitted."""
         return next(word for word in CHOICES["lend"] if self.admits("lend", word))
 
     @property
     def batch_norm(self) -> str:
-        """Whose statistics batch norm takes: the whole batch's unless a constraint asks otherwise, since that trains something else."""
+        """Value of `batch_norm`: statistics of the whole batch unless a constraint says otherwise, since that trains something else."""
         return "local" if self.asked("batch_norm", "local") else "exact"
 
     def fewest(self, key: str) -> int:
-        """The least number that constraints admit of a key that no search raises by itself."""
+        """Return the smallest number that constraints admit of a key that no search raises by itself."""
         most = max((int(c.value) for c in self.constraints if c.key == key), default=0)
         return next(k for k in range(most + 2) if self.admits(key, k))
 
     def asked(self, key: str, value: int | str) -> bool:
-        """Whether a constraint names exactly this value."""
+        """Return whether a constraint names exactly this value."""
         return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
 
     def words(self, key: str) -> tuple[str, ...]:
-        """The words of a key that are admitted: those of all layers, and those of some that a constraint names."""
+        """Return the admitted words of a key: those for all layers, and those for some that a constraint names."""
         named = [str(c.value) for c in self.constraints if c.key == key and c.value not in CHOICES[key]] if key in OF_LAYERS else []
         return tuple(word for word in dict.fromkeys((*CHOICES.get(key, ()), *named)) if self.admits(key, word))
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
-        if self.cluster.kind.computes_elsewhere:  # never unasked where they were not measured
-            have += [name for name, one in KNOWN.items() if one.elsewhere and self.asked("precision", name)]
+        if self.cluster.kind.computes_elsewhere:  # only where a constraint names them: they were not measured
+            have += [name for name, precision in KNOWN.items() if precision.elsewhere and self.asked("precision", name)]
         if have == ["float64"]:
             return have
         for name in set(KNOWN) - set(PRECISIONS):
             if self.asked("precision", name):
                 return [name] if name in have else []
         usable = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
-        # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
+        # bfloat16 needs no loss scaling, so float16 is tried only where the device has no bfloat16.
         return [p for p in usable if p != "float16" or "bfloat16" not in usable]
 
     def bases(self) -> Iterator[Layout]:
-        """Every (data, tensor, pipeline, microbatches, precision, threads, sequence and sample parallelism, expert), most ranks first."""
+        """Yield every combination of what operators' seconds depend on, most ranks first."""
         precisions = self.precisions()
         is_fixed = False
         for ranks in wanted_ranks(self.cluster, self.constraints):
@@ -301,11 +300,15 @@ class Space:
                 for layout in self._bases(mesh, precisions):
                     try:
                         layout = replace(
-                            layout, compress=self.compress, staleness=self.fewest("staleness"), lend=self.lend, batch_norm=self.batch_norm,
+                            layout,
+                            compress=self.compress,
+                            staleness=self.fewest("staleness"),
+                            lend=self.lend,
+                            batch_norm=self.batch_norm,
                             servers=self.fewest("servers"),
                             compile="on" if self.asked("compile", "on") else "off",
                         )
-                    except LayoutError:  # has no replicas to compress for, or no late updates
+                    except LayoutError:  # it has no replicas, for compression or late updates
                         continue
                     is_fixed = True
                     yield layout
@@ -315,80 +318,80 @@ class Space:
         for branch in dict.fromkeys((1, *self.branches, *named)):
             if ranks % branch or not self.admits("branch", branch):
                 continue
-            # Which of two groups is close makes a difference where not all devices are.
-            beside = [w for w in (BRANCH, DATA) if self.admits("neighbours", w)] if ranks > self.cluster.node_size else [BRANCH]
+            # Which ranks are neighbours matters only on several nodes.
+            neighbours = [w for w in (BRANCH, DATA) if self.admits("neighbours", w)] if ranks > self.cluster.node_size else [BRANCH]
             for mesh in self._of_positions(ranks // branch):
-                # Ranks of branches stand in the place of replicas; beside others they are priced where somebody asks for them.
-                alone = branch in named or mesh.replica_ranks * mesh.pipeline == 1
+                # Branch ranks take the place of replicas; with other axes they are priced only where a constraint names them.
+                is_searched = branch in named or mesh.replica_ranks * mesh.pipeline == 1
                 if branch == 1 and not self.asked("neighbours", PIPELINE):
                     yield mesh
                 elif branch == 1 and mesh.pipeline > 1:
                     yield replace(mesh, neighbours=PIPELINE)
-                elif alone and self.batch_size % (mesh.data * branch) == 0:
-                    yield from (replace(mesh, branch=branch, neighbours=near) for near in beside)
+                elif is_searched and self.batch_size % (mesh.data * branch) == 0:
+                    yield from (replace(mesh, branch=branch, neighbours=word) for word in neighbours)
 
     def _of_positions(self, ranks: int) -> Iterator[Layout]:
         named = [int(c.value) for c in self.constraints if c.key == "channel" and c.relation == "="]
-        channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # where asked: tensor ranks cut them too
+        channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # only if named: tensor ranks shard them too
         for (context, spatial), channel in product(self._sharing(), channels):
-            sharing = context * spatial_ranks(spatial) * channel
-            if ranks % sharing:
+            ranks_of_sample = context * spatial_ranks(spatial) * channel
+            if ranks % ranks_of_sample:
                 continue
-            for data, tensor, pipeline in self._of_samples(ranks // sharing):
-                # Ranks that share an image have no use for one another's features, unless somebody asks for both.
+            for data, tensor, pipeline in self._of_samples(ranks // ranks_of_sample):
+                # Spatial and tensor parallelism are combined only where a constraint names both.
                 if spatial == "1" or tensor == 1 or self.asked("tensor", tensor):
                     for word in self._attention(context, tensor):
                         yield Layout(data, tensor, pipeline, context=context, attention=word, spatial=spatial, channel=channel)
 
     def _sharing(self) -> Iterator[tuple[int, str]]:
-        """Ranks that share a sequence, and ways in which ranks share an image: long sequences and large images, and what is asked for."""
-        asked = {key: [c.value for c in self.constraints if c.key == key and c.relation == "="] for key in ("context", "spatial")}
-        for context in dict.fromkeys((1, *self.contexts, *(int(n) for n in asked["context"]))):
-            for spatial in dict.fromkeys(("1", *self.images, *(str(word) for word in asked["spatial"]))):
+        """Yield (context, spatial): for long sequences and large images, and as constraints name them."""
+        named = {key: [c.value for c in self.constraints if c.key == key and c.relation == "="] for key in ("context", "spatial")}
+        for context in dict.fromkeys((1, *self.contexts, *(int(n) for n in named["context"]))):
+            for spatial in dict.fromkeys(("1", *self.images, *(str(word) for word in named["spatial"]))):
                 if self.admits("context", context) and self.admits("spatial", spatial) and (context == 1 or spatial == "1"):
                     yield context, spatial
 
     def _attention(self, context: int, tensor: int) -> tuple[str, ...]:
-        """How ranks that share a sequence attend to one another's positions."""
+        """Return the values of `attention` to try for ranks that share a sequence."""
         if context == 1:
             return (AUTO,)
         named = [str(c.value) for c in self.constraints if c.key == "attention" and c.relation == "="]
-        ways = (*self.attention, *both_ways(self.attention, context, self.heads // tensor, self.cluster.node_size // tensor))
-        words = [word for word in named or (*ways, *ATTENTION) if self.admits("attention", word) and divides(word, context)]
-        return tuple(word for word in words if word in ways) or tuple(words[:1])
+        searched = (*self.attention, *both_ways(self.attention, context, self.heads // tensor, self.cluster.node_size // tensor))
+        words = [word for word in named or (*searched, *ATTENTION) if self.admits("attention", word) and divides(word, context)]
+        return tuple(word for word in words if word in searched) or tuple(words[:1])
 
     def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
-            apart = tensor > self.cluster.node_size and not self.grid and not self._cuts_samples
-            if apart or (self.grid and tensor != prod(parse_grid(self.grid))) or not self.admits("tensor", tensor):
+            is_multi_node = tensor > self.cluster.node_size and not self.grid and not self._cuts_samples
+            if is_multi_node or (self.grid and tensor != prod(parse_grid(self.grid))) or not self.admits("tensor", tensor):
                 continue
             for pipeline in divisors(ranks // tensor):
                 data = ranks // tensor // pipeline
-                deep = pipeline > self.num_chunks and not self.asked("pipeline", pipeline)
-                if deep or pipeline > self.num_layers or not self.admits("pipeline", pipeline):
+                is_too_deep = pipeline > self.num_chunks and not self.asked("pipeline", pipeline)
+                if is_too_deep or pipeline > self.num_layers or not self.admits("pipeline", pipeline):
                     continue
                 if self._worth_cutting(data) and self.admits("data", data):
                     yield data, tensor, pipeline
 
     def _worth_cutting(self, data: int) -> bool:
-        """Whether so many replicas divide the batch, or nearly: the one with most samples has little more than an equal part."""
-        most = -(-self.batch_size // data) * data
-        return data <= self.batch_size and most <= (1 + WASTED) * self.batch_size
+        """Return whether so many replicas divide the batch, or nearly: the one with most samples has little more than an equal part."""
+        padded = -(-self.batch_size // data) * data
+        return data <= self.batch_size and padded <= (1 + WASTED) * self.batch_size
 
     def _bases(self, mesh: Layout, precisions: Sequence[str]) -> Iterator[Layout]:
         data, tensor = mesh.data, mesh.tensor
         threads = self._threads(mesh.num_ranks)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
-        equal = self.batch_size % data == 0 and mesh.branch == 1
+        is_equal = self.batch_size % data == 0 and mesh.branch == 1
         experts = [e for e in divisors(data) if e <= self.experts and self.admits("expert", e)]
-        experts = experts if equal else [e for e in experts if e == 1]  # which cut the samples of replicas once more
-        each = -(-self.batch_size // data) // mesh.branch
-        # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
+        experts = experts if is_equal else [e for e in experts if e == 1]  # which shard the samples of replicas once more
+        samples_each = -(-self.batch_size // data) // mesh.branch
+        # Unequal microbatches only where named: as many as divide the batch are about as good.
         named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
         for microbatches in range(1, min(self.batch_size // mesh.replicas, MOST_MICROBATCHES) + 1):
-            if (each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
+            if (samples_each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
                 continue
-            samples = self._samples(tensor, each if equal else 0, microbatches)
+            samples = self._samples(tensor, samples_each if is_equal else 0, microbatches)
             for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
                 yield replace(
                     mesh, microbatches=microbatches, precision=precision, threads=count, sequence_parallel=sequence,
@@ -396,13 +399,12 @@ class Space:
                 )  # fmt: skip
 
     def _samples(self, tensor: int, each: int, microbatches: int) -> list[str]:
-        """Whether tensor ranks cut samples: where there is something to choose, and every microbatch divides among them. `each`: samples
-        of a replica, 0 where replicas differ."""
+        """Return values of `sample_parallel`: on only where every microbatch divides. `samples_per_replica`: 0 where unequal."""
         divides = each > 0 and each % (microbatches * tensor) == 0
-        may = tensor > 1 and not self.grid and divides and self._cuts_samples
-        ways = [s for s in (("off", "on") if may else ("off",)) if self.admits("sample_parallel", s)]
-        # Ranks that talk in every layer stay within a node, as far as that may be chosen.
-        return [s for s in ways if s == "on" or tensor <= self.cluster.node_size or self.grid]
+        is_possible = tensor > 1 and not self.grid and divides and self._cuts_samples
+        options = [s for s in (("off", "on") if is_possible else ("off",)) if self.admits("sample_parallel", s)]
+        # Ranks with collectives in every layer stay within a node, unless a constraint says otherwise.
+        return [s for s in options if s == "on" or tensor <= self.cluster.node_size or self.grid]
 
     @property
     def _cuts_samples(self) -> bool:
@@ -416,7 +418,7 @@ class Space:
         return counts or [share] * self.admits("threads", share)
 
     def schedules(self, base: Layout) -> Iterator[Layout]:
-        """The base under every schedule that differs from others there."""
+        """Yield the base under every schedule that differs from others there."""
         if base.pipeline == 1:
             if self.admits("chunks", 1):
                 yield base
@@ -428,69 +430,69 @@ class Space:
             elif base.microbatches == 1 and not self.admits("schedule", "1f1b"):
                 names = ("gpipe",)
             yield from (replace(base, schedule=name) for name in names if self.admits("schedule", name))
-        # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
-        chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
+        # Breadth-first keeps all activations to gather weights less often; it is priced only where a constraint names it.
+        chunked = [name for name in CHUNKED if self.admits("schedule", name) and (name == "interleaved" or self.asked("schedule", name))]
         chunked = [] if base.inner else chunked
-        updates_apart = base.staleness > 0 or base.servers > 0
-        if base.microbatches > 1 and not updates_apart:
+        has_late_updates = base.staleness > 0 or base.servers > 0
+        if base.microbatches > 1 and not has_late_updates:
             for chunks in range(2, MOST_CHUNKS + 1):
                 stages = base.pipeline * chunks
-                even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-                if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
+                is_even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
+                if self.admits("chunks", chunks) and (is_even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
                     yield from (replace(base, schedule=name, chunks=chunks) for name in chunked)
-        others = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", *CHUNKED))
-        yield from (replace(base, schedule=name) for name in others if self._wants(name, base))
+        other_names = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", *CHUNKED))
+        yield from (replace(base, schedule=name) for name in other_names if self._wants(name, base))
 
     def _wants(self, name: str, base: Layout) -> bool:
-        """Whether a schedule with a split backward, or one that goes both ways, is for this base.
+        """Return whether a schedule with a split backward, or a bidirectional one, is searched for this base.
 
-        The first are searched on GPUs: on processors splitting a backward costs more than the idle time that it fills. The others have
-        every weight twice where zero bubble idles as little; they are priced where they are asked for.
+        The first are searched on GPUs: on CPUs splitting a backward costs more than the idle time that it fills. The others hold
+        every weight twice where zero bubble idles as little; they are priced only where a constraint names them.
         """
-        asked = self.asked("schedule", name)
+        is_named = self.asked("schedule", name)
         chunks = chunks_of(name, 1)
         stages = base.pipeline * chunks
-        updates_apart = base.staleness > 0 or base.servers > 0
-        goes_with = ((base.compile == "on", COMPILE_WITH), (updates_apart, STALE_WITH), (base.inner, INNER_WITH))
-        if any(is_so and name not in table["schedule"] for is_so, table in goes_with):
+        has_late_updates = base.staleness > 0 or base.servers > 0
+        requirements = ((base.compile == "on", COMPILE_WITH), (has_late_updates, STALE_WITH), (base.inner, INNER_WITH))
+        if any(is_so and name not in table["schedule"] for is_so, table in requirements):
             return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, base.microbatches):
             return False
-        if asked:
+        if is_named:
             return stages <= self.num_layers
-        even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-        pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and (chunks == 1 or even)
+        is_even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
+        pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and (chunks == 1 or is_even)
         return pays and not schedule_of(replace(base, schedule=name)).has_replicas
 
     def memory_options(self, layout: Layout) -> Iterator[Layout]:
-        """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
+        """Yield the layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
         for offload in self.words("offload"):
             for recompute in self.words("recompute"):
                 zeros = (0, 1, 2, 3) if max(layout.weight_ranks, layout.replicas) > 1 else (0,)
                 for segment, zero in product(self.segments(recompute, offload), zeros):
                     if not self.admits("zero", zero):
                         continue
-                    with suppress(LayoutError):  # what does not go together, a layout says itself
+                    with suppress(LayoutError):  # incompatible keys
                         yield replace(layout, zero=zero, recompute=recompute, offload=offload, segment=segment)
 
     def segments(self, recompute: str, offload: str) -> list[int]:
-        """How many layers may be repeated together: powers of two up to the root of their number, since of L layers that keep as much as
-        enters them segments of that length keep least (Chen et al. 2016), and shorter ones where they keep more; and what is asked for."""
-        asked = {int(c.value) for c in self.constraints if c.key == "segment" and c.relation == "="}
-        several = kind_of("recompute", recompute) == "full" and kind_of("offload", offload) in ("none", "optimizer")
+        """Return how many layers may be recomputed together: powers of two up to the root of their number, since segments of sqrt(L) of L
+        equal layers save least (Chen et al. 2016), and shorter ones where layers save more than enters them; and what constraints name."""
+        named = {int(c.value) for c in self.constraints if c.key == "segment" and c.relation == "="}
+        may_group = kind_of("recompute", recompute) == "full" and kind_of("offload", offload) in ("none", "optimizer")
         searched = {1 << j for j in range(1, isqrt(self.num_blocks).bit_length())}
-        return [k for k in sorted({1} | (searched | asked if several else set())) if self.admits("segment", k)]
+        return [k for k in sorted({1} | (searched | named if may_group else set())) if self.admits("segment", k)]
 
     def variants(self, base: Layout) -> Iterator[Layout]:
-        """Every layout of the base."""
-        for one in self.schedules(base):
-            yield from self.memory_options(one)
+        """Yield every layout of the base."""
+        for scheduled in self.schedules(base):
+            yield from self.memory_options(scheduled)
 
 
 def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint] = (), num_layers: int = 1 << 30) -> Iterator[Layout]:
-    """Every legal layout that the constraints admit, most ranks first. `num_layers`: places for stages, at most that many.
+    """Yield every legal layout that the constraints admit, most ranks first. `num_layers`: places for stages, at most that many.
 
-    On a large cluster fewer ranks than devices are only given where all of them give none.
+    On a large cluster fewer ranks than devices are yielded only where all of them yield none.
     """
     space = Space(cluster, batch_size, constraints, num_layers)
     for base in space.bases():

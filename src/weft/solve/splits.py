@@ -1,7 +1,7 @@
-"""Prices of the ways to split a plan's ranks into data x context, by length (`split=lengths`), and the memory of the largest microbatch.
+"""Price the ways to split a plan's ranks into data x context, by sequence length (`split=lengths`), and the largest microbatch's memory.
 
-In: a plan, the graph of its model at several lengths, the machines. Out: the plan with its `Splits`. A microbatch of r rows of a rank takes
-a + b r seconds, which two prices tell, at each length and split. Sums of gradients and updates come once a step, whatever the splits.
+A microbatch of r rows of a rank takes a + b r seconds, fitted to two prices, at each length and split. Gradient reductions and updates come
+once a step, whatever the splits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from weft.solve.mixed import pricer_of
 from weft.solve.timing import price
 from weft.units import format_seconds
 
-PRICED = 4  # lengths: that of the plan, half of it, and so on
-FEW, MORE = 1, 4  # rows of a rank, from which a price is drawn
+PRICED = 4  # lengths that are priced: that of the plan, half of it, and so on
+FEW, MORE = 1, 4  # rows of a rank, to which a linear price is fitted
 
 
 def positions_of(graph: Graph, ranks: int) -> tuple[tuple[tuple[str, int], ...], int]:
-    """(of the batch's tensors by path the dims that are positions of the longest sequence, how many these are).
+    """Return the dims of the batch's tensors, by path, that are positions of the longest sequence, and its length.
 
-    Whole numbers and booleans have no features: what of them is as long are positions, also where these cannot be followed (masks).
+    Integers and booleans have no features: their dims of that length are positions, also where they cannot be traced (masks).
 
     Raises:
         Infeasible: there are none.
@@ -49,7 +49,7 @@ def positions_of(graph: Graph, ranks: int) -> tuple[tuple[tuple[str, int], ...],
 
 
 def lengths_of(longest: int, ranks: int) -> tuple[int, ...]:
-    """Lengths that are priced, shortest first; none that ranks cannot share.
+    """Return the lengths to price, shortest first; none that ranks cannot share.
 
     >>> lengths_of(100, 2), lengths_of(8, 4)
     ((12, 25, 50, 100), (4, 8))
@@ -61,7 +61,7 @@ def lengths_of(longest: int, ranks: int) -> tuple[int, ...]:
 def with_splits(
     plan: Plan, cluster: Cluster, graph: Graph, at: Callable[[int], Graph], shards: Mapping[str, Shards] | None, optimizer_states: int
 ) -> Plan:
-    """The plan with prices of its splits, and memory that suffices for each. `at`: the graph of the model at a length.
+    """Return the plan with prices of its splits, and memory that suffices for each. `graph_at`: the graph of the model at a length.
 
     Raises:
         Infeasible: a model without sequences, a microbatch that does not fit the machines.
@@ -71,13 +71,13 @@ def with_splits(
     positions, longest = positions_of(graph, ranks)
     lengths = lengths_of(longest, ranks)
     pricers = [pricer_of(graph if n == longest else at(n), cluster, plan.batch_size, optimizer_states, shards) for n in lengths]
-    most = -(-plan.microbatch_sizes[0] // layout.data) * -(-longest // layout.context)
+    max_positions = -(-plan.microbatch_sizes[0] // layout.data) * -(-longest // layout.context)
     prices = []
-    for one in (each.with_microbatches(1) for each in splits_of(layout)):
-        few, more = ([_seconds(pricer, one, rows) for pricer in pricers] for rows in (FEW, MORE))
-        each = [(b - a) / (MORE - FEW) for a, b in zip(few, more, strict=True)]
-        prices.append(SplitPrice(one.data, one.context, tuple(a - FEW * b for a, b in zip(few, each, strict=True)), tuple(each)))
-    splits = Splits(positions, lengths, tuple(prices), most)
+    for split in (each.with_microbatches(1) for each in splits_of(layout)):
+        few_s, many_s = ([_seconds(pricer, split, rows) for pricer in pricers] for rows in (FEW, MORE))
+        each = [(b - a) / (MORE - FEW) for a, b in zip(few_s, many_s, strict=True)]
+        prices.append(SplitPrice(split.data, split.context, tuple(a - FEW * b for a, b in zip(few_s, each, strict=True)), tuple(each)))
+    splits = Splits(positions, lengths, tuple(prices), max_positions)
     largest = max((_largest(plan, splits, pricers), plan.prediction), key=lambda p: p.memory.total if p else 0.0)
     assert largest is not None
     pricers[-1].check_memory(layout, largest)
@@ -86,29 +86,29 @@ def with_splits(
 
 
 def _seconds(pricer: Pricer, layout: Layout, rows: int) -> float:
-    """Forward and backward of a microbatch of so many rows of each replica."""
+    """Seconds of forward and backward of a microbatch of so many rows of each replica."""
     (cost,) = price(pricer.varied(batch_size=rows * layout.data), layout).costs
     return cost.forward_s + cost.backward_s
 
 
 def _largest(plan: Plan, splits: Splits, pricers: Sequence[Pricer]) -> Prediction:
-    """Of the microbatches that fit under a split the one that takes most memory, as if it were a step by itself."""
+    """Predict the microbatch that takes most memory of those that fit under a split, as if it were a step by itself."""
     predicted = []
-    for one in (each.with_microbatches(1) for each in splits_of(plan.layout)):
+    for split_layout in (each.with_microbatches(1) for each in splits_of(plan.layout)):
         for length, pricer in zip(splits.lengths, pricers, strict=True):
-            rows = min(splits.most // -(-length // one.context), -(-plan.batch_size // one.data))
+            rows = min(splits.most // -(-length // split_layout.context), -(-plan.batch_size // split_layout.data))
             if rows:
-                predicted.append(price(pricer.varied(batch_size=rows * one.data), one).prediction)
+                predicted.append(price(pricer.varied(batch_size=rows * split_layout.data), split_layout).prediction)
     return max(predicted, key=lambda p: p.memory.total)
 
 
 def _why(splits: Splits, ranks: int) -> str:
-    """What is chosen at the lengths that were priced, for as many rows as there are ranks, and of one row."""
+    """Explain the choice at the lengths that were priced, for as many rows as there are ranks, and for one row."""
     words = []
     for length in splits.lengths:
         for rows in dict.fromkeys((1, ranks)):
-            each = sorted((splits.seconds(p, rows, length), p.data, p.context) for p in splits.prices if splits.fits(p, rows, length))
-            if each:
-                times = ", ".join(f"{format_seconds(s)} under data={data} context={context}" for s, data, context in each)
+            by_time = sorted((splits.seconds(p, rows, length), p.data, p.context) for p in splits.prices if splits.fits(p, rows, length))
+            if by_time:
+                times = ", ".join(f"{format_seconds(s)} under data={data} context={context}" for s, data, context in by_time)
                 words.append(f"{rows} x {length} positions take {times}")
     return "; ".join(words)

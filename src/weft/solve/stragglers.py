@@ -1,8 +1,7 @@
-"""Many steps of a plan whose replicas are late by chance, which the price of one step does not know. In: a pricer, a layout's price.
+"""Simulate many steps with random stragglers, which the price of one step does not include. Out: a timeline (`simulate/stragglers`).
 
-Out: a timeline (`simulate/stragglers`). In every step every rank is late by a part of a step, drawn from an exponential distribution, the
-same for every layout of as many ranks. A replica of several ranks, of tensor and pipeline, is
-late as one, and its ranks push and pull their equal parts at once.
+In every step every rank is delayed by a fraction of a step drawn from an exponential distribution, the same for every layout of as many
+ranks. A replica of several ranks, of tensor and pipeline, is delayed as one, and its ranks push and pull their equal shards at once.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from weft.solve.timing import Priced
 
 
 def straggler_steps(pricer: Pricer, priced: Priced, steps: int, mean_delay: float, seed: int = 0) -> Timeline:
-    """`steps` steps in which ranks are late by `mean_delay` of a step's compute in the mean.
+    """Simulate `steps` steps in which ranks are delayed by `mean_delay` of a step's compute on average.
 
     Raises:
-        UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early or for ever late.
+        UsageError: a layout with other axes, fewer steps than two, or a negative or infinite delay.
     """
     layout = priced.layout
     if layout.num_ranks != layout.data * layout.tensor * layout.pipeline or steps < 2 or not 0 <= mean_delay < inf:
-        asked = f"{layout}: {steps} steps, late by {mean_delay:g}"
-        raise UsageError(f"{asked}; it takes replicas (data=N) of tensor and pipeline ranks, two steps or more, and 0 <= late < inf")
+        request = f"{layout}: {steps} steps, late by {mean_delay:g}"
+        raise UsageError(f"{request}; it takes replicas (data=N) of tensor and pipeline ranks, two steps or more, and 0 <= late < inf")
     parts = dict(priced.prediction.parts)
-    alone = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
+    step_s = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
     draw = random.Random(seed)
-    compute = [[alone * (1 + (draw.expovariate(1 / mean_delay) if mean_delay else 0.0)) for _ in range(steps)] for _ in range(layout.data)]
+    compute = [[step_s * (1 + (draw.expovariate(1 / mean_delay) if mean_delay else 0.0)) for _ in range(steps)] for _ in range(layout.data)]
     return simulate_steps(compute, exchange_of(pricer, priced), f"{layout}, {steps} steps")
 
 
 def exchange_of(pricer: Pricer, priced: Priced) -> Exchange:
-    """What a step's gradients and weights take, hidden or not."""
+    """Return the cost of exchanging a step's gradients and weights, overlapped or not."""
     layout, widths = priced.layout, pricer.devices.widths(priced.layout.precision)
     count = pricer.graph.num_trainable // (layout.tensor * layout.pipeline)
     update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
     exchange = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
     if not layout.servers:
         return exchange
-    hops, others = ways(pricer.cluster, group), layout.data - 1
+    hops, num_others = ways(pricer.cluster, group), layout.data - 1
     push_s, _ = served_s(widths.gradient * count, hops, layout.servers)
     _, pull_s = served_s(widths.weight * count, hops, layout.servers)
-    return replace(exchange, push_s=push_s / others, pull_s=pull_s / others, servers=layout.server_ranks)
+    return replace(exchange, push_s=push_s / num_others, pull_s=pull_s / num_others, servers=layout.server_ranks)

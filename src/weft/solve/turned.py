@@ -1,8 +1,8 @@
-"""Leading pipelines with each replica's stages side by side. In: what was priced with replicas as neighbours. Out: layouts worth a price.
+"""Variants of leading pipelines with each replica's stages on adjacent ranks (`neighbours=pipeline`), instead of its replicas.
 
-What stages hand on then passes a node's ports less often, and sums of gradients pass them once for each stage of a node in place of once:
-it pays where activations outweigh weights (large images, small microbatches' borders), as for GEMS (Jain et al., SC'20). The compute is
-the same, so only the leading layouts are turned.
+Sends between stages then cross a node's network ports less often, and gradient reductions cross them once for each stage of a node instead
+of once: it pays where activations outweigh weights (large images, boundaries of small microbatches), as for GEMS (Jain et al., SC'20). The
+compute is the same, so only the leading layouts are tried.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from weft.plan.axis import BRANCH, PIPELINE
 from weft.plan.layout import Layout
 from weft.solve.timing import Priced
 
-MOST = 4  # layouts that are turned
+MOST = 4  # layouts
 
 
 def turned(cluster: Cluster, priced: Iterable[Priced], hopeless: Callable[[Layout, float], bool]) -> Iterator[Layout]:
-    """The leading layouts for which it may pay, each mesh once.
+    """Yield the leading layouts for which it may pay, each mesh once.
 
-    `hopeless`: whether a layout of at least so many seconds cannot be the best.
+    `cannot_win`: whether a layout of at least so many seconds cannot be the best.
     """
-    seen: set[tuple[tuple[str, int], ...]] = set()
-    for one in sorted(priced, key=lambda p: p.prediction.step_time_s):
-        layout = one.layout
-        may = layout.neighbours == BRANCH and layout.branch == 1 and min(layout.pipeline, layout.data) > 1 and not layout.inner
-        if not may or cluster.parts or layout.replica_ranks >= cluster.node_size or layout.num_ranks <= cluster.node_size:
+    visited: set[tuple[tuple[str, int], ...]] = set()
+    for candidate in sorted(priced, key=lambda p: p.prediction.step_time_s):
+        layout = candidate.layout
+        is_eligible = layout.neighbours == BRANCH and layout.branch == 1 and min(layout.pipeline, layout.data) > 1 and not layout.inner
+        if not is_eligible or cluster.parts or layout.replica_ranks >= cluster.node_size or layout.num_ranks <= cluster.node_size:
             continue
-        handed_s = dict(one.prediction.parts).get("pipeline", 0.0)
-        if layout.axes in seen or len(seen) == MOST or hopeless(layout, one.prediction.step_time_s - handed_s):
+        sends_s = dict(candidate.prediction.parts).get("pipeline", 0.0)
+        if layout.axes in visited or len(visited) == MOST or hopeless(layout, candidate.prediction.step_time_s - sends_s):
             continue
-        seen.add(layout.axes)
+        visited.add(layout.axes)
         yield replace(layout, neighbours=PIPELINE)

@@ -1,8 +1,7 @@
-"""A plan for a model that could not be captured. In: the number of its parameters, a cluster, a batch. Out: a `Plan` of data parallelism.
+"""Plan for a model that could not be captured as a graph: data parallelism alone, from its number of parameters, a cluster and a batch.
 
-Whether parts of the batch train what the whole does can only be tried; whoever can run the model brings the trial.
-
-Not modelled: anything of its compute, so nothing is predicted.
+Whether parts of the batch train the same as the whole can only be tried; the caller, who can run the model, passes the trial. Nothing is
+known of its compute, so nothing is predicted.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ def without_graph(
     layout: Layout | None = None,
     trial: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
-    """A plan for a model that could not be captured, for the reason `why`: data parallelism, ZeRO-1 where replicas do not fit.
+    """Plan a model that could not be captured, for the given `reason`: data parallelism, ZeRO-1 where replicas do not fit.
 
-    Nothing is known of its compute, so nothing is predicted: as many data replicas as divide the batch and pass `trial`, which raises
-    Infeasible where the model, in so many parts, would not train what it trains whole.
+    Chosen are as many data replicas as divide the batch and pass `trial`, which raises Infeasible where so many parts would train
+    something else than the whole batch.
 
     Raises:
         Infeasible: constraints or a layout that ask for tensor or pipeline, a model that does not fit, or none that passes the trial.
     """
     limits = parse_constraints(constraints)
     defaults = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
-    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
-    allowed = [one for one in every if all(getattr(one, k) == v for k, v in defaults.items())] if layout is None else [layout]
+    searched = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
+    allowed = [one for one in searched if all(getattr(one, k) == v for k, v in defaults.items())] if layout is None else [layout]
     if not allowed:
         raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
     refused: dict[int, Infeasible] = {}  # by data
@@ -53,7 +52,7 @@ def without_graph(
         check_uncaptured(one, why)
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
-            said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
+            why_data = f"data={one.data}: as many replicas as there are devices and divide the batch of {batch_size}; nothing else applies"
             plan = Plan(one, model, cluster.found_by, batch_size, uncaptured=why, sums=sums_of(cluster, one))
             try:
                 trial(plan)
@@ -62,13 +61,13 @@ def without_graph(
                 continue
             if refused:
                 first = str(next(iter(refused.values()))).replace(f" ({why})", "")
-                said = f"data={one.data}: more replicas would train something else; {first}"
-            apart = (("whole batch", NO_GRAPH),) if one.microbatches > 1 else ()
-            return replace(plan, reasons=(("data", said), ("capture", why), *apart))
+                why_data = f"data={one.data}: more replicas would train something else; {first}"
+            microbatch_reason = (("whole batch", NO_GRAPH),) if one.microbatches > 1 else ()
+            return replace(plan, reasons=(("data", why_data), ("capture", why), *microbatch_reason))
     if refused:
         raise next(iter(refused.values()))
-    need, have = 8.0 * num_parameters, cluster.memory_of(1)
+    needed, available = 8.0 * num_parameters, cluster.memory_of(1)
     raise Infeasible(
-        f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {need / 2**30:.2f} GiB "
-        f"a device, which has {have / 2**30:.2f} GiB"
+        f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {needed / 2**30:.2f} "
+        f"GiB a device, which has {available / 2**30:.2f} GiB"
     )

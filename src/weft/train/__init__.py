@@ -1,1 +1,1 @@
-"""Many steps: configuration, data, the loop, and what a run leaves behind."""
+"""Training runs: configuration, data, the training loop, checkpointing, recovery, and the artifacts of a run."""

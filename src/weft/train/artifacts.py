@@ -1,6 +1,6 @@
-"""What a finished run leaves beside its checkpoints: the weights, a timeline, a sample of text. In: an engine. Out: files.
+"""Artifacts of a finished run: exported weights, a timeline of the last step, a sample of generated text.
 
-Rank 0 writes; the others help to gather. Not modelled: sampling from a model that does not fit on one rank.
+Rank 0 writes; the others take part in gathering. Not modelled: sampling from a model that does not fit on one rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLE_S = 20.0
 
 
 def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callable[[str], None]) -> None:
-    """Write what can be written; what cannot is told of, since the checkpoint already holds the run."""
+    """Write all artifacts; a failure is only logged, since the last checkpoint is complete."""
     state = engine.full_state_dict()
     spans = gather_spans(engine.timeline, job.folder, world)
     if world.rank == 0:
@@ -55,12 +55,12 @@ def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callabl
 
 
 def complete(folder: Path, world: World) -> bool:
-    """Whether a run that is done has left its weights, as every rank agrees."""
+    """Return whether the exported weights exist; the same on every rank."""
     return bool(world.maximum([int(world.rank == 0 and (folder / MODEL).exists())])[0])
 
 
 def export(state: Mapping[str, Tensor], path: Path) -> None:
-    """Weights and buffers under the model's own names; the file is there whole or not at all."""
+    """Write weights and buffers under the model's own names, atomically."""
     entries = sorted(state.items(), key=lambda item: -item[1].element_size())
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
@@ -72,10 +72,10 @@ def export(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def gather_spans(timeline: Timeline | None, folder: Path, world: World) -> Timeline | None:
-    """The last step of all ranks in one timeline, on rank 0: each rank leaves its part in a hidden file of the run folder."""
-    part = folder / f".timeline-{world.rank}.json"
+    """Gather the timeline of the last step of all ranks on rank 0, through hidden files in the run folder; None on other ranks."""
+    own_file = folder / f".timeline-{world.rank}.json"
     if timeline is not None:
-        part.write_text(timeline.to_json(), encoding="utf-8")
+        own_file.write_text(timeline.to_json(), encoding="utf-8")
     world.maximum([0])
     if world.rank:
         return None
@@ -89,7 +89,7 @@ def gather_spans(timeline: Timeline | None, folder: Path, world: World) -> Timel
 
 
 def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World) -> None:
-    """Text that the trained model writes after the prompt in up to SAMPLE_S, into `sample.txt`; nothing without logits of tokens."""
+    """Generate text after the prompt for at most SAMPLE_LIMIT_S into `sample.txt`; do nothing if the model is no language model."""
     model = subject.make().to(world.device)
     model.load_state_dict(dict(state), strict=False)
     model.eval()
@@ -104,11 +104,11 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
             if not _is_language_model(logits_of(model, prompt), prompt):
                 return
             generator = torch.Generator(world.device).manual_seed(job.config.train.seed)
-            ids, until = prompt, time.monotonic() + SAMPLE_S
+            ids, deadline = prompt, time.monotonic() + SAMPLE_S
             for _ in range(run.sample):
                 step = partial(logits_of, model)
                 ids = generate(step, ids, 1, sequence=section.sequence, temperature=TEMPERATURE, generator=generator)
-                if time.monotonic() > until:  # a large model, or a machine that does other things too
+                if time.monotonic() > deadline:  # a large model, or a busy machine
                     break
     finally:
         torch.set_num_threads(threads)
@@ -116,7 +116,7 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
 
 
 def logits_of(model: torch.nn.Module, ids: Tensor) -> Any:
-    """What the model gives for token numbers BS: logits BSV, also where they are a field of its output."""
+    """Return the model's logits BSV for token ids BS, which may be a field of its output."""
     out = model(ids)
     return getattr(out, "logits", out)
 

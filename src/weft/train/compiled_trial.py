@@ -1,7 +1,7 @@
-"""Whether compiling pays for a run: steps of its plan with `compile=on` beside those without, by the clock. In: a plan, its steps.
+"""Choice of torch.compile for a run: steps of its plan are measured with and without `compile=on`, and the faster total wins.
 
-Out: the plan that is faster over all of them, and why. What compiling takes is counted: the first steps of the trial. What it compiled
-stays in torch's cache on the disk, so the run itself starts sooner. Not modelled: batches of other forms, which compile anew.
+Compile time counts, as measured in the first steps of the trial. The compiled kernels stay in torch's cache on disk, so the run itself
+starts sooner. Not modelled: recompilation for batches of other shapes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weft.train import trials
 from weft.units import format_count, format_seconds
 from weft.world.launch import Launcher, engine_modules
 
-COMPILING_S = 120.0  # that ranks may take to compile, before it is known; a GPT of 10 M took less
-PATIENCE_S = 900.0  # after which a rank that compiles has failed
+COMPILING_S = 120.0  # upper estimate of the compile time before it is measured; a GPT of 10 M parameters took less
+PATIENCE_S = 900.0  # after which a compiling rank counts as failed
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Median seconds of a step, the slowest rank's, and what the steps before took beyond theirs."""
+    """Median step time on the slowest rank, and the additional time of the warm-up steps."""
 
     step_s: float
     start_s: float
 
 
 def compiling_may_pay(plan: Plan, steps: int) -> bool:
-    """Whether a run of so many steps is long beside what trying takes.
+    """Return whether a run of so many steps is long against the time of a trial.
 
     >>> from weft.plan.layout import Layout
     >>> from weft.plan.plan import Memory, Prediction
@@ -43,7 +43,7 @@ def compiling_may_pay(plan: Plan, steps: int) -> bool:
 
 
 def saves_s(eager: Timed, compiled: Timed, steps: int) -> float:
-    """Seconds that compiling saves in so many steps; below zero where it takes longer than it saves.
+    """Seconds that compiling saves in so many steps; negative if it takes longer than it saves.
 
     >>> saves_s(Timed(1.0, 0.0), Timed(0.75, 60.0), 200), saves_s(Timed(1.0, 0.0), Timed(0.75, 60.0), 1000)
     (-10.0, 190.0)
@@ -60,27 +60,28 @@ def weighed(
     device_memory: float = 0.0,
     say: Callable[[str], object] = lambda line: None,
 ) -> Plan:
-    """`plan`, or the same with `compile=on` where that saves time in `steps` steps; the reasons say what was measured."""
+    """Return `plan`, with `compile=on` if that saves time in `steps` steps; the plan's reasons state the measurements."""
     try:
-        other = replace(plan, layout=replace(plan.layout, compile="on"))
-    except LayoutError:  # what comes and goes inside of compiled stages
+        compiled = replace(plan, layout=replace(plan.layout, compile="on"))
+    except LayoutError:  # layouts that offload or gather inside of a stage cannot be compiled
         return plan
     timed: list[Timed] = []
     with Launcher(preload=engine_modules(device)) as launcher:
-        for one in (plan, other):
-            say(f"trying {one.layout}")
+        for candidate in (plan, compiled):
+            layout = candidate.layout
+            say(f"trying {layout}")
             try:
                 reports = launcher.launch(
-                    trials.all_steps, one.layout.num_ranks, format_plan(one), sequence, trials.num_steps(one), device_memory,
-                    threads=one.layout.threads, device=device, timeout_s=PATIENCE_S, show=False,
+                    trials.all_steps, layout.num_ranks, format_plan(candidate), sequence, trials.num_steps(candidate), device_memory,
+                    threads=layout.threads, device=device, timeout_s=PATIENCE_S, show=False,
                 )  # fmt: skip
             except WeftError as error:
-                return _because(plan, f"{one.layout} does not run: {str(error).splitlines()[0]}")
+                return _because(plan, f"{layout} does not run: {str(error).splitlines()[0]}")
             timed.append(_together(reports))
-    saved, words = saves_s(timed[0], timed[1], steps), " and ".join(format_seconds(one.step_s) for one in timed)
-    said = f"a step takes {words} compiled, which takes {format_seconds(max(0.0, timed[1].start_s - timed[0].start_s))} at the start: "
-    said += f"over {format_count(steps)} steps it {'saves' if saved > 0 else 'costs'} {format_seconds(abs(saved))}"
-    return _because(other if saved > 0 else plan, said)
+    saved_s, words = saves_s(timed[0], timed[1], steps), " and ".join(format_seconds(timing.step_s) for timing in timed)
+    reason = f"a step takes {words} compiled, which takes {format_seconds(max(0.0, timed[1].start_s - timed[0].start_s))} at the start: "
+    reason += f"over {format_count(steps)} steps it {'saves' if saved_s > 0 else 'costs'} {format_seconds(abs(saved_s))}"
+    return _because(compiled if saved_s > 0 else plan, reason)
 
 
 def _because(plan: Plan, words: str) -> Plan:
@@ -88,7 +89,7 @@ def _because(plan: Plan, words: str) -> Plan:
 
 
 def _together(seconds: list[list[float]]) -> Timed:
-    """Of every rank's seconds of all steps."""
+    """Combine every rank's seconds of all steps, the slowest rank of each step counting."""
     steps = [max(times) for times in zip(*seconds, strict=True)]
     step_s = median(steps[trials.WARM :])
     return Timed(step_s, sum(steps[: trials.WARM]) - trials.WARM * step_s)

@@ -1,8 +1,8 @@
-"""What a step's time went to, measured, in the words of the prediction. In: engines after recorded steps. Out: seconds by component.
+"""Breakdown of the measured step time into the components of the prediction.
 
-The busiest rank counts: `compute` and `tensor` are its forwards and backwards without and with the collectives inside them, `pipeline` what
-its program waits for besides, `gradients` what is left of their sums after the last backward, `overhead` all the rest of the step.
-Not modelled: devices that run ahead of the host (CUDA), on which a span is a launch; sums that backward hides are part of `compute`.
+The busiest rank counts: `compute` is its forwards and backwards without the collectives inside them, which are `tensor`; `pipeline` other
+waiting of its program; `gradients` the reduction that is exposed after the last backward; `overhead` the rest of the step. Not modelled:
+devices that run ahead of the host (CUDA), on which a span is a launch; reductions overlapped with backward are part of `compute`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NANOSECONDS = 1e9
 
 
 class Components:
-    """Collects recorded steps of one rank: `before()` ahead of a step, `after(engine, step_s)` behind it."""
+    """Collects recorded steps of one rank: call `start_step()` before a step, `record_step(engine, step_s)` after it."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self.world = world
@@ -30,7 +30,7 @@ class Components:
         self.rows: list[tuple[float, ...]] = []
 
     def before(self) -> None:
-        """Collectives so far are not this step's."""
+        """Start a step: exclude the collectives so far."""
         self._at = self._inside_s()
 
     def _inside_s(self) -> float:
@@ -38,7 +38,7 @@ class Components:
         return sum(group.seconds for group in self._tensor)
 
     def after(self, engine: Engine, step_s: float) -> None:
-        """Read what the engine recorded of the step that has ended."""
+        """Record the components of the step that has ended."""
         if engine.timeline is None:
             return
         spans = engine.timeline.spans
@@ -50,18 +50,18 @@ class Components:
         self.rows.append((busy - tensor, tensor, pipeline, gradients, optimizer, rest))
 
     def gather(self) -> dict[str, float] | None:
-        """Medians of the rank that computed most, the same on every rank; None where nothing was recorded. Every rank calls it."""
-        mine = medians(self.rows)
-        busy = round(NANOSECONDS * (mine[0] + mine[1]))
+        """Return the medians of the busiest rank, the same on every rank; None if nothing was recorded. Every rank calls it."""
+        components = medians(self.rows)
+        busy = round(NANOSECONDS * (components[0] + components[1]))
         most = self.world.maximum([busy])[0]
         if not most or self.world.device.type != "cpu":
             return None
-        longest = self.world.maximum([round(NANOSECONDS * x) if busy == most else 0 for x in mine])
+        longest = self.world.maximum([round(NANOSECONDS * x) if busy == most else 0 for x in components])
         return {name: value / NANOSECONDS for name, value in zip(NAMES, longest, strict=True)}
 
 
 def medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Component by component; zeros where there are no rows.
+    """Return the median of each component; zeros without rows.
 
     >>> medians([(1, 0, 0, 0, 0, 5), (3, 0, 0, 0, 0, 5), (2, 0, 0, 0, 0, 6)])
     (2.0, 0.0, 0.0, 0.0, 0.0, 5.0)

@@ -1,6 +1,6 @@
-"""`Config`: what `CONFIG.toml` says. In: a file and `key=value` words. Out: frozen values, every key known and every type right.
+"""The training configuration: `CONFIG.toml` plus `key=value` overrides, parsed into validated frozen sections.
 
-A mistake is a `ConfigError` that names the file, the line, the key and the nearest known one. Not modelled: includes, variables.
+A mistake is a `ConfigError` that names the file, the line, the key and the nearest known one. Not supported: includes, variables.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """What is learned from. `text`: a file, a folder or several; by default the Python installation's own sources. `path` says the same of
-    the other sources; of "datasets" it is a folder or a name, with its `subset` and `split`; of "images" folders of classes, or tar shards,
-    with `validation` beside them; of "table" csv or parquet files, of whose columns `features` are learned from.
+    """The data to train on. `text`: a file, a folder or several; by default the Python installation's own sources. `path` is the same for
+    the other sources: for "datasets" a folder or a name, with `subset` and `split`; for "images" class folders or tar shards, with those of
+    `validation`; for "table" csv or parquet files, whose columns `features` are the inputs.
 
     `source = "synthetic"` repeats the batch that comes with the model, whatever the model is.
 
-    `tokenizer`: "bytes", "model" (the folder of an `hf:` model) or a folder of a tokenizer. `packing`: "windows" of all documents one after
-    the other; whole "documents", several a sample, each with positions and attention of its own; or "none", one a sample. "auto" is
-    windows for text and none for instruction data. `format` says what records are: text, a prompt and its completion, or messages.
+    `tokenizer`: "bytes", "model" (the folder of an `hf:` model) or a folder of a tokenizer. `packing`: "windows" over the concatenated
+    documents; whole "documents", several a sample, each with its own positions and attention; or "none", one a sample. "auto" is
+    windows for text and none for instruction data. `format` of the records: text, a prompt and its completion, or messages.
     """
 
     source: Literal["text", "jsonl", "csv", "parquet", "webdataset", "datasets", "images", "table", "synthetic"] = "text"
@@ -79,7 +79,7 @@ class DataSection(_Section):
 
     @property
     def key(self) -> str:
-        """The key that names the data."""
+        """The configuration key that names the data, for messages."""
         return "data.text" if self.source == "text" and not self.path else "data.path"
 
     @property
@@ -95,12 +95,12 @@ class DataSection(_Section):
 
     @property
     def is_text(self) -> bool:
-        """Whether tokens are learned from."""
+        """Return whether the data are tokens."""
         return self.source not in ("images", "table", "synthetic")
 
     @property
     def as_bytes(self) -> bool:
-        """Whether the tokens are the bytes of files as they lie there."""
+        """Return whether the tokens are the raw bytes of the files."""
         return self.source == "text" and self.tokenizer == "bytes" and self.packing in ("auto", "windows")
 
 
@@ -110,18 +110,18 @@ def _integer_or_auto(key: str, value: object, least: int = 0) -> object:
     return value
 
 
-CLOSED = ("cosine", "linear", "constant")  # schedules that `learning_rate` has in closed form
+CLOSED = ("cosine", "linear", "constant")  # schedules that `learning_rate` computes in closed form
 
 
 class TrainSection(_Section):
-    """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step.
+    """The training hyperparameters. Every `*_every` is in steps, 0 for only at the end. `batch` counts samples of all ranks a step.
 
-    `checkpoint_every = "auto"` saves as often as is least in sum with what a failure loses (`weft.train.interval`).
+    `checkpoint_every = "auto"` minimises the sum of saving time and time lost to failures (`weft.train.interval`).
 
-    `optimizer` is any of `torch.optim` that updates each element by itself; `schedule` "cosine", "linear", "constant", or any of
-    `torch.optim.lr_scheduler` or `transformers` that follows from the step alone; their `_options` are what they are made with.
+    `optimizer` is any of `torch.optim` that updates each element independently; `schedule` "cosine", "linear", "constant", or any of
+    `torch.optim.lr_scheduler` or `transformers` that is a function of the step; their `_options` are constructor arguments.
 
-    Above 0, `within_s` makes the steps fewer where the plan predicts that `steps` of them take longer (`steps_under`).
+    `within_s` above 0 reduces the number of steps if the plan predicts that `steps` of them take longer (`steps_under`).
     """
 
     steps: int = Field(default=1000, ge=1)
@@ -158,7 +158,7 @@ class TrainSection(_Section):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)}; each is at least 0 and below 1")
-        try:  # in their own files, which need torch, and only where they are not the usual ones
+        try:  # imported here because these modules need torch, and only for other than the default kinds
             if self.optimizer not in ("adamw", "sgd") or self.optimizer_options:
                 importlib.import_module("weft.train.updates").check_optimizer(self)
             if self.schedule not in CLOSED or self.schedule_options:
@@ -168,7 +168,7 @@ class TrainSection(_Section):
         return self
 
     def steps_under(self, plan: Plan) -> int:
-        """How many steps the run has under `plan`: `steps`, or as many, at least one, as are predicted to take `within_s`.
+        """Return the run's number of steps under `plan`: `steps`, or those predicted to take `within_s`, at least one.
 
         >>> from weft.plan.layout import Layout
         >>> from weft.plan.plan import Memory, Prediction
@@ -184,9 +184,9 @@ class TrainSection(_Section):
 class PlanSection(_Section):
     """Where the plan comes from: `layout` by hand, a `file` that `weft plan` wrote, or (neither) weft's own choice for `cluster`.
 
-    `ranks` limits the choice to that many, `constrain` as `--constrain` does. `device_memory` ("2GiB") is what a rank's tensors may take.
-    `trials` of the plans predicted to be fastest are run for some steps on this machine, and the fastest is taken; "auto" does so where
-    predictions lie close and the run is long beside it (`weft.train.trials.worthwhile`).
+    `ranks` limits the choice to that many, `constrain` as `--constrain` does. `device_memory` ("2GiB") limits a rank's tensors.
+    `trials` of the plans predicted to be fastest are measured for some steps on this machine, and the fastest is chosen; "auto" does so if
+    predictions are close and the run is long against the trials (`weft.train.trials.num_worthwhile_trials`).
     """
 
     layout: str = ""
@@ -207,7 +207,7 @@ class PlanSection(_Section):
 
     @property
     def trials_asked(self) -> int:
-        """`trials` as a number: 0 where it is left to the run's length, which ranks that exist do not do."""
+        """Number of trials in ranks that were started elsewhere: `trials`, or 0 for "auto"."""
         return 0 if self.trials == "auto" else self.trials
 
     @field_validator("trials", mode="before")
@@ -223,14 +223,14 @@ class PlanSection(_Section):
 
 
 class RunSection(_Section):
-    """`folder`: by default `runs/` and the configuration's name. `sample`: tokens of the text that is written at the end.
+    """`folder`: by default `runs/` and the configuration's name. `sample`: number of tokens to generate at the end.
 
-    Of each rank `workers` threads prepare batches while others are trained on. A rank that takes longer than `hang_after_s`, and than ten
-    median steps, for a step is named. With `protect = "memory"` each rank's state is kept in memory that outlives it, twice, where there is
-    room: a rank that is lost is replaced, and no step is. Of several hosts each keeps what its neighbour alone has, every `copy_every`
-    steps; "auto": as often as takes 2 % of the time at most. So many `spares` of the ranks that something else started wait for others
-    to be lost. With `save = "async"` checkpoints are written while training goes on, where there is room for a copy of the state.
-    `trackers` are told every row of `metrics.jsonl` (`weft.train.trackers`).
+    On each rank `workers` threads prefetch batches. A rank that takes longer for a step than `hang_after_s` and ten median steps is
+    reported. With `protect = "memory"` each rank's state has two snapshots in persistent memory, if they fit: a failed rank is replaced
+    without losing a step. With several hosts, shards that only one host has are copied to its neighbour every `copy_every` steps; "auto":
+    as often as takes 2 % of the time at most. `spares`: number of ranks, started elsewhere, that wait to replace failed ones.
+    With `save = "async"` checkpoints are written during training, if a copy of the state fits in memory.
+    `trackers` receive every row of `metrics.jsonl` (`weft.train.trackers`).
     """
 
     folder: str = ""
@@ -266,7 +266,7 @@ class Config(_Section):
 
     @classmethod
     def read(cls, path: Path | str, changes: Sequence[str] = ()) -> Config:
-        """Read a file; `changes` are `key=value` words that win over it. Without `run.folder` it is `runs/` and the file's stem.
+        """Read a file; `changes` are `key=value` overrides. Without `run.folder` it is `runs/` and the file's stem.
 
         Raises:
             ConfigError: no such file; not TOML; an unknown key; a wrong type or value.
@@ -286,7 +286,7 @@ class Config(_Section):
 
     @classmethod
     def parse(cls, text: str, where: str = "configuration", changes: Sequence[str] = ()) -> Config:
-        """As `read`, from text; `where` is named in errors."""
+        """Parse text as `read` does; `where` is named in errors."""
         tree = toml.parse(text, where)
         origins: dict[tuple[str, ...], str] = {}
         for change in changes:
@@ -297,7 +297,7 @@ class Config(_Section):
             section[key[1]] = value
             origins[key] = change
         try:
-            # As JSON, since a TOML array is then a tuple without any other type being bent.
+            # As JSON, since strict validation accepts a JSON array for a tuple, and no other conversion.
             return cls.model_validate_json(json.dumps(tree))
         except ValidationError as error:
             raise ConfigError(_explain(error, text, where, origins)) from error
@@ -305,7 +305,7 @@ class Config(_Section):
             raise ConfigError(f"{where}: dates and times mean nothing here: {error}") from error
 
     def dump(self) -> str:
-        """As TOML with every key, defaults included; `parse` reads it back to an equal Config."""
+        """Return TOML with every key, defaults included; `parse` reads it back to an equal configuration."""
         return toml.dump(self.model_dump())
 
 
@@ -318,7 +318,7 @@ SECTIONS: dict[str, type[_Section]] = {
 }
 
 
-# What other programs call a key.
+# Names of keys in other programs.
 OTHER_NAMES = {
     "lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay", "warmup": "warmup_steps", "batch_size": "batch",
     "max_steps": "steps", "num_steps": "steps", "iterations": "steps", "grad_clip": "clip", "max_grad_norm": "clip",
@@ -332,7 +332,7 @@ def _all_keys() -> list[str]:
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    """`; did you mean X?` for a key, with the section that it was given with. A section that is right is no likeness of keys."""
+    """`; did you mean X?` for a key, with its section. Only the key is compared if the section is known."""
     section, dot, key = name.rpartition(".")
     at = section + dot if section in SECTIONS else ""
     word = key if at else name
@@ -343,7 +343,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _change(word: str) -> tuple[tuple[str, str], Any]:
-    """(section, key) and value of `train.steps=100`, or of `steps=100` where only one section has that key."""
+    """Parse `train.steps=100`, or `steps=100` if only one section has that key, into (section, key) and value."""
     name, equals, text = word.partition("=")
     if not equals:
         raise ConfigError(f"{word!r} is not key=value; for example train.steps=100")
@@ -357,10 +357,10 @@ def _change(word: str) -> tuple[tuple[str, str], Any]:
 
 
 def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[str, ...], str]) -> str:
-    """The first mistake, with its line, what is expected and what is near."""
+    """Describe the first mistake, with its line, the expected value and the nearest key."""
     first = error.errors()[0]
     path = tuple(part for part in map(str, first["loc"]) if not part.isdigit())[:2]
-    if first["type"] == "value_error" and len(path) == 1:  # of a section: the key that it begins with, where it does
+    if first["type"] == "value_error" and len(path) == 1:  # of a section: its message may begin with the key
         key = str(first["ctx"]["error"]).partition(" ")[0]
         path = (*path, key) if key in SECTIONS[path[0]].model_fields else path
     line = toml.line_of(text, path)

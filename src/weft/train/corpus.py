@@ -1,6 +1,7 @@
-"""What a run learns from, as it lies on disk. In: the `[data]` section. Out: one description of tokens or images, with their digest.
+"""The training data on disk: files of the `[data]` section, prepared if necessary, and a description of them with a digest.
 
-Text whose tokens are bytes is used where it lies, or joined into one file; all else is brought into the run folder as numbers of tokens.
+Text whose tokens are bytes is read in place, or joined into one file; other text is tokenized into the run folder, tables are converted to
+arrays there, images are indexed. Batches are made of it in `train/data`, `train/image_batches` and `train/table_batches`.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from weft.train.reading.tokenizers import tokenizer_of
 
 VOCABULARY = 256
 PYTHON_SUFFIXES = (".py", ".txt", ".rst")
-# Tests are more than half of the library where they are installed at all; packages differ from machine to machine.
+# Tests are more than half of the library if they are installed at all; packages differ between machines.
 PYTHON_SKIPS = ("test", "tests", "site-packages", "dist-packages", "__pycache__")
 PYTHON_LIMIT_BYTES = 30_000_000
 PYTHON = "the sources and documentation of this Python"
 SUMS = "text.sums"
-PREPARED, DESCRIPTION = "data", "corpus.json"  # of token files in a run folder, and what describes them
+PREPARED, DESCRIPTION = "data", "corpus.json"  # the folder of prepared data in a run folder, and the file that describes it
 
 
 class Prepared(NamedTuple):
-    """What a folder of prepared data has: units of its size, files, of which the first is read all the time, and their digest."""
+    """Format of a folder of prepared data: the unit of its size, its files (the first is read throughout training), their digest."""
 
     unit: str
     files: tuple[str, ...]
     digest: Callable[[Path], str]
 
 
-# By the field of a corpus that describes it.
+# By the field of `Corpus` that describes it.
 PREPARED_AS = {
     "written": Prepared("tokens", (TOKENS, ENDS), digest_of_tokens),
     "images": Prepared("images", (INDEX, FILES), digest_of_images),
@@ -64,10 +65,10 @@ PREPARED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`size` tokens in `path`. `digest` tells whether they are the same as when a run began.
+    """`size` tokens in `path`; `digest` detects changes since a run began.
 
-    Where the tokens are the bytes of the file `path`, it alone is told of; else `path` is a folder of token files, with an index of images,
-    or with the rows of tables, as one of `written`, `images` and `rows` describes it, and `size` counts these.
+    `path` is a file whose bytes are the tokens, or a folder of token files, of an image index or of table rows, which one of `written`,
+    `images` and `rows` describes, and `size` counts these.
     """
 
     path: str
@@ -77,12 +78,12 @@ class Corpus:
     written: dict[str, Any] | None = None
     images: dict[str, Any] | None = None
     rows: dict[str, Any] | None = None
-    sums: str = ""  # where the sums of the parts of a file lie that is used as it is
+    sums: str = ""  # file with the checksums of the parts of a file that is read in place
 
     @property
     def prepared(self) -> Prepared | None:
-        """What the folder `path` has; None where `path` is a file whose bytes are the tokens."""
-        return next((prepared for field, prepared in PREPARED_AS.items() if getattr(self, field)), None)
+        """Format of the folder `path`; None if `path` is a file whose bytes are the tokens."""
+        return next((described for field, described in PREPARED_AS.items() if getattr(self, field)), None)
 
     @property
     def file(self) -> Path:
@@ -91,27 +92,27 @@ class Corpus:
 
     @property
     def is_text(self) -> bool:
-        """Whether tokens are learned from."""
+        """Return whether the data are tokens."""
         return not self.images and not self.rows
 
     @property
     def unit(self) -> str:
-        """What `size` counts."""
+        """The unit that `size` counts."""
         return self.prepared.unit if self.prepared else "bytes"
 
     @property
     def image_set(self) -> ImageSet:
-        """What images there are."""
+        """Description of the images."""
         assert self.images is not None
         return ImageSet(**self.images)
 
     @property
     def vocabulary(self) -> int:
-        """Tokens are numbers below this."""
+        """Upper bound of the token ids."""
         return int(self.written["largest"]) + 1 if self.written else VOCABULARY
 
     def tokens(self) -> FileTokens:
-        """All tokens [size], read from the disk as they are used."""
+        """Return the tokens [size], read from disk on access."""
         if self.written:
             return self.store().tokens
         try:
@@ -123,12 +124,12 @@ class Corpus:
         return tokens
 
     def store(self) -> TokenStore:
-        """Tokens in documents. Raises ConfigError where a file is gone."""
+        """Open the token files. Raises ConfigError if a file is missing."""
         assert self.written is not None
         return open_tokens(Path(self.path), Written(**self.written))
 
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Size and time of change of the files as they lie there now. Raises `RunError` where one is gone."""
+        """Return the current size and modification time of the files. Raises `RunError` if one is missing."""
         names = self.prepared.files if self.prepared else ("",)
         try:
             statuses = [os.stat(Path(self.path, name)) for name in names]
@@ -138,10 +139,10 @@ class Corpus:
 
 
 def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
-    """What a configuration's `[data]` names, prepared in `folder` where it is not used as it lies; `model` may bring the tokenizer.
+    """Open the data of a configuration's `[data]`, prepared in `folder` unless read in place; `model` may bring the tokenizer.
 
     Raises:
-        ConfigError: data that is not there, cannot be read or is not of its format, with file, line and remedy; a package that is missing.
+        ConfigError: missing or unreadable data, or data of another format, with file, line and remedy; a missing package.
     """
     if not data.text:
         check_endings(data.source, data.paths)
@@ -169,7 +170,7 @@ def open_data(data: DataSection, model: str, folder: Path | str) -> Corpus:
 
 
 def _records(data: DataSection) -> tuple[Iterator[Record], str]:
-    """Records, and what to call where they come from."""
+    """Return the records, and a name of their origin."""
     if data.source == "datasets":
         if len(data.paths) != 1:
             raise ConfigError('data.path: data.source = "datasets" takes one folder or name')
@@ -182,7 +183,7 @@ def _records(data: DataSection) -> tuple[Iterator[Record], str]:
 
 
 def is_unchanged(corpus: Corpus) -> bool:
-    """Whether what a run has prepared, or what it reads where it lies, is as it was when it was described."""
+    """Return whether the data, prepared or read in place, still match their description."""
     if corpus.prepared:
         folder = Path(corpus.path)
         return all((folder / name).is_file() for name in corpus.prepared.files) and corpus.prepared.digest(folder) == corpus.digest
@@ -191,12 +192,12 @@ def is_unchanged(corpus: Corpus) -> bool:
 
 
 def open_corpus(text: Sequence[str], folder: Path | str, key: str = "data.text") -> Corpus:
-    """The text of files, patterns and folders (all files that look like text, in sorted order), by default Python's own.
+    """Open the text of files, patterns and folders (all files that look like text, in sorted order), by default Python's own.
 
-    One file is used where it lies; several are joined into `folder/corpus.bin`. `key`: where `text` stands, for messages.
+    One file is read in place; several are joined into `folder/corpus.bin`. `key`: the configuration key of `text`, for messages.
 
     Raises:
-        ConfigError: a path that does not exist or cannot be read, or no text in it.
+        ConfigError: a path that does not exist or cannot be read, or has no text.
     """
     folder = Path(folder)
     if len(text) == 1 and Path(text[0]).is_file():
@@ -215,7 +216,7 @@ def save_description(corpus: Corpus, path: Path) -> None:
 
 
 def read_description(path: Path) -> Corpus | None:
-    """What `save_description` wrote; None where there is nothing. Raises ConfigError where it is damaged."""
+    """Read the file that `save_description` wrote; None if it does not exist. Raises ConfigError if it is damaged."""
     if not path.exists():
         return None
     try:
@@ -225,18 +226,18 @@ def read_description(path: Path) -> Corpus | None:
 
 
 def describes_corpus(corpus: Corpus, path: Path) -> bool:
-    """Whether `path`, written by `save_description`, describes the same tokens; also where it does not exist."""
+    """Return whether `path`, written by `save_description`, describes the same data, or does not exist."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return True
     except ValueError:
         return False
-    return isinstance(before, dict) and (before.get("size"), before.get("digest")) == (corpus.size, corpus.digest)
+    return isinstance(description, dict) and (description.get("size"), description.get("digest")) == (corpus.size, corpus.digest)
 
 
 def byte_frequency_loss(tokens: Tokens) -> float:
-    """Nats a byte of the best prediction that knows only how often each byte occurs: their entropy.
+    """Loss in nats a byte of the best prediction from byte frequencies alone: their entropy.
 
     >>> round(byte_frequency_loss(np.frombuffer(b"abab", dtype=np.uint8)) / math.log(2), 6)
     1.0
@@ -263,7 +264,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _join(files: Sequence[Path], path: Path, limit: float, key: str) -> None:
-    """One file after the other, each ended by a line feed, whole files only up to `limit` bytes."""
+    """Concatenate files, each ended by a line feed, skipping those that would exceed `limit` bytes."""
     temporary = path.with_name(f"{path.name}.new")
     size = 0
     try:

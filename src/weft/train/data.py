@@ -1,7 +1,7 @@
-"""Samples in an order that depends on the seed and the step alone. In: tokens, or a batch. Out: batches by step number.
+"""Batches by step number: windows of text, a synthetic batch, and helpers for nested batches of tensors.
 
-Whatever the layout and however often a run is resumed, step n has the same samples, and every sample comes once an epoch.
-B samples a batch, S tokens a sample. Not modelled: mixtures of several texts.
+Step n has the same samples in any layout and after any resumption, and every sample is used once an epoch.
+Shapes: B samples a batch, S tokens a sample. Not modelled: mixtures of several texts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.train.order import Numbers, Order, Ordered
 from weft.train.reading.token_files import FileTokens, Tokens
 
 Batch = Any  # a tensor, or a tuple, list or dict of them; samples in dimension 0
-NOT_LEARNED = -100  # the label that losses leave out
+NOT_LEARNED = -100  # label that losses ignore
 _WINDOWS_PER_BLOCK = 64
 _LEAST_BLOCKS = 64
 
 
 class Source(Protocol):
-    """What batches are made of: training batches by step, validation batches by number."""
+    """A source of batches: training batches by step, validation batches by number."""
 
     @property
     def num_samples(self) -> int: ...
@@ -33,17 +33,17 @@ class Source(Protocol):
     def num_validation(self) -> int: ...
 
     def train(self, step: int, rows: Sequence[int]) -> Batch:
-        """Rows `rows` of the global batch of `step`."""
+        """Return rows `rows` of the global batch of `step`."""
         ...
 
     def validation(self, number: int, rows: Sequence[int]) -> Batch:
-        """Rows `rows` of validation batch `number`."""
+        """Return rows `rows` of validation batch `number`."""
         ...
 
 
 class TextRows(NamedTuple):
-    """Text as models take it: `inputs` BS; `targets` BS, the token that follows each; `labels` BS, each the input itself; `positions` BS in
-    each document where a sample has several. What is not learned is -100 in targets and labels."""
+    """Rows of text: `inputs` BS; `targets` BS, the next token of each; `labels` BS, the inputs themselves; `positions` BS within each
+    document if samples hold several. Tokens without loss are -100 in targets and labels."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -55,8 +55,8 @@ class TextRows(NamedTuple):
 class Text(Ordered[TextRows]):
     """Windows of S + 1 tokens from one text.
 
-    Windows are laid side by side; whole blocks of them, chosen by the seed, are kept for validation, so that what is
-    validated on lies apart from what is trained on, and in all parts of the text. `learned`: a byte each, 0 where a token is no target.
+    Windows do not overlap; whole blocks of them, chosen by the seed, are held out for validation, so that validation and training text are
+    separate and both from all over the text. `loss_mask`: a byte a token, 0 if the token is no target.
     """
 
     tokens: Tokens | FileTokens
@@ -76,13 +76,13 @@ class Text(Ordered[TextRows]):
 
     @property
     def order(self) -> Order:
-        """Of windows, which lie side by side; those of a block are kept for validation together, fewer where the text is short."""
+        """The order of the windows, in blocks that are held out together, smaller if the text is short."""
         windows = (self.tokens.size - 1) // self.sequence
         block = max(1, min(_WINDOWS_PER_BLOCK, windows // _LEAST_BLOCKS))
         return Order(windows, self.batch, self.validation_fraction, self.seed, block)
 
     def validation_tokens(self) -> Tokens:
-        """Tokens that are validated on, one sample after the other, of up to 16,384 samples."""
+        """Return the concatenated validation tokens, of up to 16,384 samples."""
         windows = self.order.first_validation(1 << 14).tolist()
         return np.concatenate([self.tokens[w * self.sequence + 1 : (w + 1) * self.sequence + 1] for w in windows])
 
@@ -118,7 +118,7 @@ class Synthetic:
 
 
 def map_tensors(batch: Batch, fn: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """`fn` of every tensor in tuples, lists and dicts; everything else stays."""
+    """Apply `fn` to every tensor in tuples, lists and dicts; everything else stays."""
     match batch:
         case torch.Tensor():
             return fn(batch)
@@ -133,7 +133,7 @@ def map_tensors(batch: Batch, fn: Callable[[torch.Tensor], torch.Tensor]) -> Bat
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:
-    """The tensors in tuples, lists and dicts, in order."""
+    """Yield the tensors in tuples, lists and dicts, in order."""
     match batch:
         case torch.Tensor():
             yield batch
@@ -146,24 +146,24 @@ def tensors(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
-    """(name or place, what is there) of a dict, a tuple or a list; of a tensor alone none."""
+    """Return (name or position, value) of a dict, a tuple or a list; nothing for a single tensor."""
     return list(batch.items() if isinstance(batch, dict) else enumerate(batch)) if isinstance(batch, dict | tuple | list) else []
 
 
 def of_entries(values: dict[Any, Any]) -> Batch:
-    """The batch that has `entries`: a dict by name, a tuple by place.
+    """Build the batch with these entries: a dict by name, or a tuple by position.
 
     >>> of_entries({1: "labels", 0: "pixels"}), of_entries({"x": 1})
     (('pixels', 'labels'), {'x': 1})
     """
-    return tuple(values[place] for place in sorted(values)) if 0 in values else values
+    return tuple(values[position] for position in sorted(values)) if 0 in values else values
 
 
 def batch_size(batch: Batch) -> int:
-    """Samples in a batch: rows of its first tensor that has any.
+    """Number of samples in a batch: rows of its first tensor that has dimensions.
 
     Raises:
-        ConfigError: no tensor with a dimension in it.
+        ConfigError: no such tensor.
     """
     for x in tensors(batch):
         if x.dim():
@@ -172,7 +172,7 @@ def batch_size(batch: Batch) -> int:
 
 
 def take(batch: Batch, rows: Sequence[int]) -> Batch:
-    """These rows of every tensor that has as many rows as the batch has samples."""
+    """Select rows of every tensor that has as many rows as the batch has samples."""
     size, index = batch_size(batch), torch.as_tensor(rows, dtype=torch.int64)
     if len(rows) == size and list(rows) == list(range(size)):
         return batch

@@ -1,4 +1,4 @@
-"""What a person sees while training: a live line on a terminal, plain lines elsewhere. In: rows of metrics. Out: standard error."""
+"""Progress display of training on standard error: a live progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE_EVERY_S = 5.0
 
 
 class Display(Protocol):
-    """Where rank 0 shows what happens; the other ranks show nothing."""
+    """Shows metrics and messages; only rank 0 has one that prints."""
 
     def row(self, row: Row) -> None: ...
 
@@ -30,7 +30,7 @@ class Display(Protocol):
 
 
 class Silent:
-    """Shows nothing."""
+    """A display that prints nothing."""
 
     def row(self, row: Row) -> None:
         pass
@@ -40,7 +40,7 @@ class Silent:
 
 
 def words(row: Row, steps: int, left_s: float) -> str:
-    """A row in one line: step, loss, tokens/s, model-FLOP utilisation, time left.
+    """Format a row in one line: step, loss, tokens/s, model-FLOP utilisation, remaining time.
 
     >>> words({"step": 3, "loss": 2.5, "tokens_per_s": 40960.0, "mfu": 0.41}, 100, 42.0)
     'step 3/100  loss 2.500  41.0k tokens/s  MFU 41.0 %  42.0 s left'
@@ -56,7 +56,7 @@ def words(row: Row, steps: int, left_s: float) -> str:
 
 
 class _Pace:
-    """Time left, from the median of the last steps."""
+    """Estimate of the remaining time, from the median of the last steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -68,7 +68,7 @@ class _Pace:
 
 
 class Lines:
-    """Plain lines: the first step, every few seconds, every evaluation and the last."""
+    """A display of plain lines: the first step, every few seconds, every evaluation and the last step."""
 
     def __init__(self, steps: int) -> None:
         self._pace, self._next_s = _Pace(steps), 0.0
@@ -85,7 +85,7 @@ class Lines:
 
 
 class Live:
-    """One line and a bar that move, on a terminal."""
+    """A display of one line with a progress bar, on a terminal."""
 
     def __init__(self, steps: int, start: int) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -110,7 +110,7 @@ class Live:
 
 @contextmanager
 def display(rank: int, steps: int, start: int) -> Iterator[Display]:
-    """The display of one rank: live where standard error is a terminal."""
+    """Open the display of one rank: live if standard error is a terminal."""
     if rank:
         yield Silent()
     elif sys.stderr.isatty():

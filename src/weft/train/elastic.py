@@ -1,11 +1,10 @@
-"""Training in ranks that something else started (torchrun, srun, ssh), which goes on when a host or a rank is lost.
+"""Elastic training in ranks that torchrun, srun or ssh started: after the failure of a host or a rank the surviving ranks continue.
 
-    running --lost--> roll call (who is left) --> a world of those, of the next generation --> what they hold, as a checkpoint --> running
+    running --peer loss--> membership vote --> a world of the next generation --> surviving state saved as a checkpoint --> running
 
-In: a world that was joined, a job, plans for fewer ranks that were found beforehand. Out: what `loop.train` returns. Those who are left
-keep their processes. The state after the last step that all of them have is in their memory; where replicas, or copies of what one host
-alone had (`train/copies`), make it all of the state, that is gone on from, else the last checkpoint. Ranks that a plan has no use for wait
-as spares.
+Surviving ranks keep their processes. The state after the last step that all of them have is in their memory; if replicas or buddy
+copies (`train/buddy_copies`) complete it, training resumes from it, else from the last checkpoint. Plans for fewer ranks were made
+beforehand; ranks that a plan does not use wait as spares. Ranks that this program launches itself are replaced instead (`train/loop`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from weft.world.world import Survivor, World
 
 FOLDER, PLANS = ".regroup", "plan-*.toml"
 MEET_S = 10.0
-MOST = 5  # losses after one step
+MOST = 5  # peer losses after the same step
 SPARE_S = 60.0
 PART_S = 3.0
 DONE = "done"
@@ -49,8 +48,8 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class _Left:
-    """What a rank brings to those that are left: what it has run, whose snapshots it has, what it has copies of, and `why` that is over.
-    `needed`: marks of all pieces that make up the state, of those that are lost, too."""
+    """State that a surviving rank contributes: snapshots of its run and buddy copies. `reason`: why the generation ended. `required`: ids
+    of all shards of the state, including those of failed ranks."""
 
     run: Run | None
     why: str
@@ -59,38 +58,38 @@ class _Left:
 
     @property
     def steps(self) -> Sequence[int]:
-        """After which this rank has its own state."""
+        """Steps whose state this rank has in its own snapshots."""
         snapshots = self.run.snapshots if self.run is not None else None
         return [step for step in snapshots.steps if step is not None] if snapshots is not None else []
 
     @property
     def copied(self) -> Sequence[int]:
-        """After which it has what others copied."""
+        """Steps whose state other ranks copied to this rank."""
         return sorted(self.copies.steps) if self.copies is not None else []
 
     def at(self, step: int) -> tuple[Row | None, list[Piece]]:
-        """(what the last of so many steps told, the state after them), as far as they are here."""
+        """Return (metrics row of step `step`, shards of the state after it), as far as this rank has them."""
         note: Row | None = None
         pieces: list[Piece] = []
         if self.run is not None and self.run.snapshots is not None and step in self.steps:
             note = self.run.snapshots.restore(step)
             pieces = self.run.engine.pieces()
-        for one in self.copies.of(step) if self.copies is not None else ():
-            note = note or dict(one.note)
-            pieces += one.pieces
+        for copy in self.copies.of(step) if self.copies is not None else ():
+            note = note or dict(copy.note)
+            pieces += copy.pieces
         return note, pieces
 
 
 def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = make_engine) -> Summary:
-    """Train to the last step, on those ranks that are left. `plans`: by number of ranks, the job's own among them.
+    """Train to the last step, on the ranks that survive. `plans`: by number of ranks, including the job's own.
 
-    Raises what `loop.train` raises; RunError where there is no plan for those that are left, or no step was made between many losses.
+    Raises what `loop.train` raises; RunError if no plan fits the surviving ranks, or after several peer losses without a step in between.
     """
-    subject = loop.prepared(job).subject
+    task = loop.prepared(job).subject
     attempt = _Attempt(world, world.boxes(tuple(range(world.num_ranks))), job)
     lineage = world.told(lambda: secrets.token_hex(4))
-    left: _Left | None = None
-    stuck = (-1, 0)  # a step, and losses since
+    surviving: _Left | None = None
+    stuck = (-1, 0)  # a step, and the number of peer losses since
     while True:
         row: Row | None = None
         run: Run | None = None
@@ -98,13 +97,13 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
         worlds = [attempt.world]
         with Peers(attempt.world, attempt.boxes, job.config.run.hang_after_s, worlds) as peers:
             try:
-                if left is not None:
-                    step, row = _given(attempt.world, attempt.job, left)
-                    attempt = _planned(attempt, plans, step, left.why)
+                if surviving is not None:
+                    step, row = _given(attempt.world, attempt.job, surviving)
+                    attempt = _planned(attempt, plans, step, surviving.why)
                     stuck = (step, stuck[1] + 1 if step == stuck[0] else 1)
                     if stuck[1] > MOST:
-                        raise RunError(f"{stuck[1]} losses of ranks after step {step}, and no step further; the last: {left.why}")
-                    left = None  # and with it the engine before
+                        raise RunError(f"{stuck[1]} peer losses after step {step} without another step; the last: {surviving.why}")
+                    surviving = None  # and with it the previous engine
                     gc.collect()
                 work = attempt.work
                 if work is None:
@@ -113,10 +112,10 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
                     return _spare(attempt, copies)
                 worlds.append(work)
                 set_world(work)
-                engine = make(work, attempt.job, subject)
+                engine = make(work, attempt.job, task)
                 state = state_of(attempt.world, attempt.boxes, engine.pieces())
                 copies = _copies(attempt, state, worlds)
-                run = Run(work, attempt.job, subject, engine, row)
+                run = Run(work, attempt.job, task, engine, row)
                 if copies is not None:
                     run.keep = partial(Copied, copies, engine.pieces, job.config.train.steps)
                 del engine
@@ -126,26 +125,27 @@ def train(world: World, job: Job, plans: Mapping[int, Plan], make: MakeEngine = 
                     shutil.rmtree(job.folder / FOLDER, ignore_errors=True)
                 return summary
             except Exception as error:
-                lost = error
-            why = attempt.world.lost_why or (str(lost).split(": [")[0].split("\n")[0] if is_lost(lost) else "")
+                failure = error
+            why = attempt.world.lost_why or (str(failure).split(": [")[0].split("\n")[0] if is_lost(failure) else "")
             folder = job.folder / FOLDER / lineage
             if not why:
-                attempt.call(folder).fail(f"{type(lost).__name__}: {lost}")
-                raise lost
-            left = _Left(run, why, copies, state.needed) if run is not None or copies is not None or left is None else left
-            del run, lost, copies
+                attempt.call(folder).fail(f"{type(failure).__name__}: {failure}")
+                raise failure
+            if run is not None or copies is not None or surviving is None:
+                surviving = _Left(run, why, copies, state.needed)
+            del run, failure, copies
             peers.leave(why)
-            for one in worlds:
-                one.close()
+            for closing in worlds:
+                closing.close()
             num_before = attempt.world.num_ranks
             attempt = _met(attempt, folder, why)
-            attempt.world.before = (*worlds[0].before, *(one.recorder for one in worlds))
-            left = replace(left, why=f"{num_before - attempt.world.num_ranks} of {num_before} ranks are lost ({why})")
+            attempt.world.before = (*worlds[0].before, *(closed.recorder for closed in worlds))
+            surviving = replace(surviving, why=f"{num_before - attempt.world.num_ranks} of {num_before} ranks failed ({why})")
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """The ranks that are there, by host in `boxes`, and what they do. `generation`: of the last roll call."""
+    """The ranks of one generation, by host in `ranks_by_host`, and their job."""
 
     world: World
     boxes: Sequence[Sequence[int]]
@@ -156,7 +156,7 @@ class _Attempt:
 
     @property
     def work(self) -> World | None:
-        """The world of the ranks that the plan is for; None on others."""
+        """The world of the ranks that the plan uses; None on spares."""
         num_ranks = self.job.plan.layout.num_ranks
         if self.world.rank >= num_ranks:
             return None
@@ -167,7 +167,7 @@ class _Attempt:
 
 
 def _met(attempt: _Attempt, folder: Path, why: str) -> _Attempt:
-    """Those that are left, in a world of their own; again, where one of them has not come."""
+    """Form the world of the next generation from the surviving ranks; vote again if one of them fails to join."""
     world, boxes = attempt.world, attempt.boxes
     meeting, rank, generation = world.joined, world.rank, world.generation
     assert meeting is not None
@@ -176,13 +176,13 @@ def _met(attempt: _Attempt, folder: Path, why: str) -> _Attempt:
         call = RollCall(folder.with_name(f"{folder.name}-{generation}"), rank, boxes)
         listener = meeting.listen()
         address, port = listener.getsockname()[:2]
-        decision, mine = call.answer(str(address), int(port))
-        if not mine:
+        decision, is_host = call.answer(str(address), int(port))
+        if not is_host:
             listener.close()
         rank = decision.ranks.index(rank)
-        parts = [[i for i, one in enumerate(decision.ranks) if one in box] for box in boxes]
-        boxes = sorted(part for part in parts if part)
-        where = (listener if mine else None, decision.address, decision.port)
+        surviving = [[i for i, old_rank in enumerate(decision.ranks) if old_rank in box] for box in boxes]
+        boxes = sorted(ranks for ranks in surviving if ranks)
+        where = (listener if is_host else None, decision.address, decision.port)
         transport = world.transport_of([len(box) for box in boxes])
         options = {"local_rank": world.local_rank, "device": world.device, "generation": generation, "transport": transport}
         try:
@@ -194,13 +194,13 @@ def _met(attempt: _Attempt, folder: Path, why: str) -> _Attempt:
 
 
 def _planned(attempt: _Attempt, plans: Mapping[int, Plan], step: int, why: str) -> _Attempt:
-    """With a plan for as many ranks as there are, or as are of use. Raises RunError where there is none."""
+    """Select the plan with the most ranks that the world has. Raises RunError if there is none."""
     world, job = attempt.world, attempt.job
     fitting = max((n for n in plans if n <= world.num_ranks), default=0)
     if not fitting:
         numbers = ", ".join(map(str, sorted(plans)))
-        left = f"{why}; {world.num_ranks} are left, and there are plans for {numbers}"
-        raise RunError(f"{left}: start it again on as many, and it goes on")
+        shortage = f"{why}; {world.num_ranks} survive, and there are plans for {numbers}"
+        raise RunError(f"{shortage}: restart on one of these numbers to resume")
     spare = f", and {world.num_ranks - fitting} wait" if fitting < world.num_ranks else ""
     _say(world, f"{why}; {fitting} go on after step {max(0, step)} as {plans[fitting].layout}{spare}")
     peak = job.peak_flops / job.plan.layout.num_ranks * fitting
@@ -208,15 +208,15 @@ def _planned(attempt: _Attempt, plans: Mapping[int, Plan], step: int, why: str) 
 
 
 def _given(world: World, job: Job, left: _Left) -> tuple[int, Row | None]:
-    """(the step that is gone on from, what it told where that may be lost): those that are left save what they hold, unless it is less than
-    the last checkpoint, or not all of the state. Every rank of `world` calls it."""
+    """Save the surviving state as a checkpoint, unless it is older than the last one or incomplete; every rank of `world` calls it. Return
+    (step to resume after, its metrics row if that may not have been written)."""
     committed = checkpoint.committed(job.folder / CHECKPOINTS)
-    saved = max((one.step for one in committed), default=-1)
-    told = [json.loads(text) for text in world.gathered(json.dumps([left.steps, left.copied, saved]))]
-    saved = max(one[2] for one in told)
-    snapshots = [steps for steps, _, _ in told if steps]
-    # Where nobody is left that has run, the copies are all there is.
-    steps = [step for step in all_common(snapshots or [copied for _, copied, _ in told if copied]) if step > saved]
+    saved = max((folder.step for folder in committed), default=-1)
+    replies = [json.loads(text) for text in world.gathered(json.dumps([left.steps, left.copied, saved]))]
+    saved = max(saved_step for _, _, saved_step in replies)
+    snapshots = [steps for steps, _, _ in replies if steps]
+    # If no rank that trained survives, the buddy copies are the only state.
+    steps = [step for step in all_common(snapshots or [copied for _, copied, _ in replies if copied]) if step > saved]
     first = ""
     for step in steps:
         note, pieces = left.at(step)
@@ -225,52 +225,52 @@ def _given(world: World, job: Job, left: _Left) -> tuple[int, Row | None]:
             return step, row
         first = first or why
     if first:
-        of_step = f"the last checkpoint, of step {saved}, does" if saved >= 0 else "there is no checkpoint, so that it begins again"
-        _say(world, f"{first}; {of_step}")
+        remedy = f"resuming from the checkpoint of step {saved}" if saved >= 0 else "there is no checkpoint, so training starts anew"
+        _say(world, f"{first}; {remedy}")
     return saved, None
 
 
 def _saved_by_those_left(
     world: World, job: Job, step: int, here: tuple[Row | None, Sequence[Piece], frozenset[str]]
 ) -> tuple[str, Row | None]:
-    """(why the state after `step` steps is not whole, what the last of them told where that may be lost): it is saved where it is. `here`:
-    what this rank knows of that step, what it has of the state, and the marks of all of it."""
+    """Save the state after `step` steps if it is complete. Return (why it is incomplete, metrics row of the step if that may not have been
+    written). `local_state`: this rank's row of that step, its shards of the state, and the ids of all shards."""
     note, pieces, needed = here
     facts = {"row": note, "pieces": sorted({mark(piece) for piece in pieces}), "all": sorted(needed)}
-    told = [json.loads(text) for text in world.gathered(json.dumps(facts))]
+    replies = [json.loads(text) for text in world.gathered(json.dumps(facts))]
     owners: dict[str, int] = {}
-    for rank, one in enumerate(told):
-        for name in one["pieces"]:
+    for rank, reply in enumerate(replies):
+        for name in reply["pieces"]:
             owners.setdefault(name, rank)
-    if missing := {name for one in told for name in one["all"]} - owners.keys():
-        return f"{len(missing)} pieces of the state after step {step} are lost with those that held them", None
-    mine: dict[str, Piece] = {}
+    if missing := {name for reply in replies for name in reply["all"]} - owners.keys():
+        return f"{len(missing)} shards of the state after step {step} were only on failed ranks", None
+    own: dict[str, Piece] = {}
     for piece in pieces:
-        mine.setdefault(mark(piece), replace(piece, owner=owners[mark(piece)] == world.rank))
+        own.setdefault(mark(piece), replace(piece, owner=owners[mark(piece)] == world.rank))
     token = checkpoint.from_first(world, checkpoint.claim(job.folder / CHECKPOINTS) if world.rank == 0 else 0)
     try:
         extra, keep = loop.extra_of(job, step), job.config.train.keep
-        checkpoint.save(job.folder / CHECKPOINTS, step, list(mine.values()), extra, world, keep=keep, token=token)
+        checkpoint.save(job.folder / CHECKPOINTS, step, list(own.values()), extra, world, keep=keep, token=token)
     except CheckpointError as error:
-        return f"those that are left do not hold all of the state after step {step} ({error})", None
-    row: Row | None = next((one["row"] for one in told if one["row"] and "loss" in one["row"]), None)
-    told_before = checkpoint.from_first(world, int(row is None or last_step(job.folder / FILE) >= step))
-    return "", None if told_before or row is None else {key: value for key, value in row.items() if key != "token"}
+        return f"the surviving ranks do not have all of the state after step {step} ({error})", None
+    row: Row | None = next((reply["row"] for reply in replies if reply["row"] and "loss" in reply["row"]), None)
+    is_written = checkpoint.from_first(world, int(row is None or last_step(job.folder / FILE) >= step))
+    return "", None if is_written or row is None else {key: value for key, value in row.items() if key != "token"}
 
 
 def _copies(attempt: _Attempt, state: State, worlds: list[World]) -> Copies | None:
-    """What copies this rank's state to other hosts, and theirs to this one; None where there is nothing to copy, or no room."""
+    """Start buddy copies of shards between neighbouring hosts; return None if there is nothing to copy or no memory for it."""
     world, every = attempt.world, attempt.job.config.run.copy_every
     if state.why:
         _say(world, state.why)
     if not state.sends or attempt.job.plan.layout.staleness:
         return None
-    worlds.append(beside := world.beside("copies"))
-    return Copies(beside, attempt.boxes, state, None if every == "auto" else every, partial(_say, world))
+    worlds.append(copy_world := world.beside("copies"))
+    return Copies(copy_world, attempt.boxes, state, None if every == "auto" else every, partial(_say, world))
 
 
 def _spare(attempt: _Attempt, copies: Copies | None) -> Summary:
-    """Wait for the end of the run, or, as a LostPeer, for a loss; keep what others copy to here."""
+    """Wait on a spare rank for the end of the run, receiving buddy copies. Raises LostPeer when a rank fails."""
     set_world(attempt.world)
     if copies is not None:
         copies.receive()
@@ -283,13 +283,13 @@ def _spare(attempt: _Attempt, copies: Copies | None) -> Summary:
 
 
 def _part(world: World) -> None:
-    """The run is done: nobody ends before the others know, since one of them has the store."""
+    """Wait until all ranks know that the run is done, since one of them hosts the key-value store."""
     with suppress(RuntimeError):
         world.tell(DONE)
         world.tell(f"part/{world.rank}")
-        until = time.monotonic() + PART_S
+        deadline = time.monotonic() + PART_S
         for rank in range(world.num_ranks):
-            world.is_told(f"part/{rank}", max(0.0, until - time.monotonic()))
+            world.is_told(f"part/{rank}", max(0.0, deadline - time.monotonic()))
 
 
 def _say(world: World, text: str) -> None:
@@ -298,7 +298,7 @@ def _say(world: World, text: str) -> None:
 
 
 def smaller(num_ranks: int, hosts: int) -> Sequence[int]:
-    """The numbers of ranks that plans are found for beforehand: of one host less, of half of them, of one, of one rank.
+    """Numbers of ranks that plans are made for beforehand: one host less, half of the hosts, one host, one rank.
 
     >>> smaller(32, 8), smaller(4, 2), smaller(4, 1)
     ((28, 16, 4, 1), (2, 1), ())
@@ -308,7 +308,7 @@ def smaller(num_ranks: int, hosts: int) -> Sequence[int]:
 
 
 def with_fewer_replicas(layout: Layout, num_ranks: int) -> Layout | None:
-    """A layout given by hand, on fewer ranks: fewer replicas of the same; None where these are too few for that.
+    """Return a layout given by hand with fewer replicas, so that it fits on `num_ranks`; None if one replica does not fit.
 
     >>> str(with_fewer_replicas(Layout.parse("data=4 tensor=2 zero=1"), 6))
     'data=3 tensor=2 pipeline=1 zero=1'
@@ -321,5 +321,5 @@ def with_fewer_replicas(layout: Layout, num_ranks: int) -> Layout | None:
 
 
 def plan_file(folder: Path, num_ranks: int) -> Path:
-    """Where a plan for fewer ranks lies."""
+    """Path of a plan for fewer ranks in the run folder."""
     return folder / f"plan-{num_ranks}.toml"

@@ -1,6 +1,6 @@
-"""The loss on held-out samples, as the model in evaluation computes it. In: an engine, a source. Out: a number.
+"""The validation loss, with the model in evaluation mode.
 
-A model that cannot be followed in evaluation is evaluated as it is, on rank 0, with weights that are gathered there.
+A model that cannot be captured in evaluation mode is evaluated eagerly on rank 0, with gathered weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.world.world import World
 
 @dataclass
 class Evaluation:
-    """`rows`: this rank's of a batch of `batch` samples, `most` batches at most. Every rank calls it."""
+    """`rows`: this rank's rows of a batch of `batch` samples; `max_batches`: at most so many are evaluated. Every rank calls it."""
 
     engine: Engine
     subject: Subject
@@ -31,14 +31,14 @@ class Evaluation:
     _as_it_is: bool = False
 
     def loss(self, say: Callable[[str], object]) -> float | None:
-        """Mean loss over the first validation batches, the last of which may be smaller; on rank 0 alone where the model runs as it is."""
+        """Mean loss over the first validation batches, the last of which may be smaller; None on ranks other than 0 if unsharded."""
         full = max(1, self.subject.source.num_validation // self.batch)
         count = min(self.most, full)
-        left = self.subject.source.num_validation - full * self.batch if self.most > full else 0
+        remainder = self.subject.source.num_validation - full * self.batch if self.most > full else 0
         if not self._as_it_is:
             try:
-                return self._sharded(count, max(0, left), say)
-            except ModelError as error:  # of every rank, before any has sent
+                return self._sharded(count, max(0, remainder), say)
+            except ModelError as error:  # raised on every rank, before any communication
                 self._as_it_is = True
                 say(f"evaluated on one rank, with all weights: {error}")
         return self._gathered(count)
@@ -49,7 +49,7 @@ class Evaluation:
         if left:
             try:
                 last = self.engine.evaluate(source.validation(count, range(left)), whole=True)
-            except (Infeasible, ModelError) as error:  # of every rank, before any has sent
+            except (Infeasible, ModelError) as error:  # raised on every rank, before any communication
                 say(f"the last {left} validation samples are left out: {error}")
             else:
                 return (sum(losses) * batch + last * left) / (count * batch + left)

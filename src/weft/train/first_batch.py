@@ -1,7 +1,4 @@
-"""The first batch of a loader, before the loop begins: behind it random numbers go on as if nobody had looked.
-
-In: a `DataLoader`. Out: its first batch. Its workers, its shuffling and what its data set draws take none of the loop's random numbers.
-"""
+"""Peeking at the first batch of a `DataLoader` before the loop starts, without changing the state of any random generator."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from torch.utils.data import DataLoader
 
 
 def first_batch(loader: DataLoader[Any]) -> Any:
-    """The first batch; the loader's own generators then are where they were, and those of Python, NumPy and torch."""
+    """Return the first batch, restoring the generators of the loader, Python, NumPy and torch."""
     batches = getattr(loader, "batch_sampler", None)
-    places = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    generators = {id(g): g for g in (getattr(place, "generator", None) for place in places) if isinstance(g, torch.Generator)}
+    owners = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    generators = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if isinstance(g, torch.Generator)}
     states = {key: g.get_state() for key, g in generators.items()}
     try:
         with nothing_drawn():
@@ -31,7 +28,7 @@ def first_batch(loader: DataLoader[Any]) -> Any:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """A block behind which random numbers go on as if it had not been."""
+    """Restore the random state of Python, NumPy and torch after the block."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         yield

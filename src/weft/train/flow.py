@@ -1,8 +1,8 @@
-"""`weft train` from the launcher's side: prepare the run folder, get a plan, start the ranks. In: a `Config`. Out: a summary.
+"""`weft train` from the launcher's side: prepare the run folder, get a plan, launch the ranks, return a summary.
 
 The run folder holds `config.toml`, `plan.toml`, `metrics.jsonl`, `checkpoints/`, and at the end `model.safetensors`,
 `timeline.json` and `sample.txt`. The ranks read the first two, so nothing but the folder's name is sent to them.
-Not modelled: choosing a plan; whoever calls brings a planner.
+Choosing a plan is left to the planner that the caller passes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ CONFIG, PLAN, LOCK = "config.toml", "plan.toml", ".lock"
 STOP_GRACE_S = 120.0
 RESTARTS = 3
 TIMEOUT_S = 900.0
-# What preparing leaves in a folder before it has a configuration: where it failed, the next attempt has the folder to itself.
+# Files that preparation writes before the configuration: a folder with only these is left from a failed preparation and may be reused.
 _PREPARED = (PLAN, DESCRIPTION, PREPARED, "corpus.bin", SUMS, "machine.toml")
-# What the numbering of samples and the meaning of a checkpoint hang on: a run that goes on must have the same.
+# Keys that determine the numbering of samples and the meaning of a checkpoint: they must not change when a run is resumed.
 _FIXED = ("model.name", "data", "train.batch", "train.optimizer", "train.seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what it runs on: FLOP/s of all devices in the plan's precision (0: not known), and cpu, cuda or auto."""
+    """A plan and its devices: FLOP/s of all of them in the plan's precision (0: unknown), and their kind, cpu, cuda or auto."""
 
     plan: Plan
     peak_flops: float = 0.0
@@ -54,18 +54,18 @@ Planner = Callable[[Config, Plan | None], Planned]
 
 
 def train(config: Config, planner: Planner, world: World | None = None) -> dict[str, Any]:
-    """Train under `config`, from the last checkpoint where there is one. Returns the summary that `weft train --json` prints.
+    """Train under `config`, from the last checkpoint if there is one. Return the summary that `weft train --json` prints.
 
-    `planner(config, known)` is asked for a plan, or, where the run folder or `plan.file` has one, for what is known of the
-    machines it runs on. `world`: the ranks where torchrun or srun has started them; otherwise they are started here.
+    `planner(config, known)` returns a plan, or, if the run folder or `plan.file` has one (`known`), completes it with the machine's
+    data. `world`: the ranks if torchrun or srun has started them; otherwise they are launched here.
 
     Raises:
-        ConfigError: a run folder that cannot be used; Infeasible: a plan for another batch; and what the ranks raise.
+        ConfigError: a run folder that cannot be used; Infeasible: a plan for another batch; and any error of the ranks.
     """
     folder = Path(config.run.folder or "runs/run")
     if world is not None:
         return _train_in(world, config, folder, planner)
-    _check_spares(config, protects=False)  # a rank that is started here is replaced
+    _check_spares(config, protects=False)  # a failed rank that was launched here is replaced
     with locked(folder):
         planned = prepare(config, folder, planner)
         results = _started(config, folder, planned)
@@ -74,11 +74,11 @@ def train(config: Config, planner: Planner, world: World | None = None) -> dict[
 
 
 def _started(config: Config, folder: Path, planned: Planned) -> list[Any]:
-    """What the ranks return; they are started again, from the last checkpoint, where all of them were lost together."""
+    """Launch the ranks and return their results; relaunch them from the last checkpoint if all of them failed together."""
     layout, recovers = planned.plan.layout, config.run.protect != "none"
-    # What a module asks a GPU's driver when it is imported would spoil the GPU for all forks.
+    # A module that calls the GPU driver on import would make the GPU unusable in all forks.
     modules = engine_modules(planned.device)
-    for left in reversed(range(RESTARTS if recovers and config.run.resume else 1)):
+    for num_relaunches in reversed(range(RESTARTS if recovers and config.run.resume else 1)):
         try:
             return launch(
                 rank_main,
@@ -96,9 +96,9 @@ def _started(config: Config, folder: Path, planned: Planned) -> list[Any]:
                 prepare=prepare_ranks if recovers and modules else None,
             )
         except LostKeeper as error:
-            if not left:
+            if not num_relaunches:
                 raise
-            print(f"{error}; the ranks are started again, from the last checkpoint", file=sys.stderr)
+            print(f"{error}; the ranks are restarted from the last checkpoint", file=sys.stderr)
     raise AssertionError
 
 
@@ -107,7 +107,7 @@ def _saved(folder: Path) -> int:
 
 
 def prepare_ranks(folder: str, peak_flops: float) -> loop.Ready:
-    """What the ranks need, made once before they are forked."""
+    """Prepare the job of the ranks once, before they are forked."""
     return loop.prepared(_job(Path(folder), peak_flops))
 
 
@@ -116,7 +116,7 @@ def _digest(path: Path) -> str:
 
 
 def _check_digest(folder: Path, name: str) -> None:
-    """Raise ConfigError where a file of the run folder is not what the run wrote: one flipped bit may make it another that can be read."""
+    """Raise ConfigError if a file of the run folder is corrupted: with one flipped bit it may still parse, to something else."""
     digest = _digests(folder).get(name)
     if digest is not None and (folder / name).exists() and _digest(folder / name) != digest:
         raise ConfigError(
@@ -125,10 +125,10 @@ def _check_digest(folder: Path, name: str) -> None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of the files that a run wrote before its ranks began; where that file is damaged or gone, as the newest checkpoint has them."""
+    """Digests of the files that a run wrote before its ranks started; from the newest checkpoint if the digest file is unreadable."""
     try:
         return dict(json.loads((folder / loop.DIGESTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # of an older run, or being written when its launcher died
+    except (OSError, ValueError, TypeError):  # written by an older version, or cut off when the launcher died
         pass
     for saved in reversed(committed(folder / loop.CHECKPOINTS)):
         with suppress(CheckpointError, OSError):
@@ -143,24 +143,24 @@ def _job(where: Path, peak_flops: float) -> loop.Job:
 
 
 def rank_main(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
-    """What every rank runs; the run folder says the rest."""
+    """Train the job of the run folder on one rank."""
     return loop.train(world, job_of(world, folder, peak_flops))
 
 
 def job_of(world: World, folder: str, peak_flops: float) -> loop.Job:
-    """What the run folder says, read once for all ranks where they are forked for it."""
+    """Return the job of the run folder: inherited from the fork server, or read from disk."""
     ready = loop.ready_for(world)
     return ready.job if ready is not None else _job(Path(folder), peak_flops)
 
 
 def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
-    """As `train`, in ranks that exist: rank 0 prepares, and has the folder to itself for as long as it trains; all read what it wrote."""
+    """Train in ranks that were started elsewhere: rank 0 prepares the folder and locks it while it trains; all ranks read it."""
     with locked(folder) if world.rank == 0 else nullcontext():
         return _train_prepared(world, config, folder, planner)
 
 
 def _check_spares(config: Config, protects: bool) -> None:
-    """Raise ConfigError where ranks are to wait for others to be lost, and none can take the place of another."""
+    """Raise ConfigError if `run.spares` is set, but a spare could not replace a failed rank."""
     if config.run.spares and (not protects or config.plan.trials_asked > 1):
         raise ConfigError(
             f"run.spares = {config.run.spares}, and spare ranks wait for others to be lost, which takes ranks that torchrun, srun or ssh "
@@ -200,7 +200,7 @@ def _train_prepared(world: World, config: Config, folder: Path, planner: Planner
 
 
 def _plan_for_fewer(config: Config, folder: Path, planner: Planner, plan: Plan, world: World) -> None:
-    """Leave plans for fewer ranks in the folder, for when a host is lost; those that it has are not made again."""
+    """Write plans for fewer ranks to the folder, for when a host fails; existing ones are reused."""
     num_ranks = plan.layout.num_ranks
     if world.joined is None or config.run.protect == "none":
         return
@@ -209,30 +209,30 @@ def _plan_for_fewer(config: Config, folder: Path, planner: Planner, plan: Plan, 
         if path.exists() and read_plan(path).batch_size == plan.batch_size:
             continue
         try:
-            smaller = _smaller(config, planner, plan, fewer)
+            smaller_plan = _smaller(config, planner, plan, fewer)
         except (Infeasible, LayoutError) as error:
-            print(f"weft: there is no plan for {fewer} ranks, should a host be lost: {error}", file=sys.stderr)
+            print(f"weft: there is no plan for {fewer} ranks, should a host fail: {error}", file=sys.stderr)
             continue
-        write_plan(replace(smaller, batch_size=plan.batch_size), path)
+        write_plan(replace(smaller_plan, batch_size=plan.batch_size), path)
 
 
 def _smaller(config: Config, planner: Planner, plan: Plan, num_ranks: int) -> Plan:
-    """A plan for fewer ranks: of a layout given by hand fewer replicas, where that can be, and else the best."""
+    """Plan for fewer ranks: a layout given by hand with fewer replicas if possible, else the best layout."""
 
-    def plan_of(**words: Any) -> Plan:
-        section = config.plan.model_copy(update={"trials": 0, "file": "", "ranks": 0, **words})
+    def plan_of(**changes: Any) -> Plan:
+        section = config.plan.model_copy(update={"trials": 0, "file": "", "ranks": 0, **changes})
         return planner(config.model_copy(update={"plan": section}), None).plan
 
     if config.plan.layout:
         with suppress(LayoutError, Infeasible):
             if layout := elastic.with_fewer_replicas(plan.layout, num_ranks):
                 return plan_of(layout=str(layout))
-    # In another precision the run would compute something else from there on.
+    # Another precision would change the results from there on.
     return plan_of(layout="", constrain=(*config.plan.constrain, f"ranks={num_ranks}", f"precision={plan.layout.precision}"))
 
 
 def existing_plan(config: Config, folder: Path) -> Plan | None:
-    """The plan that needs no planning: `plan.file`'s, or the run folder's own where a run goes on under the same `[plan]`."""
+    """Return the plan of `plan.file`, or the run folder's if the run resumes under the same `[plan]`; None if planning is needed."""
     if config.plan.file:
         return read_plan(config.plan.file)
     earlier = _earlier(folder)
@@ -244,7 +244,7 @@ def existing_plan(config: Config, folder: Path) -> Plan | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The run folder, there and kept from a second launcher on this machine.
+    """Create the run folder and lock it against a second launcher on this machine.
 
     Raises:
         ConfigError: it cannot be written; RunError: it is in use.
@@ -264,10 +264,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
-    """Check the locked folder, gather the text, get a plan, and leave all three in it for the ranks.
+    """Check the locked folder, prepare the data, get a plan, and write configuration, data description and plan for the ranks.
 
     Raises:
-        ConfigError: the folder belongs to another run or to nobody; the text is not there or has changed.
+        ConfigError: the folder belongs to another run or is not a run folder; the data is missing or has changed.
         Infeasible: the plan is for another batch.
     """
     _check_folder(config, folder)
@@ -287,7 +287,7 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
         write_plan(planned.plan, folder / PLAN)
         written = {name: _digest(folder / name) for name in (PLAN, DESCRIPTION) if (folder / name).exists()}
         (folder / loop.DIGESTS).write_text(json.dumps(written), encoding="utf-8")
-        # From the plan in the folder, so that a run that goes on has as many, and the same learning rates.
+        # Computed from the plan in the folder, so that a resumed run has the same number of steps and the same learning rates.
         steps = config.train.steps_under(planned.plan)
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
         temporary = folder / f".{CONFIG}.new"
@@ -338,7 +338,7 @@ def _at(config: Config, key: str) -> Any:
 
 
 def _differences(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What was set otherwise, key by key: of a table whose entries differ, not the table."""
+    """Yield (key, value before, value now) of every setting that differs, descending into tables."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             yield from _differences(f"{key}.{name}", before.get(name), now.get(name))
@@ -352,7 +352,7 @@ def _short(value: Any) -> str:
 
 
 def _gather_text(config: Config, folder: Path) -> None:
-    """Leave a description of the text in the folder; a run that goes on keeps the text it has gathered."""
+    """Prepare the data and write its description to the folder; a resumed run keeps the data it has prepared."""
     description = folder / DESCRIPTION
     if config.data.source == "synthetic":
         description.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Images and their classes as batches of a model's shape. In: an index of images, an order. Out: rows by step.
+"""Batches of images and class labels in the shape that a model takes, with augmentation by random crop and flip.
 
-What a training image is cropped to follows from the seed and the sample's number through all epochs, and so from no layout.
+The crop of a training image is a function of the seed and the sample's number through all epochs, so it is independent of the layout.
+Decoding is in `reading/pixels`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from weft.train.reading.images import ImageFiles
 from weft.train.reading.pixels import Crop, PixelForm, Preparer
 from weft.zoo.resolved import Resolved
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision has them
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as in torchvision
 _LEAST_AREA, _SHAPE, _TRIES = 0.08, (3 / 4, 4 / 3), 10  # of a random crop (Szegedy et al. 2015), as torchvision's RandomResizedCrop
 
 
 @dataclass(frozen=True)
 class Images(Ordered[Batch]):
-    """Batches of images; `names`: of pixels and labels in a model's batch, or their places; `augment` is "none", "flip" or "crop" (which
-    flips too)."""
+    """Batches of images; `names`: names or positions of pixels and labels in a model's batch; `augment`: "none", "flip" or "crop" (which
+    also flips)."""
 
     files: ImageFiles
     order: Order
@@ -52,20 +53,20 @@ class Images(Ordered[Batch]):
         if self.augment == "none":
             return Crop(centre=True)
         draw = np.random.Generator(np.random.Philox(key=self.order.seed, counter=number))
-        turned = bool(draw.random() < 0.5)
+        is_mirrored = bool(draw.random() < 0.5)
         if self.augment != "crop":
-            return Crop(centre=True, turned=turned)
+            return Crop(centre=True, turned=is_mirrored)
         for _ in range(_TRIES):
             area, shape = draw.uniform(_LEAST_AREA, 1), exp(draw.uniform(log(_SHAPE[0]), log(_SHAPE[1])))
             width, height = sqrt(area * shape), sqrt(area / shape)
             if width <= 1 and height <= 1:
                 left, top = draw.uniform(0, 1 - width), draw.uniform(0, 1 - height)
-                return Crop(left, top, left + width, top + height, turned)
-        return Crop(centre=True, turned=turned)
+                return Crop(left, top, left + width, top + height, is_mirrored)
+        return Crop(centre=True, turned=is_mirrored)
 
 
 def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) -> tuple[PixelForm, tuple[Any, Any]]:
-    """What a model's batches of images are, read off its example batch: one tensor BCHW of numbers, one B of classes.
+    """Derive the pixel format and entry names of a model's image batches from its example: floats BCHW and class ids B.
 
     Raises:
         ConfigError: any other batch.
@@ -75,7 +76,7 @@ def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) 
     labels = [(name, x) for name, x in example if isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int64]
     if len(example) != 2 or len(pixels) != 1 or len(labels) != 1:
         raise ConfigError(
-            f'{resolved.name} does not take batches of images (BCHW, of 1 or 3 channels) and their classes (B); use a classifier of '
+            f"{resolved.name} does not take batches of images (BCHW, of 1 or 3 channels) and their classes (B); use a classifier of "
             'images, or data.source = "synthetic" to train on the batch that comes with the model'
         )
     channels, height, width = pixels[0][1].shape[1:]
@@ -84,7 +85,7 @@ def image_form(resolved: Resolved, mean: Sequence[float], std: Sequence[float]) 
 
 
 def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Values for so many channels: their mean for one."""
+    """Return one value a channel; their mean if there is one channel."""
     if len(values) == channels:
         return tuple(values)
     if channels == 1:

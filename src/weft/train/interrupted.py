@@ -1,5 +1,4 @@
-"""Steps that a lost rank interrupts: gone on with where ranks have kept gradients of their microbatches. In: an engine. Out: what it keeps.
-"""
+"""Resumption of steps that a peer loss interrupts, from gradients of microbatches saved in persistent memory; how often to save them."""
 
 from __future__ import annotations
 
@@ -12,42 +11,42 @@ from weft.world.world import World
 
 
 class Interrupted:
-    """Of one rank; every rank calls its methods in the same order."""
+    """The step resumption of one rank; every rank calls its methods in the same order."""
 
     def __init__(self, world: World, engine: Engine, say: Callable[[str], None]) -> None:
         self._world, self._engine, self._say = world, engine, say
         self._no_room, self._begun = False, -1
 
     def wants(self, protected: bool) -> int:
-        """Microbatches between two copies of the gradients, by what this rank has measured. `protected`: whether its state is kept."""
+        """Return the microbatches between gradient snapshots that this rank's measurements suggest; NEVER if its state is unprotected."""
         if not protected or self._no_room:
             return NEVER
-        if "program" in self._engine.seconds:  # a new generation may tell of the step before its first one
+        if "program" in self._engine.seconds:  # a new generation may report the time of the step before its first one
             self._engine.finishing.timed(self._engine.seconds["program"])
         return self._engine.finishing.wants()
 
     def keep(self, every: int) -> None:
-        """Keep them as often as the slowest rank can, where there is room for them."""
+        """Set the interval of gradient snapshots to what the slowest rank can do, if they fit in memory."""
         if self._world.survivor is None:
             return
         if every < NEVER and self._engine.finishing.memory is None and not self._no_room:
             words = short_of(self._world, self._engine.finishing.size_bytes)
             self._no_room = bool(words)
             if words:
-                self._say(f"gradients between microbatches are not kept in memory: {words}; where a rank is lost its step is made again")
+                self._say(f"gradients between microbatches are not in persistent memory: {words}; if a rank fails, its step is rerun")
         self._engine.finishing.keep(NEVER if self._no_room else every)
 
     def vote(self, step: int) -> None:
-        """In a new generation: what all ranks have kept of the step that follows."""
+        """Find, in a new generation, the gradient snapshots of the next step that all ranks have."""
         self._engine.finishing.vote(step)
 
     def begin(self, step: int) -> None:
-        """Before a step is made; where it is made again, what was kept of it is in doubt."""
+        """Start a step; if it is rerun, discard its gradient snapshots, which may be corrupted."""
         if self._world.survivor is None:
             return
         if step == self._begun:
             self._engine.finishing.forget()
         self._begun = step
-        of, k = self._engine.finishing.resumes
-        if k and of == step:
-            self._say(f"step {step + 1} goes on after {k} of its microbatches")
+        resumed_step, num_done = self._engine.finishing.resumes
+        if num_done and resumed_step == step:
+            self._say(f"step {step + 1} goes on after {num_done} of its microbatches")

@@ -1,33 +1,33 @@
-"""When to save: so often that what a failure loses and what saving costs are least together. In: seconds of a save, failures. Out: a clock.
+"""The checkpoint interval that minimises saving time plus time lost to failures, from the cost of a save and the failure rate.
 
 Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
-interval", equation 37. Not modelled: failures that come together.
+interval", equation 37. Not modelled: correlated failures.
 """
 
 from __future__ import annotations
 
 from math import sqrt
 
-FIRST_S = 60.0  # until the first save, whose cost nobody knows before
-RUN_FAILS_S = 24 * 3600.0  # a process is killed, a machine is needed otherwise, a disk is full
+FIRST_S = 60.0  # until the first save, before its cost is known
+RUN_FAILS_S = 24 * 3600.0  # a process is killed, a machine is taken away, a disk is full
 # 419 interruptions of 16,384 H100 in 54 days (Grattafiori et al. 2024, table 5).
 RANK_FAILS_S = 54 * 24 * 3600.0 * 16384 / 419
 
 
 def interval_s(save_s: float, between_failures_s: float) -> float:
-    """Seconds from the end of a save to the next, for a save of `save_s` where failures come every `between_failures_s`.
+    """Seconds from the end of a save to the next, for a save of `save_s` and the given mean time between failures.
 
     >>> round(interval_s(1.0, 86400.0)), round(interval_s(60.0, 3600.0))
     (415, 605)
     """
     if save_s >= 2 * between_failures_s:
         return between_failures_s
-    part = save_s / (2 * between_failures_s)
-    return sqrt(2 * save_s * between_failures_s) * (1 + sqrt(part) / 3 + part / 9) - save_s
+    ratio = save_s / (2 * between_failures_s)
+    return sqrt(2 * save_s * between_failures_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
 def between_failures_s(num_ranks: int) -> float:
-    """Seconds between failures of a run of so many ranks.
+    """Mean time between failures of a run, in seconds, by number of ranks.
 
     >>> round(between_failures_s(1) / 3600, 2), round(between_failures_s(16384) / 3600, 2)
     (23.99, 2.74)
@@ -36,8 +36,8 @@ def between_failures_s(num_ranks: int) -> float:
 
 
 class Interval:
-    """Whether a save is due: told of each, it learns what one costs. `now`: seconds of any clock that only rises. `chosen_s`: from one save
-    to the next."""
+    """Decides when a save is due, from the cost of the last save. `now_s`: seconds of any monotonic clock. `chosen_s`: from one save to the
+    next."""
 
     def __init__(self, num_ranks: int, now: float) -> None:
         self._between_s = between_failures_s(num_ranks)
@@ -48,6 +48,6 @@ class Interval:
         return now >= self._next
 
     def saved(self, save_s: float, now: float) -> None:
-        """A save that cost training `save_s` let it go on at `now`."""
+        """Record a save that cost training `save_s` and ended at `now_s`."""
         self.chosen_s = interval_s(save_s, self._between_s)
         self._next = now + self.chosen_s

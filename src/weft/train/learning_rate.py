@@ -1,6 +1,6 @@
-"""The learning rate of every step. In: the step and the `[train]` section. Out: a number.
+"""Learning-rate schedules: the rate as a function of the step.
 
-Three schedules are in closed form; all others are torch's or those of `transformers`, which are followed from the first step on.
+Three schedules are in closed form; all others are torch's or those of `transformers`, which are replayed from the first step on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.train.config import CLOSED, TrainSection
 
 
 def learning_rate(step: int, section: TrainSection) -> float:
-    """Linear warm-up over the first `warmup_steps`, then from `learning_rate` down to `min_learning_rate` at `steps`, or as another
-    schedule says.
+    """Return the rate: linear warm-up over `warmup_steps`, then decay from `learning_rate` to `min_learning_rate` at `steps`, or another
+    schedule.
 
-    The step counts from 0, so that the first step of a warm-up already learns.
+    Steps count from 0; the first step of a warm-up has a rate above 0.
 
     >>> section = TrainSection(steps=10, warmup_steps=2, learning_rate=1.0, schedule="linear")
     >>> [learning_rate(step, section) for step in (0, 1, 2, 6)]
@@ -32,19 +32,19 @@ def learning_rate(step: int, section: TrainSection) -> float:
         return _followed(section.model_dump_json()).rate(step)
     if step < section.warmup_steps:
         return section.learning_rate * (step + 1) / section.warmup_steps
-    part = min(1.0, (step - section.warmup_steps) / max(1, section.steps - section.warmup_steps))
+    progress = min(1.0, (step - section.warmup_steps) / max(1, section.steps - section.warmup_steps))
     match section.schedule:
         case "cosine":
-            share = 0.5 * (1 + cos(pi * part))
+            share = 0.5 * (1 + cos(pi * progress))
         case "linear":
-            share = 1 - part
+            share = 1 - progress
         case _:
             share = 1.0
     return section.min_learning_rate + (section.learning_rate - section.min_learning_rate) * share
 
 
 def check_schedule(section: TrainSection) -> None:
-    """Raise UsageError where a schedule is unknown, refuses its options, or needs more than the step."""
+    """Raise UsageError if a schedule is unknown, rejects its options, or needs more than the step."""
     if section.schedule in CLOSED:
         raise UsageError(f'schedule = "{section.schedule}" has no schedule_options; it has min_learning_rate and warmup_steps')
     if section.min_learning_rate:
@@ -58,7 +58,7 @@ def _followed(text: str) -> _Followed:
 
 
 class _Followed:
-    """The rates of a schedule of torch or `transformers`, as far as they were asked for."""
+    """The rates of a schedule of torch or `transformers`, replayed up to the largest step so far."""
 
     def __init__(self, section: TrainSection) -> None:
         self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=section.learning_rate, momentum=0.5)
@@ -90,12 +90,12 @@ class _Followed:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def rate(self, step: int) -> float:
-        """Of a step; where warm-up is weft's own, the schedule begins after it."""
+        """Return the rate of a step; the schedule begins after a warm-up of weft's own."""
         if step < self._warmup:
             return self._base * (step + 1) / self._warmup
         step -= self._warmup
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a schedule without an optimizer's steps, or behind its end
+            warnings.simplefilter("ignore")  # about optimizer steps, or steps beyond the schedule's end
             while len(self._rates) <= step:
                 self._optimizer.step()
                 self._schedule.step()
@@ -104,7 +104,7 @@ class _Followed:
 
 
 def _torch_kinds() -> dict[str, Any]:
-    """torch's schedulers by name in lower case."""
+    """Return torch's schedulers by name in lower case."""
     module = torch.optim.lr_scheduler
     base = module.LRScheduler
     classes = {name.lower(): kind for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)}

@@ -1,4 +1,4 @@
-"""Batches in time: which rows are whose, prefetched by threads. In: a source and a step. Out: batches, step after step."""
+"""Data loading: the rows of a global batch that each data rank takes, and batches prefetched by threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AHEAD = 2
 
 
 class Coordinate(Protocol):
-    """Who has a place along the data axis: an Engine."""
+    """A position along the data axis, such as an Engine."""
 
     @property
     def data_index(self) -> int: ...
@@ -33,9 +33,9 @@ class Coordinate(Protocol):
 
 
 def rows_of(num_samples: int, index: int, count: int, microbatches: int = 1) -> list[int]:
-    """Rows of a global batch for data coordinate `index` of `count`: its part of every microbatch.
+    """Rows of a global batch for data coordinate `index` of `count`: its shard of every microbatch.
 
-    So a microbatch has the same samples in any layout, which matters where samples meet (batch norm).
+    So a microbatch has the same samples in any layout, which matters for models that couple samples (batch norm).
 
     >>> rows_of(8, 1, 2), rows_of(8, 1, 2, microbatches=2), rows_of(6, 1, 2, microbatches=2)
     ([4, 5, 6, 7], [2, 3, 6, 7], [2, 3, 5])
@@ -48,7 +48,7 @@ def rows_of(num_samples: int, index: int, count: int, microbatches: int = 1) -> 
 
 
 def _rows(sizes: Sequence[int], part: Callable[[int], tuple[int, int]]) -> list[int]:
-    """`part`: (the first, how many) of a microbatch's rows, by its size."""
+    """Concatenate a rank's rows of all microbatches. `shard_range`: (first row, number of rows) by the size of a microbatch."""
     rows: list[int] = []
     start = 0
     for size in sizes:
@@ -59,14 +59,14 @@ def _rows(sizes: Sequence[int], part: Callable[[int], tuple[int, int]]) -> list[
 
 
 def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
-    """This data coordinate's rows of every batch of any loader: tensors, tuples, lists and dicts of them. The last may be smaller.
+    """Yield this data coordinate's rows of every batch of any loader: tensors, tuples, lists and dicts of them. The last may be smaller.
 
     Every rank must be given the same batches; ranks that differ only in another axis get the same rows.
 
-    In a plain loop all ranks get all of a batch that has fewer samples than there are data ranks, since each must have some.
+    In a plain loop all ranks get a whole batch if it has fewer samples than there are data ranks, since each must have some.
 
     Raises:
-        UsageError: the first batch is another one than rank 0's.
+        UsageError: the first batch differs from rank 0's.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -80,12 +80,12 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
         samples = batch_size(batch)
         in_loop = not hasattr(where, "sizes_of")
         rows = batch if in_loop and samples < where.data_size else take(batch, rows_of_part(samples, where))
-        # An engine's stages may be arranged differently: where some have rows, none takes its own for a whole batch.
+        # An engine's stages may have different data sizes: the number of samples marks rows that are not the whole batch.
         yield rows if in_loop and where.data_size == 1 else with_samples(rows, samples)
 
 
 class Sharded:
-    """As `shard`, of a loader that is gone through again and again: one epoch at a time, as the loader itself.
+    """A loader sharded as by `shard`, which can be iterated once an epoch like the loader itself.
 
     >>> from types import SimpleNamespace
     >>> import torch
@@ -108,8 +108,8 @@ class Sharded:
 
 
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
-    """As `rows_of`, of a batch that may be smaller than the plan's, in fewer microbatches where it must."""
-    sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a place in a plain loop has none
+    """Rows as of `rows_of`, for a batch that may be smaller than the plan's, in fewer microbatches if necessary."""
+    sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a coordinate of a plain loop has none
     if sizes_of is None:
         first, count = piece(num_samples, where.data_size, where.data_index)
         return list(range(first, first + count))
@@ -117,11 +117,11 @@ def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
 
 
 class Loader:
-    """Batches of steps `start <= step < stop` as `make(step)` gives them, in order, made by `workers` threads while others are used.
+    """Batches `make(step)` of steps `start <= step < stop`, in order, prefetched by `workers` threads.
 
-    `pin`: tensors in page-locked memory, from which copies to a GPU overlap; those that are made on a GPU are there already. The threads
-    have the GPU that is current where the loader is made. `waited_s`: seconds that the taker has waited for batches.
-    An exception in `make` is raised where the batch is taken. Use it in a `with`, or exhaust it: the threads end with it.
+    `pin`: CPU tensors in page-locked memory, from which copies to a GPU overlap. The threads use the GPU that is current when the loader
+    is made. `waited_s`: seconds that the consumer has waited for batches.
+    An exception in `make` is raised when the batch is consumed. Use it in a `with`, or exhaust it: that ends the threads.
 
     >>> with Loader(lambda step: step * 10, 2, 5) as loader:
     ...     list(loader)
@@ -130,7 +130,7 @@ class Loader:
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, pin: bool = False, workers: int = 1) -> None:
         self._make, self._pin, self._steps = make, pin, iter(range(start, stop))
-        here = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None  # a new thread's is the first
+        here = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None  # a new thread starts with the first GPU
         self._pool = ThreadPoolExecutor(workers, "weft-loader", initializer=here)
         self._pending: deque[Future[Batch]] = deque()
         self.waited_s = 0.0

@@ -1,7 +1,7 @@
-"""The loop that every rank runs. In: a world and a job. Out: a trained model, and on rank 0 the files of the run folder.
+"""The training loop that every rank runs: steps, evaluation, checkpoints, metrics, recovery from snapshots after a peer loss.
 
 A run that is killed and started again computes the same losses, bit for bit under the same layout: the data and the learning
-rate follow from the step, everything else is in the checkpoint.
+rate are functions of the step, everything else is in the checkpoint. Choosing a plan and launching ranks are in `train/flow`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from weft.world.memory import PARTS
 from weft.world.world import World
 
 CHECKPOINTS = "checkpoints"
-DIGESTS = ".digests.json"  # of the plan and the text's description, as they were written
+DIGESTS = ".digests.json"  # digests of the plan and of the data description, as they were written
 _AGREE_S = 0.5
 _TYPICAL = 50
-_RECORDED = 10  # last steps whose components are measured
+_RECORDED = 10  # last steps whose time is measured by component
 
 
 @dataclass(frozen=True)
 class Job:
-    """`folder`: the run folder. `peak_flops`: FLOP/s of all devices together in the plan's precision, 0 where it is not known."""
+    """A training job. `folder`: the run folder. `peak_flops`: FLOP/s of all devices together in the plan's precision, 0 if unknown."""
 
     config: Config
     plan: Plan
@@ -73,77 +73,77 @@ class Job:
 
 
 MakeEngine = Callable[[World, Job, Subject], Engine]
-MakeSnapshots = Callable[..., Snapshots]  # of a world and `Engine.state()`
+MakeSnapshots = Callable[..., Snapshots]  # called with a world and `Engine.state()`
 Summary = dict[str, Any]
 
 
 def make_engine(world: World, job: Job, subject: Subject) -> Engine:
-    """The engine of one rank."""
+    """Build the engine of one rank."""
     section = job.config.train
     limit = parse_bytes(job.config.plan.device_memory or 0)
     torch.manual_seed(section.seed)
     model = subject.captured or subject.make
     if subject.captured is not None and is_kept(world, job) and vote(world) is not None:
-        model = replace(subject.captured, has_values=False)  # those of the snapshot take their place
+        model = replace(subject.captured, has_values=False)  # the snapshot provides the values
     spec, device = optimizer_of(section), OnDevice(memory=limit)
     return Engine(job.plan, model, subject.example, subject.loss, world, spec, seed=section.seed, device=device)
 
 
 def is_kept(world: World, job: Job) -> bool:
-    """Whether ranks go on with state that was kept, where there is any."""
+    """Return whether ranks of a new generation restore their state from snapshots in persistent memory, if there are any."""
     has_memory = world.survivor is not None and world.survivor.memory.outlives
     return bool(world.generation) and has_memory and job.config.run.protect != "none" and not job.plan.layout.staleness
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
-    """Train to the last step, or until the run is told to stop; every rank calls it. Returns what `weft train` says at the end.
+    """Train to the last step, or until a stop is requested; every rank calls it. Return the summary that `weft train` prints.
 
     Raises:
-        RunError: a loss that is not finite, with the step and the last checkpoint that is whole.
+        RunError: a loss that is not finite, with the step and the last complete checkpoint.
         CheckpointError: a checkpoint of another model, or a folder that another run has taken over.
-        ConfigError: text that does not fit the model.
+        ConfigError: token ids beyond the model's vocabulary.
     """
     ready = ready_for(world)
-    subject = ready.subject if ready is not None else subject_of(job.config, job.corpus)
+    task = ready.subject if ready is not None else subject_of(job.config, job.corpus)
     while True:
         try:
-            return Run(world, job, subject, make(world, job, subject)).run()
+            return Run(world, job, task, make(world, job, task)).run()
         except Exception as error:
-            lost = error
-        set_world(world := world.regrouped(lost))
-        del lost  # and with it the frames that hold the engine
+            failure = error
+        set_world(world := world.regrouped(failure))
+        del failure  # and with it the frames that refer to the engine
         gc.collect()
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A job and its subject, as ranks inherit them from the process that forks them."""
+    """A job and its training task, as ranks inherit them from the fork server."""
 
     job: Job
     subject: Subject
 
 
 def ready_for(world: World) -> Ready | None:
-    """What was prepared for a rank; None where nothing was."""
+    """Return the job that this rank inherited from the fork server; None if there is none."""
     inherited: Ready | None = world.survivor.prepared if world.survivor is not None else None
     return inherited
 
 
 def prepared(job: Job) -> Ready:
-    """What the ranks of a job need, captured once for all of them, in the process that forks them."""
-    subject = subject_of(job.config, job.corpus)
+    """Capture the model of a job once for all of its ranks, in the fork server."""
+    task = subject_of(job.config, job.corpus)
     if job.plan.uncaptured:
-        return Ready(job, subject)
+        return Ready(job, task)
     torch.manual_seed(job.config.train.seed)
-    captured = Traced.of(subject.make)
-    captured.prepare(job.plan, subject.example, subject.loss)
-    with suppress(ModelError):  # the ranks then find as much, and say so
-        captured.prepare(job.plan, subject.example, subject.loss, evaluation_modes(captured.model))
-    return Ready(job, replace(subject, captured=captured))
+    captured = Traced.of(task.make)
+    captured.prepare(job.plan, task.example, task.loss)
+    with suppress(ModelError):  # the ranks then meet the same error, and report it
+        captured.prepare(job.plan, task.example, task.loss, evaluation_modes(captured.model))
+    return Ready(job, replace(task, captured=captured))
 
 
 class _Told(Protocol):
-    """What tells a step's loss."""
+    """Anything with the loss of a step."""
 
     @property
     def loss(self) -> float: ...
@@ -155,7 +155,7 @@ class _Loss:
 
 
 class Run:
-    """One attempt at a job. `row`: what the last step told before it, where that may not have been written; `keep` makes snapshots."""
+    """One attempt at a job. `row`: metrics of the last step before it, if they may not have been written. `make_snapshots`: a factory."""
 
     def __init__(self, world: World, job: Job, subject: Subject, engine: Engine, row: Row | None = None) -> None:
         self.world, self.job, self.subject, self.engine = world, job, subject, engine
@@ -164,7 +164,7 @@ class Run:
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
         self.rows = rows_of_part(self.section.batch, engine)
-        # With all rows at hand a rank knows what the loss divides by without the others, who may be late; and rows may go to any rank.
+        # With all rows a rank computes the divisor of the loss without waiting for late ranks; balancing by length moves rows to any rank.
         needs_all = layout.staleness or layout.split == LENGTHS
         self.of_step = list(range(self.section.batch)) if needs_all else self.rows
         self.losses: list[float] = []
@@ -172,9 +172,9 @@ class Run:
         self.snapshots: Snapshots | None = None
         self.trust: Trust | None = None
         self.interrupted = Interrupted(world, engine, lambda words: self.show.say(words))
-        self._unprotected = ""  # why the state is not kept, where it was to be
+        self._unprotected = ""  # why the state is not in persistent memory, although it should be
         self.step_times: list[float] = []
-        self.waited_s: list[float] = []  # for the batch of each step
+        self.waited_s: list[float] = []  # seconds of waiting for the batch of each step
         self.eval_loss: float | None = None
         self._evaluation = Evaluation(engine, subject, world, self.section.batch, self.section.evaluate_batches, self.rows)
         self.components = Components(world, layout.mesh_of(world.rank))
@@ -183,10 +183,10 @@ class Run:
         self.memory: dict[str, float] = {}
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
-        # Where updates come late, a save is part of what is computed, which no clock decides.
+        # With stale updates a save drains the pipeline and so changes the result: only step numbers may decide, no clock.
         clocked = not layout.staleness
         self.saving = Saving(world, self.checkpoints, job.config, self._state, self.step_times, lambda words: self.show.say(words), clocked)
-        self.data_wait_s = 0.0  # of the rank that waited longest, but for the first batch
+        self.data_wait_s = 0.0  # of the rank that waited longest, without the first batch
         self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
         self._place = _place(job.folder) if world.rank == 0 else None
         self._untold: deque[tuple[Row, _Told]] = deque()
@@ -199,7 +199,7 @@ class Run:
             raise
 
     def _run(self) -> Summary:
-        _ = self.world.stopping  # from here on SIGTERM is heeded between steps
+        _ = self.world.stopping  # from here on SIGTERM is handled between steps
         start, row = self._begin()
         layout, self.done = self.job.plan.layout, start
         with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
@@ -219,12 +219,12 @@ class Run:
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 with self.world.pace.long():
                     artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
-        self.world.everyone.barrier()  # whoever is lost until here is replaced
+        self.world.everyone.barrier()  # a rank that fails up to here is replaced
         return self._summary(self.done, stopped)
 
     def _begin(self) -> tuple[int, Row | None]:
-        """How many steps are done: in the snapshots that all ranks have, where one of them was lost, or in the newest checkpoint. With the
-        row of the last one, where it may not have been told. Ranks that go on after a loss are the writer of checkpoints that they were."""
+        """Restore the state: after a peer loss from snapshots that all ranks have, else from the newest checkpoint. Return the number of
+        steps done and the metrics row of the last, if it may not have been written. Recovering ranks keep their checkpoint token."""
         self.snapshots = self._protected()
         if self.snapshots is not None and self.world.generation:
             step = vote(self.world)
@@ -232,13 +232,13 @@ class Run:
                 row = self.snapshots.restore(step)
                 self.interrupted.vote(step)
                 self.saving.token = row.pop("token")
-                saved = checkpoint.committed(self.checkpoints)
-                self.saving.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
+                committed = checkpoint.committed(self.checkpoints)
+                self.saving.saved_step = checkpoint.from_first(self.world, committed[-1].step + 1 if committed else 0) - 1
                 path = self.job.folder / FILE
-                told = self.world.rank == 0 and last_step(path) >= step
-                return step, None if checkpoint.from_first(self.world, int(told or not row)) else row
+                is_written = self.world.rank == 0 and last_step(path) >= step
+                return step, None if checkpoint.from_first(self.world, int(is_written or not row)) else row
             self.snapshots.forget()
-        assert not is_kept(self.world, self.job) or self.engine.source.has_values, "the state that was voted for is there"
+        assert not is_kept(self.world, self.job) or self.engine.source.has_values, "the snapshot that was voted for exists"
         self.saving.token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
         start = self._resume()
         if self.snapshots is not None:
@@ -246,7 +246,7 @@ class Run:
         return start, self._row if self._row is not None and self._row["step"] == start else None
 
     def _protected(self) -> Snapshots | None:
-        """Where this rank's state outlives it; None where it is not to, or has no room."""
+        """Create the snapshots of this rank in persistent memory; return None if they are disabled or do not fit."""
         if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
             return None
         state = kept_as(self.engine.state(), self.world.survivor.memory)
@@ -254,7 +254,7 @@ class Run:
         return self.keep(self.world, state) if not self._unprotected else None
 
     def _resume(self) -> int:
-        """Load the newest good checkpoint. Returns how many steps are done."""
+        """Load the newest good checkpoint. Return the number of steps done."""
         if not self.job.config.run.resume:
             return 0
         if not checkpoint.from_first(self.world, len(checkpoint.committed(self.checkpoints))):
@@ -271,12 +271,12 @@ class Run:
 
     @contextmanager
     def _metrics(self, start: int) -> Iterator[Callable[[Row], None]]:
-        """Where rows go: the file and the display on rank 0, nowhere on the others."""
+        """Yield a function that writes a row to file, trackers and display on rank 0, and does nothing on other ranks."""
         if self.world.rank:
             yield lambda row: None
             return
         config, folder, say = self.job.config, self.job.folder, self.show.say
-        anew = self.world.joined is not None and self.world.generation > 0  # a rank that was lost may wake up
+        anew = self.world.joined is not None and self.world.generation > 0  # a rank that was given up may still be alive
         with Metrics(folder / FILE, start, say, anew) as metrics, tracking(config, folder, start, say) as track:
 
             def write(row: Row) -> None:
@@ -287,7 +287,7 @@ class Run:
             yield write
 
     def _steps(self, start: int, untold: Row | None, write: Callable[[Row], None]) -> bool:
-        """Train from `start`. Returns whether the run was told to stop before the last step."""
+        """Train from step `start`. Return whether a stop was requested before the last step."""
         make = partial(self.subject.source.train, rows=self.of_step)
         self.world.pace.keep()
         if untold is not None:
@@ -297,7 +297,7 @@ class Run:
         pin, workers = self.world.device.type == "cuda", self.job.config.run.workers
         with Loader(make, start, self.section.steps, pin, workers) as loader:
             for step in range(start, self.section.steps):
-                began, waited = time.perf_counter(), loader.waited_s  # waiting for data counts too
+                began, waited = time.perf_counter(), loader.waited_s  # a step's time includes waiting for data
                 batch = next(loader)
                 self.waited_s.append(loader.waited_s - waited)
                 row, result = self._trusted(step, batch, began)
@@ -313,7 +313,7 @@ class Run:
         return False
 
     def _trusted(self, step: int, batch: Batch, began: float) -> tuple[Row, StepResult]:
-        """A step; made once more from the state before it where its numbers are doubted."""
+        """Run a step; run it once more from the snapshot before it if its loss or gradients look corrupted."""
         record = step + _RECORDED >= self.section.steps
 
         def make() -> tuple[Row, StepResult]:
@@ -326,7 +326,7 @@ class Run:
         return make() if self.trust is None else self.trust.step(step, make, doubt_of, self.show.say)
 
     def _after(self, row: Row, result: _Told, write: Callable[[Row], None]) -> bool:
-        """What follows a step: evaluation, its row, a checkpoint. Returns whether the run was told to stop."""
+        """Finish a step: evaluate, write its row, save a checkpoint if due. Return whether a stop was requested."""
         done = self.done
         self._untold.append((row, result))
         if self._every(self.section.evaluate_every, done) or done == self.section.steps:
@@ -334,10 +334,10 @@ class Run:
                 self.eval_loss = self._evaluation.loss(self.show.say)
             if self.eval_loss is not None:
                 row["eval_loss"] = self.eval_loss
-        # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
+        # With stale updates a loss is known only when all ranks have run the step, and no rank waits for that before its update is due.
         self._tell(write, self.job.plan.layout.staleness)
         stopping, due = self._agree(done)
-        if (due or self.saving.due(done)) and not stopping and done < self.section.steps:  # the last one is saved anyhow
+        if (due or self.saving.due(done)) and not stopping and done < self.section.steps:  # the last step is saved in any case
             self._tell(write)
             self.saving.save(done)
         if stopping:
@@ -346,7 +346,7 @@ class Run:
         return stopping
 
     def _tell(self, write: Callable[[Row], None], but: int = 0) -> None:
-        """Write the rows of all steps but the last so many."""
+        """Write the pending rows, except those of the last `num_unwritten` steps."""
         while len(self._untold) > but:
             row, result = self._untold.popleft()
             row["loss"] = result.loss
@@ -371,14 +371,14 @@ class Run:
             raise ConfigError(
                 f"step {step + 1}: {error}; tokens go from 0 to {have - 1}, so use a model with a vocabulary of at least {have}"
             ) from error
-        self.world.synchronize()  # a GPU runs behind its host
+        self.world.synchronize()  # kernels run asynchronously on a GPU
         seconds = time.perf_counter() - began
         self.step_times.append(seconds)
         if record:
             self.components.after(self.engine, seconds)
         return {
             "step": step + 1,
-            "loss": None,  # until it is known
+            "loss": None,  # filled in when it is known
             "lr": rate,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -388,31 +388,31 @@ class Run:
         }, result
 
     def _mfu(self, seconds: float) -> float | None:
-        """Model FLOP a second over the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
+        """Model FLOP/s divided by the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
         return self.engine.model_flops / seconds / self.job.peak_flops if self.job.peak_flops else None
 
     def _agree(self, done: int) -> tuple[bool, bool]:
-        """Whether any rank was told to stop, and whether a save is due by the clock of any. Ranks agree about twice a second, not at every
-        step: it costs a collective."""
+        """Return whether a stop was requested on any rank, and whether a save is due by any rank's clock. Ranks agree about twice a second,
+        not at every step, since it costs a collective."""
         if done < self._agree_at:
             return False, False
         self._check_text(done)
         if self._place is not None and _place(self.job.folder) != self._place:
             raise checkpoint.Removed(self.job.folder)
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
-        told = [int(self.world.stopping), int(self.saving.due()), min(period, 2 * self._agree_every), *self.saving.mark()]
-        told.append(self.interrupted.wants(self.snapshots is not None))
+        local_status = [int(self.world.stopping), int(self.saving.due()), min(period, 2 * self._agree_every), *self.saving.mark()]
+        local_status.append(self.interrupted.wants(self.snapshots is not None))
         work = self.stragglers.mark() if self.stragglers else []
-        stopping, due, self._agree_every, failed, goes_on, every, *work = self.world.maximum([*told, *work])
+        stopping, due, self._agree_every, failed, goes_on, interval, *work = self.world.maximum([*local_status, *work])
         self.saving.heed(failed, goes_on)
-        self.interrupted.keep(every)
+        self.interrupted.keep(interval)
         if self.stragglers is not None and (words := self.stragglers.add(work)):
             self.show.say(words)
         self._agree_at = done + self._agree_every
         return bool(stopping), bool(due)
 
     def _check_text(self, done: int) -> None:
-        """Raise RunError where the text is written to while it is read; on rank 0, which ends the run for all."""
+        """Raise RunError if the data files change while they are read; checked on rank 0, which ends the run for all ranks."""
         if self.job.corpus is None or self._stamp is None or (now := self.job.corpus.stamp()) == self._stamp:
             return
         (size, _), (size_now, _) = next((a, b) for a, b in zip(self._stamp, now, strict=True) if a != b)
@@ -426,7 +426,7 @@ class Run:
         return self.engine.pieces(), extra_of(self.job, step)
 
     def _unstable(self) -> str:
-        """What to do where numbers are none."""
+        """Describe what to do when loss or gradients are not finite."""
         return f"{self._last_good()}lower learning_rate = {self.section.learning_rate:g}, raise warmup_steps or set clip, and run again"
 
     def _last_good(self) -> str:
@@ -435,7 +435,7 @@ class Run:
         return f"the checkpoint of step {self.saving.saved_step} in {self.checkpoints} is whole; "
 
     def _summary(self, step: int, stopped: bool) -> Summary:
-        # From the file where this process has computed nothing, since the run was already done.
+        # From the metrics file if this process has run no step, since the run was already complete.
         path = self.job.folder / FILE
         rows = read_metrics(path) if path.exists() and not self.losses else []
         times = self.step_times or [float(row["step_time_s"] or 0.0) for row in rows if row.get("step_time_s")]
@@ -470,7 +470,7 @@ def _digest(job: Job) -> str:
 
 
 def extra_of(job: Job, step: int) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors."""
+    """Return the metadata that a checkpoint stores with its tensors."""
     config, files = job.config.model_dump(mode="json"), {}
     with suppress(OSError, ValueError):
         files = json.loads((job.folder / DIGESTS).read_text(encoding="utf-8"))
@@ -479,12 +479,12 @@ def extra_of(job: Job, step: int) -> dict[str, Any]:
 
 
 def _place(folder: Path) -> tuple[int, int] | None:
-    """Where a folder is, which another of its name is not; None: nowhere."""
+    """Device and inode of a folder, which tell it from a new folder of the same name; None if it does not exist."""
     try:
-        there = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    return there.st_dev, there.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _last(rows: Sequence[Row], key: str) -> float | None:

@@ -1,6 +1,6 @@
-"""`metrics.jsonl`: one JSON object a step. In: rows of numbers. Out: whole lines on the disk, also when it was full for a while.
+"""`metrics.jsonl`: one JSON object a step, appended in whole lines, also after the disk was full for a while.
 
-Not modelled: fsync; the last rows may be lost with the machine's power, and are computed again after the last checkpoint.
+There is no fsync: the last rows may be lost in a power failure, and are computed again after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Row = dict[str, float | int | None]
 
 
 class Metrics:
-    """Appends rows to `path`, which first loses its rows after `step` (they are computed again) and any half line. `anew`: into a file of
-    its own, so that another that still has it open writes nowhere.
+    """Appends rows to `path`, after removing rows after `step` (they are computed again) and any partial line. `in_new_file`: replace the
+    file, so that a process that still has the old one open cannot append to it.
 
-    A row that cannot be written is kept and tried again with the next; `warn` is told once.
+    A row that cannot be written is retried with the next; `warn` is called once.
 
     Raises:
         RunError: the file cannot be written at the start.
@@ -61,7 +61,7 @@ class Metrics:
 
 
 def _rows_until(path: Path, step: int) -> bytes:
-    """The whole lines of a metrics file up to a step."""
+    """Return the complete lines of a metrics file up to a step."""
     if not path.exists():
         return b""
     rows = []
@@ -76,7 +76,7 @@ def _rows_until(path: Path, step: int) -> bytes:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last row, whatever the file's size; -1 where there is none, or half a line comes after it."""
+    """Step of the last row, read from the end of the file; -1 if there is none or a partial line follows."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_ROW))
@@ -87,7 +87,7 @@ def last_step(path: Path) -> int:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """All rows; a last line that was cut off is left out."""
+    """Read all rows; a truncated last line is left out."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:

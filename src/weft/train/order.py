@@ -1,6 +1,6 @@
-"""Which sample comes when, from the seed and the step alone. In: how many samples there are. Out: their numbers, step by step.
+"""The order of samples: a shuffle by a keyed permutation, as a function of the seed and the step alone.
 
-Whatever the layout and however often a run is resumed, step n has the same samples, and every sample comes once an epoch.
+Step n has the same samples in any layout and after any resumption, and every sample is used once an epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
 def permute(index: Numbers, size: int, key: int) -> Numbers:
-    """Where a keyed permutation of range(size) takes each of `index`, without ever writing the permutation down.
+    """Map each of `index` by a keyed permutation of range(size), without materialising the permutation.
 
     A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) over the next even power of two, walked along its cycle until
     the number is below `size` (Black and Rogaway, CT-RSA 2002): any epoch of any corpus in constant memory.
@@ -33,16 +33,16 @@ def permute(index: Numbers, size: int, key: int) -> Numbers:
     keys = [_mix(np.uint64((key + r * _GOLDEN) % 2**64)) for r in range(1, _ROUNDS + 1)]
     value = index.astype(np.uint64)
     out = np.empty(index.shape, np.int64)
-    left = np.arange(index.size)
+    remaining = np.arange(index.size)
     flat, result = value.reshape(-1), out.reshape(-1)
-    while left.size:
+    while remaining.size:
         high, low = flat >> np.uint64(half), flat & mask
         for k in keys:
             high, low = low, high ^ (_mix(low ^ k) & mask)
         flat = high << np.uint64(half) | low
         inside = flat < size
-        result[left[inside]] = flat[inside].astype(np.int64)
-        left, flat = left[~inside], flat[~inside]
+        result[remaining[inside]] = flat[inside].astype(np.int64)
+        remaining, flat = remaining[~inside], flat[~inside]
     return out
 
 
@@ -56,8 +56,8 @@ def _mix(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Order:
-    """`total` samples, of which whole blocks of `block` neighbours, chosen by the seed, are kept for validation, or, where `held_out` is
-    not 0, none of these but the `held_out` samples that are numbered after them.
+    """The order of `total` samples. Whole blocks of `block` neighbours, chosen by the seed, are held out for validation; or, if
+    `num_held_out` is not 0, that many additional samples, numbered after `total`.
 
     >>> order = Order(total=10, batch=4, validation_fraction=0.2, seed=0)
     >>> order.num_samples, order.num_validation
@@ -83,7 +83,7 @@ class Order:
 
     @property
     def num_samples(self) -> int:
-        """Training samples of one epoch."""
+        """Number of training samples of one epoch."""
         return (self._blocks - self._validation_blocks) * self.block
 
     @property
@@ -91,26 +91,26 @@ class Order:
         return self.held_out or self._validation_blocks * self.block
 
     def number(self, step: int, rows: Sequence[int]) -> Numbers:
-        """Numbers of a step's rows through all epochs."""
+        """Return the numbers of a step's rows, counted through all epochs."""
         return step * self.batch + np.asarray(rows, np.int64)
 
     def train(self, step: int, rows: Sequence[int]) -> Numbers:
-        """Samples in these rows of the global batch of `step`. Numbers run through all epochs, so a batch may reach over two."""
-        epoch, at = np.divmod(self.number(step, rows), self.num_samples)
-        for one in np.unique(epoch):
-            here = epoch == one
-            at[here] = permute(at[here], self.num_samples, self._key(1 + int(one)))
+        """Return the samples in these rows of the global batch of `step`, which may span two epochs."""
+        epochs, at = np.divmod(self.number(step, rows), self.num_samples)
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            at[in_epoch] = permute(at[in_epoch], self.num_samples, self._key(1 + int(epoch)))
         return self._sample(self._validation_blocks * self.block + at)
 
     def validation(self, number: int, rows: Sequence[int]) -> Numbers:
-        """Samples in these rows of validation batch `number`; beyond the last it begins again."""
+        """Return the samples in these rows of validation batch `number`, which wraps around."""
         at = self.number(number, rows) % self.num_validation
-        # Shuffled, so that the first few batches come from all over the data.
+        # Shuffled, so that the first few batches are from all over the data.
         at = permute(at, self.num_validation, self._key(0))
         return self.total + at if self.held_out else self._sample(at)
 
     def first_validation(self, most: int) -> Numbers:
-        """The first `most` validation samples, not shuffled."""
+        """Return the first `limit` validation samples, not shuffled."""
         at = np.arange(min(self.num_validation, most), dtype=np.int64)
         return self.total + at if self.held_out else self._sample(at)
 
@@ -118,13 +118,13 @@ class Order:
         return int(_mix(np.uint64(self.seed))) + purpose
 
     def _sample(self, place: Numbers) -> Numbers:
-        """The sample at each place: validation samples stand first, then training samples."""
+        """Return the sample at each position: validation samples come first, then training samples."""
         block, inside = np.divmod(place, self.block)
         return permute(block, self._blocks, self._key(-1)) * self.block + inside
 
 
 class Ordered(ABC, Generic[Read]):
-    """Batches of what lies in an order: whoever has one says how its samples are read."""
+    """Batches of samples in an order; a subclass reads the samples."""
 
     if TYPE_CHECKING:
 
@@ -133,11 +133,11 @@ class Ordered(ABC, Generic[Read]):
 
     @abstractmethod
     def _read(self, samples: Numbers) -> Read:
-        """The samples of these numbers, as a batch."""
+        """Read the samples of these numbers as a batch."""
 
     @property
     def num_samples(self) -> int:
-        """Training samples of one epoch."""
+        """Number of training samples of one epoch."""
         return self.order.num_samples
 
     @property
@@ -145,9 +145,9 @@ class Ordered(ABC, Generic[Read]):
         return self.order.num_validation
 
     def train(self, step: int, rows: Sequence[int]) -> Read:
-        """Rows of the global batch of `step`. Samples are numbered through all epochs, so a batch may reach over two."""
+        """Return rows of the global batch of `step`, which may span two epochs."""
         return self._read(self.order.train(step, rows))
 
     def validation(self, number: int, rows: Sequence[int]) -> Read:
-        """Rows of validation batch `number`; beyond the last it begins again."""
+        """Return rows of validation batch `number`, which wraps around."""
         return self._read(self.order.validation(number, rows))

@@ -1,6 +1,6 @@
-"""Samples of whole documents, padded, with boundaries between those that share a sample. In: documents, a packing. Out: rows by step.
+"""Batches of packed documents: several whole documents a sample, padded, with positions that mark their boundaries.
 
-B samples a batch, S tokens a sample.
+Shapes: B samples a batch, S tokens a sample. The packing algorithm is in `reading/packing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.train.reading.token_files import TokenStore
 
 @dataclass(frozen=True)
 class PackedText(Ordered[TextRows]):
-    """`restart`: samples hold several documents, whose positions are told. A document's first token is no label: nothing precedes it."""
+    """`resets_positions`: samples hold several documents, and positions restart at each. A document's first token is no label."""
 
     store: TokenStore
     packing: Packing
@@ -52,14 +52,14 @@ class PackedText(Ordered[TextRows]):
             positions[row, at:] = np.arange(self.sequence - at)  # padding is a document of its own
         targets = np.full(shape, NOT_LEARNED, np.int64)
         targets[:, :-1] = labels[:, 1:]
-        whose = torch.from_numpy(positions) if self.restart else None
-        return TextRows(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(labels), whose)
+        marked = torch.from_numpy(positions) if self.restart else None
+        return TextRows(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(labels), marked)
 
 
 def packed_text(store: TokenStore, sequence: int, batch: int, validation_fraction: float, seed: int, *, together: bool) -> PackedText:
-    """Documents as samples of S tokens: several `together` in one, or each alone, of which what is longer than S is left out.
+    """Make samples of S tokens from documents: several in one if `shares_samples`, else one each. Instruction data are truncated to S.
 
-    A document whose tokens are all learned is text, and is cut into pieces in place of that.
+    Text, whose tokens all have a loss, is split into several pieces instead.
     """
     is_text = store.learned is None
     start, length = pieces_of(store.ends, sequence, cut=not is_text)

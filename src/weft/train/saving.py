@@ -1,8 +1,8 @@
-"""When and how a run saves, and what that costs it. In: the state after a step, a clock, what ranks agree about. Out: checkpoints, numbers.
+"""Checkpointing of a run: when to save, synchronously or asynchronously, and the cost of it.
 
-With `run.save = "async"` only the copy of the state is waited for; files are written beside the next steps. A save that is due by the clock
-is not due while another is under way; one that is due by its step waits for that. The last save, or the one before a run stops, is waited
-for.
+With `run.save = "async"` training waits only for the copy of the state; files are written during the next steps. A save by the clock is not
+due while another is being written; a save by step number waits for it. Training waits for the last save, also when it is stopped.
+The file format is that of `run/state/checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from weft.train.doubts import short_of
 from weft.train.interval import Interval
 from weft.world.world import World
 
-_USUAL = 50  # last steps whose median a step beside a save is compared with
+_USUAL = 50  # last steps whose median a step during a save is compared with
 
 State = Callable[[int], tuple[list[Piece], dict[str, Any]]]
 
 
 @dataclass
 class Costs:
-    """What a run's saves took on this rank. Seconds: that training waited; that files were written behind it, of so many `beside` it; that
-    steps took longer beside that, each less the median of those before, so that noise is added up with either sign. `size_bytes`: of all
-    files of all ranks, on rank 0."""
+    """Cost of a run's saves on this rank. Seconds: `waited_s` of training waiting; `writing_s` of asynchronous writing (`num_async` saves);
+    `slowdown_s` of steps during it, each minus the median of earlier steps, so that noise has either sign. `size_bytes`: of all files of
+    all ranks, on rank 0."""
 
     saves: int = 0
     size_bytes: int = 0
@@ -42,8 +42,8 @@ class Costs:
 
 
 class Saving:
-    """The checkpoints of one attempt at a run; every rank has one, and calls the same. `state`: the pieces after a step, and what is saved
-    with them. `step_times` grows as the run goes on. `clocked`: whether a clock may decide when to save."""
+    """Saves the checkpoints of one attempt at a run; every rank makes the same calls. `state`: returns shards and metadata after a step.
+    `step_times` grows as the run proceeds. `is_clocked`: whether a clock may decide when to save."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Saving:
         self._every = 0 if every == "auto" else every
         self._interval = Interval(world.num_ranks, time.perf_counter()) if every == "auto" and clocked else None
         self._beside: Beside | None = None
-        self._began = 0, 0.0, 0.0  # of the save under way: the steps before it, the clock after its copy, what training waited for that
+        self._began = 0, 0.0, 0.0  # of the current save: number of steps before it, clock after its copy, seconds that training waited
         self._said_why = False
         self.saved_step = -1
-        self.token = 0  # of this run, in its folder
+        self.token = 0  # claim of this run on its checkpoint folder
         self.costs = Costs()
 
     def due(self, done: int | None = None) -> bool:
-        """Whether to save: after `done` steps by their number, and without by the clock."""
+        """Return whether to save: by step number after `num_done` steps, or, without it, by the clock."""
         if done is not None:
             return self._every > 0 and done % self._every == 0
         return self._interval is not None and not self._under_way and self._interval.due(time.perf_counter())
@@ -77,16 +77,16 @@ class Saving:
         return self._beside is not None and self._beside.step is not None
 
     def mark(self) -> tuple[int, int]:
-        """What `heed` needs the maximum over ranks of."""
+        """Return the status of the current save, whose maximum over ranks `apply_status` takes."""
         return self._beside.mark() if self._beside is not None else (0, 0)
 
     def heed(self, failed: int, goes_on: int) -> None:
-        """Learn what became of the save under way. Raises `Replaced` or `Removed`, where the run must end."""
+        """Apply the all-reduced status of the current save. Raises `Replaced` or `Removed` if the run must end."""
         if self._beside is not None:
-            self._learn(lambda beside: beside.heed(failed, goes_on))
+            self._learn(lambda writer: writer.heed(failed, goes_on))
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises as `heed`."""
+        """Wait for the current save. Raises as `apply_status`."""
         if self._beside is not None:
             began = time.perf_counter()
             with self.world.pace.long():
@@ -94,7 +94,7 @@ class Saving:
             self.costs.waited_s += time.perf_counter() - began
 
     def save(self, step: int) -> None:
-        """A checkpoint of the state after `step` steps. One that fails is told of and tried again at the next."""
+        """Save a checkpoint of the state after `step` steps; a failure is only logged, since the next save tries again."""
         self.finish()
         if step == self.saved_step:
             return
@@ -102,8 +102,8 @@ class Saving:
         try:
             with self.world.pace.long():
                 pieces, extra = self._state(step)
-                if (beside := self._aside(pieces)) is not None:
-                    beside.begin(step, pieces, extra)
+                if (writer := self._aside(pieces)) is not None:
+                    writer.begin(step, pieces, extra)
                 else:
                     self._write(step, pieces, extra)
         except CheckpointError as error:
@@ -115,7 +115,7 @@ class Saving:
             self._interval.saved(now - began, now)
 
     def last(self, step: int) -> None:
-        """The last checkpoint, written when this returns. Raises CheckpointError where it cannot be."""
+        """Save the last checkpoint synchronously. Raises CheckpointError if that fails."""
         self.finish()
         if step == self.saved_step:
             return
@@ -125,18 +125,18 @@ class Saving:
         self.costs.waited_s += time.perf_counter() - began
 
     def leave(self, wait: bool) -> None:
-        """The run ends by an error, or leaves a lost step; with `wait` the save under way has time to become a checkpoint."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
+        """Abandon the current save when the run fails or its generation ends; with `waits` it is given time to complete."""
+        writer, self._beside = self._beside, None
+        if writer is not None:
             with self.world.pace.long():
-                beside.leave(wait)
+                writer.leave(wait)
 
     def _aside(self, pieces: Sequence[Piece]) -> Beside | None:
-        """What writes `pieces` beside training; None where that is not to be, or has no room."""
+        """Return the asynchronous writer; None if saves are synchronous or a copy of the state does not fit in memory."""
         if self._mode == "async" and self._beside is None:
             if words := short_of(self.world, checkpoint.copy_bytes(pieces)):
                 if not self._said_why:
-                    self._say(f"checkpoints are written while training waits, not beside it: {words}")
+                    self._say(f"checkpoints are written synchronously, while training waits: {words}")
                 self._said_why = True
                 return None
             self._beside = Beside(self.folder, self.world, keep=self._keep, token=self.token, warn=self._say)
@@ -175,7 +175,7 @@ class Saving:
         self._say(f"{error}; training goes on, and step {max(0, self.saved_step)} is the newest checkpoint")
 
     def report(self) -> dict[str, Any]:
-        """What saving cost, and what a failure loses on average: half of what lies between two saves, and what is not on the disk yet."""
+        """Return the cost of saving, and the mean time that a failure loses: half an interval plus the time until files are written."""
         costs = self.costs
         every_s = self._interval.chosen_s if self._interval is not None else self._every * (median(self._times) if self._times else 0.0)
         return {
@@ -191,15 +191,15 @@ class Saving:
 
 
 def slower_s(times: Sequence[float], number: int, seconds: float) -> float:
-    """Seconds that the steps after the first `number` took longer, as many as began in `seconds`, than the median of those before.
+    """Seconds that steps during a save took beyond the median before it: those after the first `number` that began within `seconds`.
 
     >>> slower_s([2.0, 2.0, 2.0, 3.0, 2.5, 2.0, 9.0], 3, 5.0)
     1.5
     """
-    before = times[max(0, number - _USUAL) : number]
+    earlier = times[max(0, number - _USUAL) : number]
     extra, began = 0.0, 0.0
     for time_s in times[number:]:
-        if began >= seconds or not before:
+        if began >= seconds or not earlier:
             break
-        extra, began = extra + time_s - median(before), began + time_s
+        extra, began = extra + time_s - median(earlier), began + time_s
     return extra

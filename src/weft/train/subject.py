@@ -1,7 +1,4 @@
-"""What a run trains, from its configuration: how to make the model, the batches in the form that it takes, its loss.
-
-In: a `Config` and, for text, a `Corpus`. Out: `Subject`.
-"""
+"""The training task of a configuration: how to build the model, batches in the format that it takes, and its loss."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ from weft.zoo.resolve import Resolved, resolve
 
 Form = Callable[[TextRows], Batch]
 Rows = Text | PackedText
-POSITIONS = "position_ids"  # restart at 0 where a document begins
+POSITIONS = "position_ids"  # restart at 0 at the start of a document
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`example`: a batch of the whole size, for capture. `tokens_per_step`: of all ranks; samples where there are no tokens.
+    """`example`: a global batch, for capture. `tokens_per_step`: of all ranks; samples if the data are no tokens.
 
-    `byte_frequency_loss`: nats a byte of knowing only how often each byte occurs in the validation text; 0 without text.
+    `byte_frequency_loss`: nats a byte of the best prediction from byte frequencies in the validation text; 0 without text.
     """
 
     make: Callable[[], nn.Module]
@@ -48,11 +45,11 @@ class Subject:
     example: Batch
     tokens_per_step: int
     byte_frequency_loss: float = 0.0
-    captured: Traced | None = None  # the model, where it was captured before the ranks were forked
+    captured: Traced | None = None  # the model, if it was captured before the ranks were forked
 
 
 def sequence_of(config: Config) -> int | None:
-    """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
+    """Sequence length that a named model is built for; None without text, and for a factory in a file, which makes its own batch."""
     is_file = ".py:" in config.model.name or config.model.name.endswith(".py")
     return config.data.sequence if config.data.is_text and not is_file else None
 
@@ -108,7 +105,7 @@ def _of_table(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
     order = Order(corpus.size, batch, data.validation_fraction, data.seed)
     if order.num_samples < 1 or order.num_validation < 1:
         raise ConfigError(f"{corpus.size} row in {corpus.origin}; training and validation need at least one each")
-    if data.scale:  # by what is trained on alone
+    if data.scale:  # by the training rows alone
         held_out = np.isin(np.arange(corpus.size), order.first_validation(corpus.size))
         features = tables_of(data.preprocess).scaled(features[~held_out], features)
     source = table_of(resolved, order, features, labels, TableRows(**(corpus.rows or {})).features)
@@ -116,10 +113,10 @@ def _of_table(config: Config, corpus: Corpus, resolved: Resolved) -> Subject:
 
 
 def rows_of_text(config: Config, corpus: Corpus) -> Rows:
-    """A configuration's samples of text.
+    """Build the text samples of a configuration.
 
     Raises:
-        ConfigError: too little of it.
+        ConfigError: too little text.
     """
     data, batch = config.data, config.train.batch
     if corpus.written is None:
@@ -133,7 +130,7 @@ def rows_of_text(config: Config, corpus: Corpus) -> Rows:
 
 @dataclass(frozen=True)
 class Formed:
-    """Text in the form of batch that a model takes."""
+    """Text in the batch format that a model takes."""
 
     text: Rows
     form: Form
@@ -154,13 +151,13 @@ class Formed:
 
 
 def text_form(resolved: Resolved, restart: bool = False) -> Form:
-    """How text becomes a batch for this model, read off its example batch; `restart`: with the positions of its documents.
+    """Derive a model's text batch format from its example batch; `resets_positions`: with positions within documents.
 
-    `input_ids` and `labels`: where the example's labels are the inputs, the model shifts them itself, as Hugging Face's causal
-    models do; where they are the next tokens, so are text's. A pair of such tensors: likewise.
+    `input_ids` and `labels`: if the example's labels equal the inputs, the model shifts them itself, as Hugging Face's causal
+    models do; if they are the next tokens, text has such labels, too. A pair of such tensors: likewise.
 
     Raises:
-        ConfigError: any other batch, labels that are neither included: the model does not predict the next token; or it takes no positions.
+        ConfigError: any other batch, including labels that are neither (no next-token prediction); or a model without positions.
     """
     example = resolved.batch(2)
     match example:
@@ -186,13 +183,13 @@ def text_form(resolved: Resolved, restart: bool = False) -> Form:
 
 
 def with_positions(resolved: Resolved, config: Config) -> Resolved:
-    """A model whose example batches have the positions that a configuration's have."""
+    """Add positions to a model's example batches, if the batches of the configuration have them."""
     if config.data.packing != "documents" or config.data.source == "synthetic":
         return resolved
 
     def added(batch: Any) -> Any:
         if not isinstance(batch, dict) or not isinstance(ids := batch.get("input_ids"), Tensor):
-            return batch  # which is refused when its form is asked for
+            return batch  # which `text_form` refuses
         return {**batch, POSITIONS: torch.arange(ids.shape[1]).expand_as(ids).contiguous()}
 
     form = resolved.form
@@ -200,7 +197,7 @@ def with_positions(resolved: Resolved, config: Config) -> Resolved:
 
 
 def _check_positions(resolved: Resolved) -> None:
-    """Raise ConfigError where a model cannot be told where documents begin."""
+    """Raise ConfigError if a model's forward takes no positions, which mark document boundaries."""
     takes = inspect.signature(Traced.of(resolved.make).model.forward).parameters
     if POSITIONS not in takes:
         raise ConfigError(
@@ -210,7 +207,7 @@ def _check_positions(resolved: Resolved) -> None:
 
 
 def _shifted(inputs: Tensor, labels: Tensor) -> bool | None:
-    """Whether labels are the next tokens (True) or the inputs (False); None where they are neither."""
+    """Return whether labels are the next tokens (True) or the inputs (False); None if neither."""
     if inputs.shape != labels.shape or inputs.dim() != 2 or inputs.dtype != torch.int64:
         return None
     if torch.equal(inputs, labels):

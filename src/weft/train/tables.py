@@ -1,7 +1,4 @@
-"""Tables as batches: features of each row, scaled by those that are trained on, and what is to be told of it.
-
-In: tables, an order. Out: rows by step: features BF, labels B (or BL, of several columns).
-"""
+"""Batches of table rows: features BF, scaled by statistics of the training rows, and labels B (or B1)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from weft.zoo.resolved import Resolved
 
 @dataclass(frozen=True)
 class Table(Ordered[Batch]):
-    """Batches of rows, in the form of a model's example: a dict of two tensors or a tuple."""
+    """Batches of rows in the format of a model's example: a dict of two tensors or a tuple."""
 
     features: Tensor
     labels: Tensor
@@ -37,15 +34,15 @@ class Table(Ordered[Batch]):
 def table_of(
     resolved: Resolved, order: Order, features: npt.NDArray[np.float32], labels: npt.NDArray[np.float32], names: Sequence[str]
 ) -> Table:
-    """Rows in the form of a model's example batch: features BF, and labels B (numbers of classes, or what is measured) or B1.
+    """Put rows in the format of a model's example batch: features BF, and labels B (class ids or regression targets) or B1.
 
     Raises:
-        ConfigError: a model that takes other batches, or another number of features; classes that are no whole numbers.
+        ConfigError: a model that takes other batches or another number of features; class ids that are no integers.
     """
     example = entries(resolved.batch(2))
     wide = [(name, x) for name, x in example if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()]
-    told = [(name, x) for name, x in example[1:] if isinstance(x, Tensor) and x.dim() in (1, 2)]
-    if len(example) != 2 or not wide or wide[0] != example[0] or not told:
+    label_entries = [(name, x) for name, x in example[1:] if isinstance(x, Tensor) and x.dim() in (1, 2)]
+    if len(example) != 2 or not wide or wide[0] != example[0] or not label_entries:
         raise ConfigError(f"{resolved.name} takes no batches of features (BF) and labels (B); give a file.py:factory with such a batch")
     if wide[0][1].shape[1] != features.shape[1]:
         raise ConfigError(
@@ -53,9 +50,10 @@ def table_of(
             "with data.features, or make the model for so many"
         )
     targets = torch.from_numpy(labels.copy())
-    if not told[0][1].is_floating_point():
+    label_name, label = label_entries[0]
+    if not label.is_floating_point():
         if not torch.equal(targets, targets.round()) or ((classes := resolved.classes) and float(targets.max()) >= classes):
             largest = float(targets.max())
             raise ConfigError(f"{resolved.name} tells classes apart, and labels are no numbers of its classes, up to {largest:g}")
         targets = targets.long()
-    return Table(torch.from_numpy(features), targets.view(-1, *[1] * (told[0][1].dim() - 1)), order, (wide[0][0], told[0][0]))
+    return Table(torch.from_numpy(features), targets.view(-1, *[1] * (label.dim() - 1)), order, (wide[0][0], label_name))

@@ -1,7 +1,6 @@
-"""Whether a model can take a configuration's tokens, told before ranks start: it has a row for each, and keeps documents apart.
+"""Checks before launch that a model can take the data: its embedding has a row for each token, and attention respects document boundaries.
 
-In: a configuration and the captured model. Out: nothing, or an error with the numbers and what to set instead. Not modelled: tables that a
-model looks up in what it computes of its tokens.
+Not modelled: embedding tables that are indexed by values computed from the tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from weft.world import private
 
 
 def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) -> None:
-    """Raise ConfigError where the data in the run folder, or text by bytes, has more tokens than a table of the model has rows; or where
-    documents share samples, and the model's attention does not see where they begin."""
+    """Raise ConfigError if the data in the run folder, or byte tokens, exceed the rows of an embedding table; or if documents share samples
+    and the model's attention has no mask from their positions."""
     if not config.data.is_text:
         return
     try:
         graph = source.capture(batch, loss, config.train.batch).graph
-    except ModelError:  # it trains whole, and says itself what it cannot look up
+    except ModelError:  # it trains uncaptured, and reports an index error itself
         return
     corpus = read_description(Path(config.run.folder, DESCRIPTION)) if config.run.folder else None
     have = corpus.vocabulary if corpus is not None else VOCABULARY
@@ -42,27 +41,27 @@ def check_tokens(config: Config, source: Traced, batch: Any, loss: Loss | None) 
         )
     if config.data.packing == "documents" and (blind := blind_attention(graph)):
         raise ConfigError(
-            f'{config.model.name} takes {POSITIONS}, but its attention ({blind}) has no mask that follows from them, so documents in one '
+            f"{config.model.name} takes {POSITIONS}, but its attention ({blind}) has no mask that follows from them, so documents in one "
             'sample would see one another; use data.packing = "none", which pads, or "windows", which has no boundaries'
         )
 
 
 def blind_attention(graph: Graph) -> str:
-    """The site of an attention that does not see where documents begin; empty where each has a mask that follows from positions."""
+    """Return the site of an attention without a mask computed from positions; empty if every attention has one."""
     reached = {v.value for v in graph.inputs if v.name.rpartition(".")[2] == POSITIONS}
-    sees = False
+    has_mask = False
     for op in graph.operators:
         if is_fused(op):
             if mask_of(op) not in reached:
                 return op.site
-            sees = True
+            has_mask = True
         if reached.intersection(op.inputs):
             reached.update(op.outputs)
-    return "" if sees else "no operator that torch knows as attention"
+    return "" if has_mask else "no operator that torch knows as attention"
 
 
 def least_table(graph: Graph) -> tuple[str, int] | None:
-    """(name, rows) of the smallest parameter in whose rows the batch's tokens, whole numbers but positions, are looked up; None without."""
+    """Return (name, rows) of the smallest parameter that is indexed by the batch's tokens (integers except positions), or None."""
     names = {v.value: v.name for v in graph.parameters}
     integers = [v for v in graph.inputs if v.tensor.dtype in ("int64", "int32")]
     tokens = {v.value for v in integers if v.name.rpartition(".")[2] != POSITIONS}
@@ -76,4 +75,4 @@ def least_table(graph: Graph) -> tuple[str, int] | None:
             row = rule.inputs[0]
             if row is not None and label in row:
                 tables.append((names[op.inputs[0]], graph.tensors[op.inputs[0]].shape[row.index(label)]))
-    return min(tables, key=lambda one: one[1]) if tables else None
+    return min(tables, key=lambda table: table[1]) if tables else None

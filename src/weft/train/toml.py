@@ -1,6 +1,6 @@
-"""What the standard library's TOML reader leaves out: line numbers, values from the command line, and writing.
+"""TOML with line numbers of keys, values from the command line, and writing, which the standard library's reader leaves out.
 
-In: text. Out: dicts; and back. Written are text, whole numbers, numbers, booleans, lists and tables of them, in sections.
+The writer supports strings, integers, floats, booleans, lists and tables of them, in sections.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """Raises ConfigError with the line where `text` is not TOML."""
+    """Parse TOML. Raises ConfigError with the line if `text` is not TOML."""
     try:
         return loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -29,7 +29,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_value(text: str, is_text: bool) -> Any:
-    """A value as it is written on a command line: TOML, or bare text. `is_text`: the key takes text, so that 10 is "10"."""
+    """Parse a value of the command line: TOML, or bare text. `is_text`: the key takes text, so that 10 is "10"."""
     if not (is_text and not text.startswith(('"', "'"))):
         try:
             read = loads(f"value = {text}")
@@ -41,7 +41,7 @@ def parse_value(text: str, is_text: bool) -> Any:
 
 
 def line_of(text: str, path: Sequence[str]) -> int:
-    """Line (from 1) where a section or key stands, the section's where the key does not stand alone; 0 where neither is found."""
+    """Line number (from 1) of a section or key; the section's if the key has no line of its own; 0 if neither is found."""
     section: list[str] = []
     header = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -55,7 +55,7 @@ def line_of(text: str, path: Sequence[str]) -> int:
             full = [*section, *_words(match[1])]
             if full == list(path):
                 return number
-            # `train = {steps = 1}`, and `train.steps = 1` where the section is asked for.
+            # `train = {steps = 1}`, and `train.steps = 1` if the section is looked up.
             if full == list(path[: len(full)]) or (full[: len(path)] == list(path) and not header):
                 header = number
     return header
@@ -66,13 +66,13 @@ def _words(key: str) -> list[str]:
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing where no known word is near."""
+    """Return `; did you mean X?`, or nothing if no known word is close."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def dump(tree: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of keys as TOML; None is left out.
+    """Write sections of keys as TOML; None is left out.
 
     >>> print(dump({"train": {"steps": 3, "betas": (0.9, 0.95), "clip": None}}), end="")
     [train]

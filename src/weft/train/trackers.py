@@ -1,10 +1,10 @@
-"""Trackers of experiments beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+"""Experiment trackers in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
 
-In: their names (`run.trackers`), the run folder, the configuration. Out: every row's numbers in each, by step, told by rank 0. A run that
-goes on is the same run there. Where they write is theirs to know (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); TensorBoard's files lie in
-the run folder. A tracker that fails later than at its start is told of once, and training goes on without it.
+Rank 0 logs every row's numbers by step to each tracker in `run.trackers`; a resumed run is the same run there. Their own settings say
+where they write (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); TensorBoard's files are in the run folder. A tracker that fails after its
+start is reported once, and training continues without it.
 
-Not modelled: artifacts and pictures; rows that are computed again after a loss of power are there twice in Weights & Biases and MLflow.
+Not supported: artifacts and pictures; rows that are computed again after a power failure appear twice in Weights & Biases and MLflow.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Settings = Mapping[str, Any]
 
 @contextmanager
 def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], None]) -> Iterator[Callable[[Row], None]]:
-    """A block in which rows go to every tracker that the configuration names. `start`: steps that are done.
+    """Open the configured trackers and yield a function that logs a row to each. `start`: number of steps done.
 
     Raises:
-        UsageError: a library is not installed, or does not begin.
+        UsageError: a library is not installed, or does not start.
     """
     with ExitStack() as stack:
         logs: dict[str, Log] = {}
@@ -40,8 +40,8 @@ def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], Non
                 logs[name] = tracker.__enter__()
             except ImportError as error:
                 raise UsageError(f'run.trackers has {name}, which could not be imported ({error}): pip install "weft[trackers]"') from error
-            except Exception as error:  # whatever a server or a file system may say
-                raise UsageError(f"run.trackers has {name}, which did not begin: {said(error)}") from error
+            except Exception as error:  # any error of a server or a file system
+                raise UsageError(f"run.trackers has {name}, which did not start: {said(error)}") from error
             stack.callback(_end, name, tracker, warn)
 
         def write(row: Row) -> None:
@@ -49,19 +49,19 @@ def tracking(config: Config, folder: Path, start: int, warn: Callable[[str], Non
             for name, log in list(logs.items()):
                 try:
                     log(int(row["step"] or 0), numbers)
-                except Exception as error:  # as above: training does not depend on it
+                except Exception as error:  # as above; training does not depend on it
                     del logs[name]
-                    warn(f"{name} is told nothing any more: {said(error)}")
+                    warn(f"{name} is disabled: {said(error)}")
 
         yield write
 
 
 def _end(name: str, tracker: AbstractContextManager[Log], warn: Callable[[str], None]) -> None:
-    """End a tracker, which may ask a server that is gone; the run does not depend on it."""
+    """Close a tracker; an error, as of an unreachable server, is only reported."""
     try:
         tracker.__exit__(None, None, None)
     except Exception as error:
-        warn(f"{name} did not end: {said(error)}")
+        warn(f"{name} did not close: {said(error)}")
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _mlflow(folder: Path, settings: Settings, start: int) -> Iterator[Log]:
 
 
 def _stored_run(folder: Path, name: str) -> str | None:
-    """The tracker's own name of this run, where it was told of before."""
+    """Return the tracker's id of this run, if it was stored before."""
     path = folder / f"{name}.run"
     return path.read_text(encoding="utf-8") if path.is_file() else None
 

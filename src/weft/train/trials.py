@@ -1,8 +1,8 @@
-"""Plans tried for a few steps, for where prices cannot tell them apart. In: plans of a model by name. Out: seconds of each.
+"""Trial runs: candidate plans measured for a few steps each, where the cost model cannot tell which is fastest.
 
-On one machine every plan gets ranks of its own, started as `weft train` starts them, with its threads, allocator and library of products.
-Ranks that torchrun or srun has started try plans for as many ranks one after the other, led by rank 0. Either way they make steps on an
-example batch. Not modelled: what else runs there meanwhile.
+On one machine every plan gets its own ranks, launched as by `weft train`, with its threads, allocator and matmul backend. Ranks that
+torchrun or srun has started try plans for equally many ranks one after another, led by rank 0. Either way they run steps on an example
+batch. Not modelled: other load on the machine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from weft.world.launch import SLEEPING, Launcher, engine_modules
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 
-WARM, LEAST, MOST = 2, 3, 20  # steps that are not timed, and the fewest and the most that are
-AUTO = 3  # plans that are tried where nobody asked for trials
-NEAR = 1.25  # of the least predicted time: what is predicted to take longer is slower by the clock too
-START_S = 6.0  # until ranks stand and have built a model
-SHARE = 0.05  # of the run's predicted time that trials may take, since what they find is mostly more than that
-LONG_S = 3.0  # of timed steps, where that is no fewer than `LEAST`
-SILENT_S = 120.0  # after which a rank that says nothing has failed
-CALM = 0.02  # of a step: less than what one trial differs from the next by
+WARM, LEAST, MOST = 2, 3, 20  # warm-up steps, which are not timed; fewest and most timed steps
+AUTO = 3  # most plans that are tried with trials = "auto"
+NEAR = 1.25  # times the least predicted time: plans predicted to be slower than that are slower when measured, too
+START_S = 6.0  # to launch ranks and build a model
+SHARE = 0.05  # share of the run's predicted time that trials may take, since they mostly save more than that
+LONG_S = 3.0  # seconds of timed steps, if these are at least the fewest
+SILENT_S = 120.0  # after which a rank that does not answer has failed
+CALM = 0.02  # relative difference in step time below the noise between trials
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan with the median seconds of its steps, each the slowest rank's; `note` says why there are none."""
+    """A plan with its median step time, each step's being the slowest rank's; `note` says why there is none."""
 
     plan: Plan
     measured_s: float | None
@@ -44,19 +44,19 @@ class Trial:
 
 
 def distinct(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The first candidate and those predicted to be fastest, at most `most`, of which no two divide the ranks among the same axes.
+    """Select the first candidate and those predicted to be fastest, at most `limit`, no two with the same sizes of mesh axes.
 
-    What differs in microbatches, schedule or ZeRO alone differs by what prices tell well.
+    Differences in microbatches, schedule or ZeRO alone are predicted well.
     """
     by_key: dict[tuple[object, ...], Candidate] = {}
     timed = [(c.prediction.step_time_s, c) for c in candidates if c.prediction is not None and not c.note]
-    for _, one in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
-        by_key.setdefault((one.layout.data, one.layout.inner_axes, one.layout.pipeline), one)
+    for _, c in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
+        by_key.setdefault((c.layout.data, c.layout.inner_axes, c.layout.pipeline), c)
     return list(by_key.values())[:most]
 
 
 def worthwhile(candidates: Sequence[Candidate], steps: int) -> int:
-    """How many plans to try, 0 for none, before `steps` steps of the first: those predicted about as fast, where the run is long beside it.
+    """Number of plans worth a trial before a run of `steps` steps: those predicted about as fast, if trials are short against the run.
 
     >>> from weft.plan.layout import Layout
     >>> from weft.plan.plan import Memory, Prediction
@@ -78,7 +78,7 @@ def try_all(
     device_memory: float = 0.0,
     say: Callable[[str], object] = lambda line: None,
 ) -> list[Trial]:
-    """Steps of every plan of a model that goes by name, one plan after the other. `sequence`: as for `resolve`; `say` hears of each."""
+    """Measure every plan of a named model, one after another, in ranks launched here. `sequence`: as for `resolve`; `say`: progress."""
     trials = []
     lends = any(plan.layout.lend == "on" for plan in plans)
     with Launcher(env=SLEEPING if lends else None, preload=engine_modules(device)) as launcher:
@@ -98,38 +98,38 @@ def try_all(
 
 
 def try_in(world: World, plans: Sequence[Plan], sequence: int | None = None, *, device_memory: float = 0.0) -> list[Trial]:
-    """As `try_all` on rank 0 of ranks that exist, while the others `follow`; every plan is for as many ranks.
+    """Measure plans on rank 0 of ranks that exist, while the others call `follow_trials`; every plan is for all of these ranks.
 
-    Raises what any rank raises, as the run itself would.
+    Raises the error of any rank, as the run itself would.
     """
     trials = []
     for plan in plans:
-        order = (format_plan(plan), sequence, num_steps(plan), device_memory)
-        world.told(lambda order=order: json.dumps(order))  # type: ignore[misc]
-        trials.append(Trial(plan, median(_together(world, *order))))
+        request = (format_plan(plan), sequence, num_steps(plan), device_memory)
+        world.told(lambda request=request: json.dumps(request))  # type: ignore[misc]
+        trials.append(Trial(plan, median(_together(world, *request))))
     return trials
 
 
 def follow(world: World) -> None:
-    """What the other ranks do while rank 0 plans and tries, until it calls `end`."""
-    while order := world.told(str):
-        _together(world, *json.loads(order))
+    """Take part in the trials that rank 0 leads, until it calls `end_trials`."""
+    while request := world.told(str):
+        _together(world, *json.loads(request))
 
 
 def end(world: World) -> None:
-    """Rank 0's word to those that `follow`: there are no more trials."""
+    """Release the ranks in `follow_trials`; called by rank 0 after the last trial."""
     world.told(str)
 
 
 def _together(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
-    """Seconds of each step on its slowest rank, on every rank."""
+    """Seconds of each timed step on its slowest rank, the same on every rank."""
     seconds = torch.tensor(on_rank(world, plan_text, sequence, steps, device_memory), dtype=torch.float64, device=world.device)
     world.everyone.all_reduce(seconds, op="max")
     return [float(s) for s in seconds]
 
 
 def num_steps(plan: Plan) -> int:
-    """Steps to time: as many as are predicted to take `LONG_S`, within bounds; the same on every rank.
+    """Number of steps to time: those predicted to take about `TIMED_S`, within bounds; the same on every rank.
 
     >>> from weft.plan.layout import Layout
     >>> num_steps(Plan(Layout(), "gpt-10m", "here", 16))
@@ -139,7 +139,7 @@ def num_steps(plan: Plan) -> int:
 
 
 def steps_within(seconds: float, step_s: float) -> int:
-    """Steps of `step_s` seconds to time in about `seconds`.
+    """Number of steps of `step_s` seconds that take about `seconds`, within bounds.
 
     >>> steps_within(3.0, 0.5)
     6
@@ -148,30 +148,30 @@ def steps_within(seconds: float, step_s: float) -> int:
 
 
 def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
-    """Seconds of each timed step, on one rank."""
+    """Seconds of each timed step on this rank."""
     return all_steps(world, plan_text, sequence, steps, device_memory)[WARM:]
 
 
 def all_steps(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
-    """The same with the steps before."""
+    """Seconds of each step on this rank, warm-up steps included."""
     plan = parse_plan(plan_text)
-    subject = resolve(plan.model, plan.batch_size, sequence)
-    batch = subject.batch(plan.batch_size)
-    engine = Engine(plan, subject.make, batch, subject.loss, world, "adamw", seed=0, device=OnDevice(memory=device_memory))
+    resolved = resolve(plan.model, plan.batch_size, sequence)
+    batch = resolved.batch(plan.batch_size)
+    engine = Engine(plan, resolved.make, batch, resolved.loss, world, "adamw", seed=0, device=OnDevice(memory=device_memory))
     seconds = []
     for _ in range(WARM + steps):
         world.everyone.barrier()
         began = time.perf_counter()
-        _ = engine.step(batch).loss  # where the step runs on an accelerator, its loss is there when it has ended
+        _ = engine.step(batch).loss  # reading the loss waits for the accelerator
         seconds.append(time.perf_counter() - began)
     return seconds
 
 
 def fastest(trials: Sequence[Trial]) -> Plan:
-    """The plan of the fastest trial; of those within 2 % of it the first.
+    """Return the plan of the fastest trial; of those within 2 % of it the first.
 
     Raises:
-        Infeasible: none ran, with the first one's reason.
+        Infeasible: no plan ran, with the first one's reason.
     """
     done = [t for t in trials if t.measured_s is not None]
     if not done:
@@ -180,16 +180,16 @@ def fastest(trials: Sequence[Trial]) -> Plan:
 
 
 def first_fastest(seconds: Sequence[float]) -> int:
-    """Where the first stands that is about as fast as the fastest.
+    """Return the index of the first time that equals the fastest up to noise.
 
     >>> first_fastest([1.5, 1.01, 1.0])
     1
     """
-    return next(i for i, one in enumerate(seconds) if one <= min(seconds) * (1 + CALM))
+    return next(i for i, time_s in enumerate(seconds) if time_s <= min(seconds) * (1 + CALM))
 
 
 def trial_words(trial: Trial) -> str:
-    """One trial in words: measured beside predicted.
+    """Describe a trial: measured and predicted step time.
 
     >>> from weft.plan.layout import Layout
     >>> trial_words(Trial(Plan(Layout(), "gpt-10m", "here", 16), 0.25))
@@ -198,5 +198,5 @@ def trial_words(trial: Trial) -> str:
     if trial.measured_s is None:
         return f"{trial.plan.layout} does not run: {trial.note}"
     predicted = trial.plan.prediction
-    said = f" ({format_seconds(predicted.step_time_s)} predicted)" if predicted is not None else ""
-    return f"{trial.plan.layout} took {format_seconds(trial.measured_s)}{said}"
+    prediction = f" ({format_seconds(predicted.step_time_s)} predicted)" if predicted is not None else ""
+    return f"{trial.plan.layout} took {format_seconds(trial.measured_s)}{prediction}"

@@ -1,8 +1,8 @@
-"""Steps that are made again where they are not to be believed. In: a step, the state before it. Out: its result, and who was at fault.
+"""Detection of silent data corruption: a suspect step is rerun from the snapshot before it, and the faulty rank is named.
 
-Before each update all ranks know the loss and the norm of every rank's own gradients. Where one of them is no number or far above the last
-ten, nothing is updated: the state before is taken back, and the step is made once more. What it computes then, on the same bits, says
-whose numbers were wrong. Nothing of this costs anything while no step is doubted, but for the norms.
+Before each update all ranks know the loss and every rank's gradient norm. If one is not finite or far above the last ten, nothing is
+updated: the snapshot is restored, and the step is run once more on the same bits; a difference between the two runs tells which rank was
+wrong. An unsuspicious step costs nothing but the norms.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Say = Callable[[str], None]
 
 
 class Trust:
-    """In one attempt at a run; every rank makes one. `losses`: of the steps so far, to which the run adds."""
+    """The guard of one attempt at a run; every rank has one. `losses`: of the steps so far; the run appends to it."""
 
     def __init__(self, world: World, engine: Engine, snapshots: Snapshots, losses: Sequence[float], unstable: Callable[[], str]) -> None:
-        """`unstable()`: what to say of a step whose gradients are no numbers, made twice."""
+        """`instability_remedy()`: advice for a step whose gradients are not finite in both runs."""
         self._world, self._engine, self._snapshots, self._losses, self._unstable = world, engine, snapshots, losses, unstable
-        self._names = [v.name for v in engine.parts.graph.parameters]  # in one order on all ranks
+        self._names = [v.name for v in engine.parts.graph.parameters]  # in the same order on all ranks
         self._norms: deque[Sequence[float]] = deque(maxlen=RECENT)
         self._first: Evidence | None = None
         self._words, self._again = "", False
@@ -39,7 +39,10 @@ class Trust:
         snapshots.adds, self._fingerprints = True, engine.watch(self._judge)
 
     def step(self, step: int, make: Callable[[], T], doubt_of: Callable[[T], str], say: Say) -> T:
-        """What `make` returns; `doubt_of` it, after the update. Raises Diverged where the state differs again, or cannot be taken back."""
+        """Run a step with `run`, and once more if it is suspect; `find_anomaly` judges the outcome after the update. Return the outcome.
+
+        Raises Diverged if the state differs again, or cannot be restored.
+        """
         self._step, self._first, self._again, self._words = step, None, False, ""
         try:
             outcome = make()
@@ -52,22 +55,22 @@ class Trust:
             why = str(error)
         if not why or not self._snapshots.has(step):
             return outcome
-        say(f"step {step + 1}: {why}; it is made again from the state before it")
+        say(f"step {step + 1}: {why}; it is rerun from the snapshot before it")
         self._snapshots.restore(step)
         self._again = True
         outcome = make()
-        if again := doubt_of(outcome):
-            say(f"step {step + 1}: {again} again, so it was no fault of the machine{self._words}")
+        if anomaly := doubt_of(outcome):
+            say(f"step {step + 1}: {anomaly} again when rerun, so no machine is at fault{self._words}")
         elif self._words:
             say(f"step {step + 1}: {self._words}")
         return outcome
 
     def kept(self) -> None:
-        """The state after the last step has been kept, and is as it should be."""
+        """Record the fingerprints of the snapshot after the last step, which is known to be correct."""
         self._fingerprints.keep(self._engine.step_index, self._snapshots.sums)
 
     def _judge(self, result: Result, norms: Sequence[float]) -> str:
-        """Why a step is doubted before its update, the first time that it is made; the second time, what was wrong the first."""
+        """Return why a step is suspect before its update, empty if it is not; in the rerun, find what was wrong in the first run."""
         engine, scaled = self._engine, self._engine.scale.scaled
         recent = list(self._norms)
         why_norms = "" if scaled else doubt_of_norms(norms, recent)
@@ -85,50 +88,50 @@ class Trust:
         return ""
 
     def _compare(self, second: Evidence, why: str, is_odd: Sequence[bool]) -> None:
-        """What the step that was made again tells of the one before it; every rank calls it."""
+        """Compare the rerun with the first run of a step, to find what was wrong; every rank calls it."""
         if self._first is None:
             return
         words = words_of(self._all(Finding.between(self._first, second, self._names)), self._names)
         if not why:
-            self._words = f"made again, it is as it should be; what was wrong is {words}" if words else ""
+            self._words = f"correct when rerun; wrong before was {words}" if words else ""
             return
         within = words_of(self._all(Finding.within(second, self._names, is_odd[self._world.rank])), self._names)
         self._words = f": it comes from {within}" if within else ""
         if words:
-            self._words += f", though {words} was another the first time"
+            self._words += f", though {words} differed in the first run"
         if any(is_odd):
-            raise RunError(f"{why} at step {self._step + 1}, made twice{self._words}; {self._unstable()}")
+            raise RunError(f"{why} at step {self._step + 1}, run twice{self._words}; {self._unstable()}")
 
     def _all(self, mine: Finding) -> list[Finding]:
-        """Every rank's."""
-        return [Finding(*told) for told in self._world.gathered_numbers([mine.loss, mine.gradients, mine.parameter])]
+        """Gather the anomalies of all ranks (all-gather)."""
+        return [Finding(*numbers) for numbers in self._world.gathered_numbers([mine.loss, mine.gradients, mine.parameter])]
 
     def _blame(self, error: Diverged) -> str:
-        """Whose state is no longer what it was after the last step, and which tensor; every rank calls it."""
+        """Return which tensor on which rank differs from its snapshot; every rank calls it. Raises `error` if that explains nothing."""
         changed = self._snapshots.changed(self._step, others=error.since_update)
         name, slot = self._name(changed) if changed is not None else ("", "")
         slots = ["", *self._engine.spec.slots]
-        place = 1 + self._names.index(name) if name in self._names else 0
-        mine = 0 if changed is None else 1 + place * len(slots) + (slots.index(slot) if slot in slots else 0)
-        told = self._world.gathered_numbers([mine])
+        position = 1 + self._names.index(name) if name in self._names else 0
+        local_code = 0 if changed is None else 1 + position * len(slots) + (slots.index(slot) if slot in slots else 0)
+        codes = self._world.gathered_numbers([local_code])
         words = []
-        for rank, (number,) in enumerate(told):
-            if number:
-                place, slot_number = divmod(number - 1, len(slots))
-                what = f"{slots[slot_number]} of " * bool(slot_number) + self._names[place - 1] if place else "the state"
+        for rank, (code,) in enumerate(codes):
+            if code:
+                position, slot_number = divmod(code - 1, len(slots))
+                what = f"{slots[slot_number]} of " * bool(slot_number) + self._names[position - 1] if position else "the state"
                 words.append(f"{what} on rank {rank}")
-        elsewhere = error.since_update and any(number and rank not in error.ranks for rank, (number,) in enumerate(told))
-        if not words or elsewhere:  # the update went wrong, not what memory holds of it; or what is kept is wrong itself
+        elsewhere = error.since_update and any(code and rank not in error.ranks for rank, (code,) in enumerate(codes))
+        if not words or elsewhere:  # the update itself was wrong, or the snapshot is corrupted
             raise error
         return f"a bit was flipped in {' and '.join(words)}"
 
     def _name(self, changed: tuple[int, int]) -> tuple[str, str]:
-        """(parameter, slot of the optimizer) of an element of the state; empty where it is of another kind."""
+        """Return (parameter, optimizer slot) of an element of the state; empty strings if it belongs to neither."""
         engine, (number, element) = self._engine, changed
         if name := parameter_at(engine.parts.groups, number, element):
             return name, ""
-        changing, fixed, _ = engine.state()
-        if number >= len(changing):
-            where = fixed[number - len(changing)].data_ptr()
-            return next((name for name, p in engine.parts.parameters.items() if p.data_ptr() == where), ""), ""
-        return engine.owner_of(changing[number], element)
+        mutable, constant, _ = engine.state()
+        if number >= len(mutable):
+            address = constant[number - len(mutable)].data_ptr()
+            return next((name for name, p in engine.parts.parameters.items() if p.data_ptr() == address), ""), ""
+        return engine.owner_of(mutable[number], element)

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration names. In: the `[train]` section. Out: its specification, and what it keeps of every parameter."""
+"""The optimizer specification of the `[train]` section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.train.config import TrainSection
 
 
 def optimizer_of(section: TrainSection) -> OptimizerSpec:
-    """Raises UsageError for an unknown optimizer."""
+    """Build the optimizer specification of a configuration. Raises UsageError for an unknown optimizer."""
     return OptimizerSpec(
         name=section.optimizer.lower(),
         lr=section.learning_rate,
@@ -21,5 +21,5 @@ def optimizer_of(section: TrainSection) -> OptimizerSpec:
 
 
 def check_optimizer(section: TrainSection) -> None:
-    """Raise UsageError where ranks cannot update their pieces by themselves, or where an option is unknown."""
+    """Raise UsageError if the optimizer cannot update shards independently, or an option is unknown."""
     _ = optimizer_of(section).slots

@@ -1,1 +1,1 @@
-"""Processes and how they talk: ranks and groups (`world`), starting them (`launch`), what each of them last did (`recorder`)."""
+"""Processes and their communication: ranks and groups (`world`), launching (`launch`), a record of each rank's collectives (`recorder`)."""

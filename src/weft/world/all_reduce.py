@@ -1,7 +1,7 @@
-"""Which way a group's sums go. In: choices by size, and programs by name. Out: `Work`, or None where the transport's own collective is due.
+"""Select a group's all-reduce algorithm by size. In: choices, programs by name. Out: `CollectiveWork`, or None for the transport's own.
 
-`hierarchical` is shared memory inside the boxes of the group and the network between them, if there are several; in a group that shares
-memory anyhow, or of boxes of one member, it is the transport's own. Not modelled: what is fastest (`weft.cost` chooses).
+`hierarchical` is shared memory inside the group's hosts and the network between them, if there are several; in a group that shares memory
+anyway, or with one member a host, it is the transport's own. Not modelled: which is fastest (`weft.cost` chooses).
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ ProgramOf = Callable[[str, str, int], Program]  # (collective, algorithm, ranks)
 
 
 class Sums:
-    """The sums of one group by `choices`. All members make it, alike. `levels`: ready for sums in two levels, whatever the choices."""
+    """Reductions of one group by `choices`. All members create it with equal arguments. `levels`: support two levels for any choices."""
 
     def __init__(self, group: Group, choices: Choices, program_of: ProgramOf, levels: bool = False) -> None:
         self._group, self._choices, self._program_of = group, choices, program_of
         self._built: dict[tuple[str, str], Program] = {}
         self._programs = Programs(group.runner)
-        boxes = group.boxes if levels or NAME in choices.names else ()
-        nested = max(map(len, boxes), default=0) > 1
-        if nested and len(boxes) == 1:  # on one host, but in a run over several, which has gloo there
+        hosts = group.boxes if levels or NAME in choices.names else ()
+        nested = max(map(len, hosts), default=0) > 1
+        if nested and len(hosts) == 1:  # on one host, but in a run over several hosts, which uses gloo there
             group.connect()
             nested = not group.shares_memory
         self.levels = Levels(group.runner) if nested else None
 
     def connect(self) -> None:
-        """Connects now what will be needed; all members must come."""
+        """Connect now what will be needed; all members must call it."""
         if self.levels is not None or any(name != NATIVE for name in self._choices.names):
             self._group.runner.side_group.connect()
         if self.levels is not None:
             self.levels.connect()
 
     def all_reduce(self, x: Tensor, wait: bool = False) -> Work | None:
-        """Replaces `x` by the sum over the members, or starts to."""
+        """Start to replace `x` by the sum over the members; with `wait` finish it."""
         name = self._name(x)
         if name == NAME and self.levels is not None:
             return self.levels.all_reduce(x, wait)
         return None if name in (NATIVE, NAME) else self._programs.all_reduce(self._program("all_reduce", name), x, wait)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Work | None:
-        """Starts to put this member's piece of the sum of flat `x` into `out`."""
+        """Start to reduce-scatter flat `x` into `out`, this member's shard of the sum."""
         name = self._name(x)
         if name == NAME and self.levels is not None and self.levels.even:
             return self.levels.reduce_scatter_into(out, x, wait=False)
@@ -59,7 +59,7 @@ class Sums:
         return self._programs.reduce_scatter(self._program("reduce_scatter", SCATTERING[name][0]), out, x, wait=False)
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> Work | None:
-        """Starts to gather flat `x` of all members in `out`."""
+        """Start to gather flat `x` of all members in `out`."""
         name = self._name(out)
         if name == NAME and self.levels is not None and self.levels.even:
             return self.levels.all_gather_into(out, x, wait=False)

@@ -1,4 +1,4 @@
-"""The processes of one launch's ranks, as their launcher sees them. In: who forked them. Out: how each ended.
+"""The processes of one launch's ranks, as their launcher sees them. In: the process that forked them. Out: exit codes.
 
 Not modelled: what they do, which `world/watch` reads in their record.
 """
@@ -17,19 +17,19 @@ from typing import Any
 
 from weft.errors import RunError
 
-PREPARE_S = 900.0  # for capturing what the ranks need
+PREPARE_S = 900.0  # for the capture that the ranks need
 KILL_S = 10.0
 LARGEST_MESSAGE = 1 << 16
 
 
 class LostKeeper(RunError):
-    """A process that the ranks need is gone or does not answer, and the ranks with it: nothing is left of them but checkpoints."""
+    """The fork server of the ranks has failed, and the ranks with it: only checkpoints survive."""
 
 
 class PreparedRanks:
-    """Ranks whose parent is the prepared process, or one that it forked for them.
+    """Ranks whose parent is the prepared process, or a fork server that it forked for them.
 
-    Raises TimeoutError where they are not named within `start_s`; what `check` raises, which is called meanwhile.
+    Raises TimeoutError if their ids do not arrive within `start_s`, and what `check` raises, which is called while waiting.
     """
 
     def __init__(self, events: socket.socket, num_ranks: int, parent: int, start_s: float, check: Callable[[], None]) -> None:
@@ -40,10 +40,10 @@ class PreparedRanks:
         first = self._message()
         if "nest" in first:
             self.keepers[first["nest"]] = "the process that forks the ranks"
-            until = time.monotonic() + PREPARE_S
+            deadline = time.monotonic() + PREPARE_S
             while not select.select([events], [], [], 0.1)[0]:
                 check()
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise TimeoutError
             first = self._message()
         self.pids: list[int] = first["pids"]
@@ -51,7 +51,7 @@ class PreparedRanks:
     def _message(self) -> dict[str, Any]:
         data = self._events.recv(LARGEST_MESSAGE)
         if not data:
-            raise LostKeeper("the process that starts ranks is gone, and its ranks with it; was it killed?")
+            raise LostKeeper("the process that starts ranks has ended, and its ranks with it; was it killed?")
         return json.loads(data)  # type: ignore[no-any-return]
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ class PreparedRanks:
         return events
 
     def fork(self, rank: int, generation: int) -> None:
-        """Lets a new process be `rank`, which has ended."""
+        """Start a new process as `rank`, which has ended."""
         self._living.add(rank)
         self._events.send(json.dumps({"fork": rank, "generation": generation}).encode())
 
@@ -76,8 +76,8 @@ class PreparedRanks:
         with suppress(OSError, RunError):
             if self._living:
                 self._events.send(b"kill")
-            until = time.monotonic() + KILL_S
-            while self._living and time.monotonic() < until:
+            deadline = time.monotonic() + KILL_S
+            while self._living and time.monotonic() < deadline:
                 self.events(0.1)
 
 
@@ -93,7 +93,7 @@ class ForkedRanks:
         raise RunError(f"rank {rank} was forked from this process, which does not fork it again")
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
-        until = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             events = []
             for rank, pid in list(self._living.items()):
@@ -101,7 +101,7 @@ class ForkedRanks:
                 if ended:
                     del self._living[rank]
                     events.append((rank, os.waitstatus_to_exitcode(status)))
-            if events or time.monotonic() >= until:
+            if events or time.monotonic() >= deadline:
                 return events
             time.sleep(0.005)
 
@@ -109,6 +109,6 @@ class ForkedRanks:
         for pid in self._living.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + KILL_S
-        while self._living and time.monotonic() < until:
+        deadline = time.monotonic() + KILL_S
+        while self._living and time.monotonic() < deadline:
             self.events(0.1)

@@ -1,8 +1,8 @@
-"""A communication hook for torch's DistributedDataParallel: its buckets are summed as weft sums. In: a name. Out: DDP's (state, hook).
+"""A communication hook for torch's DistributedDataParallel that all-reduces its buckets as weft does. In: a name. Out: DDP's (state, hook).
 
-Ranks meet in the store of the process group that the user has initialised, over connections of their own: the user's group is left alone.
-Buckets are divided by the number of ranks first, as DDP does, and go on in a thread while backward does. Not modelled: joining with uneven
-inputs (DDP's `join`), which needs DDP's own collectives.
+Ranks rendezvous in the store of the user's initialised process group, over connections of their own: the user's group is not used.
+Buckets are divided by the number of ranks first, as in DDP, and are reduced in a thread that overlaps backward. Not modelled: uneven
+inputs (DDP's `join`), which need DDP's own collectives.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
@@ -25,11 +25,11 @@ from weft.world.worker import Worker
 from weft.world.world import World
 
 SYNONYMS = {"butterfly": "halving_doubling"}
-NEAR_AND_FAR = "hierarchical"  # what is native on one host, and the best use of one host's memory between several
+NEAR_AND_FAR = "hierarchical"  # native on one host; between several it makes the best use of each host's memory
 
 
 class State:
-    """What the hook keeps between buckets. Connected by the first bucket."""
+    """State of the hook between buckets. Connected by the first bucket."""
 
     def __init__(self, choices: Choices, program_of: Callable[[str, str, int], Program], process_group: Any) -> None:
         self._choices, self._program_of, self._process_group = choices, program_of, process_group
@@ -38,23 +38,23 @@ class State:
         self._group: Group | None = None
 
     def start(self, bucket: Tensor) -> Future[Tensor]:
-        """The future of the mean of flat `bucket` over the ranks, in place."""
+        """Return the future of the mean of flat `bucket` over the ranks, in place."""
         if self._group is None:
             self._connect(bucket.device)
         mean: Future[Tensor] = Future(devices=[bucket.device] if bucket.is_cuda else None)
         self._worker.do(lambda: self._average(bucket, mean))
-        # DDP looks into a future's value, and takes an error there for a tensor; one that a callback raises it raises.
+        # DDP takes an error in a future's value for a tensor; it raises one that a callback raises.
         return mean.then(lambda ended: ended.value())
 
     def _connect(self, device: torch.device) -> None:
         ranks = tuple(dist.get_process_group_ranks(self._process_group))
         timeout_s = private.timeout_of(self._process_group, device)
         store, me = private.default_store(), dist.get_rank()
-        # Every rank's n-th hook meets the others' n-th.
-        where = f"weft/comm_hook/{','.join(map(str, ranks))}"
-        number = store.add(f"{where}/{me}", 1)
+        # Every rank's n-th hook connects with the other ranks' n-th.
+        prefix = f"weft/comm_hook/{','.join(map(str, ranks))}"
+        number = store.add(f"{prefix}/{me}", 1)
         world = World(
-            ranks.index(me), len(ranks), private.prefixed(f"{where}/{number}", store), device=device, host="", timeout_s=timeout_s
+            ranks.index(me), len(ranks), private.prefixed(f"{prefix}/{number}", store), device=device, host="", timeout_s=timeout_s
         )
         self._group = world.everyone
         self._sums = Sums(self._group, self._choices, self._program_of)
@@ -68,19 +68,19 @@ class State:
                 _ = self._sums.all_reduce(bucket, wait=True) or self._group.all_reduce(bucket)
             mean.set_result(bucket)
         except BaseException as error:
-            told: Any = error if isinstance(error, Exception) else RuntimeError(str(error))
-            mean.set_exception(told)
+            exception: Any = error if isinstance(error, Exception) else RuntimeError(str(error))
+            mean.set_exception(exception)
 
 
 def averaged(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """DDP's hook: the mean of a bucket of gradients over the ranks."""
+    """Average a bucket of gradients over the ranks; DDP's hook."""
     return state.start(bucket.buffer())
 
 
 def comm_hook(
     name: str, program_of: Callable[[str, str, int], Program], process_group: Any = None
 ) -> tuple[State, Callable[..., Future[Tensor]]]:
-    """See `weft.comm_hook`. `program_of`: (collective, algorithm, ranks) to its program.
+    """Return DDP's (state, hook), see `weft.comm_hook`. `program_of`: (collective, algorithm, ranks) to its program.
 
     Raises:
         UsageError: an unknown name (names the nearest), or no process group.

@@ -1,4 +1,4 @@
-"""Which connection among several between the same ranks. In: what it is for. Out: `Connection`, and the name by which its ranks meet."""
+"""Identify one of several connections between the same ranks. In: its purpose. Out: `Connection`, and its key in the store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from weft.errors import UsageError
 from weft.world.recorder import group_name
 
-BOX = "box"  # what connections apart are called where their ranks are one host's
+BOX = "box"  # name of side connections inside one host
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """What a group made apart from its own connection: the `number`-th of this `name`, of a group of `ranks`."""
+    """An additional connection of a group: the `number`-th of this `name`, made by a group of `ranks`."""
 
     name: str
     number: int
@@ -20,7 +20,7 @@ class Apart:
 
     def __post_init__(self) -> None:
         if not self.name.isalpha():
-            raise UsageError(f"a connection apart is called by a word, not {self.name!r}")
+            raise UsageError(f"the name of a side connection is a word, not {self.name!r}")
 
     def __str__(self) -> str:
         return f"/{self.name}{self.number} of {group_name(self.ranks)}"
@@ -28,7 +28,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A group's own connection, one `apart` from it (and from that one, the outermost first), or one of messages in one `direction`:
+    """A group's primary connection, a side connection (the path in `side_path`, outermost first), or one for messages in one `direction`:
     (sender, receiver), members by their indices.
 
     >>> str(Connection()), str(Connection(direction=(0, 1)).within(Apart("box", 1, (2, 3))))
@@ -40,18 +40,18 @@ class Connection:
 
     @property
     def is_primary(self) -> bool:
-        """Whether it is the group's own connection."""
+        """True for the group's own connection."""
         return not self.apart and self.direction is None
 
     @property
     def of_box(self) -> bool:
-        """Whether its ranks are one host's."""
+        """True if its ranks are on one host."""
         return bool(self.apart) and self.apart[0].name == BOX
 
     def within(self, outer: Apart) -> Connection:
-        """The same of what was made apart by `outer`."""
+        """Return this connection nested inside the side connection `outer`."""
         return replace(self, apart=(outer, *self.apart))
 
     def __str__(self) -> str:
-        way = "" if self.direction is None else f"/{self.direction[0]}to{self.direction[1]}"
-        return "".join(map(str, self.apart)) + way
+        suffix = "" if self.direction is None else f"/{self.direction[0]}to{self.direction[1]}"
+        return "".join(map(str, self.apart)) + suffix

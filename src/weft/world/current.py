@@ -1,7 +1,7 @@
-"""The world and the data coordinate that this context works in, for calls that are not given one.
+"""The current world and data-parallel coordinate of this context, for calls without explicit ones.
 
-Set once by whoever starts ranks; read by `weft.parallelize`, `weft.auto_parallelize` and `weft.shard`. A context variable, so that
-nothing else in the process sees it.
+Set once by the launcher of the ranks; read by `weft.parallelize`, `weft.auto_parallelize` and `weft.shard`. Context variables, so that
+nothing else in the process sees them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TextIO
 from weft.world.guard import TOKEN
 from weft.world.world import World
 
-# Of torchrun, srun's and mpirun's wrappers, MPICH, Open MPI, MVAPICH.
+# Set by torchrun, wrappers of srun and mpirun, MPICH, Open MPI, MVAPICH.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _WORLD: ContextVar[World | None] = ContextVar("weft_world", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of `data_size` equal parts of every batch belongs to this rank of `world`."""
+    """The index, among `data_size` equal shards of every batch, of the shard of this rank of `world`."""
 
     data_index: int = 0
     data_size: int = 1
@@ -34,12 +34,12 @@ _PLACE: ContextVar[Place | None] = ContextVar("weft_place", default=None)
 
 
 def set_world(world: World) -> None:
-    """Called once in every rank, by what started it."""
+    """Set this rank's world; called once in every rank by its launcher."""
     _WORLD.set(world)
 
 
 def current_world(device: str = "auto") -> World:
-    """This rank's world: as it was launched, or as torchrun or srun started it, or a world of one rank."""
+    """Return this rank's world: as launched, or as torchrun or srun started it, or a world of one rank."""
     world = _WORLD.get()
     if world is None:
         world = World.from_environment(os.environ, device)
@@ -49,16 +49,16 @@ def current_world(device: str = "auto") -> World:
 
 @contextmanager
 def launched_by_nobody() -> Iterator[None]:
-    """A block in which other libraries find no launcher's variables, and so make no process groups of their own."""
-    told = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    """Context in which other libraries see no launcher's variables, and so make no process groups of their own."""
+    removed = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(told)
+        os.environ.update(removed)
 
 
 class _Main:
-    """`weft.is_main`: whether this process is rank 0, which prints and writes. Works with and without a call: `if weft.is_main:`.
+    """`weft.is_main`: true on rank 0, which prints and writes. Works with and without a call: `if weft.is_main:`.
 
     >>> import weft
     >>> bool(weft.is_main), weft.is_main()
@@ -76,21 +76,21 @@ is_main = _Main()
 
 
 def print_once(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True) -> None:
-    """`weft.print`: as `print`, on rank 0 alone."""
+    """Print on rank 0 only (`weft.print`)."""
     if is_main:
         print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
 def set_place(place: Place) -> None:
-    """Called where a model is divided."""
+    """Set the data coordinate; called when a model is parallelized."""
     _PLACE.set(place)
 
 
 def current_place() -> Place | None:
-    """The data coordinate of the model that was divided last; None before."""
+    """Return the data coordinate of the model that was parallelized last; None before."""
     return _PLACE.get()
 
 
 def token() -> str:
-    """The secret that ranks and servers share, see `weft.world.guard`; empty where there is none."""
+    """Return the secret that ranks and servers share, see `weft.world.guard`; empty if there is none."""
     return os.environ.get(TOKEN, "")

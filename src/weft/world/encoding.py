@@ -1,5 +1,5 @@
-"""Values that cross between processes, as bytes. In: None, bool, numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
-Out: one safetensors file whose metadata holds the structure as JSON, and back. No pickle: reading it runs nobody's code.
+"""Serialise values that are sent between processes. In: None, bool, numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
+Out: one safetensors file whose metadata holds the structure as JSON, and back. No pickle: loading runs no code.
 
 Tensors arrive on the host, contiguous, without gradient. Not modelled: two tensors that share memory arrive as two.
 """
@@ -21,7 +21,7 @@ _KEY = "weft"
 
 
 def dump(value: Any, what: str = "value") -> bytes:
-    """`value` as bytes. Raises UsageError, naming the part (`what[0].key`) that cannot be sent.
+    """Return `value` as bytes. Raises UsageError, naming the part (`what[0].key`) that cannot be sent.
 
     >>> load(dump({"loss": (1.5, None), 3: [True]}))
     {'loss': (1.5, None), 3: [True]}
@@ -32,14 +32,14 @@ def dump(value: Any, what: str = "value") -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The value that `dump` wrote. Raises ValueError for other bytes."""
+    """Return the value that `dump` wrote. Raises ValueError for other bytes."""
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = load_tensors(data)
     return _unpacked(json.loads(head["__metadata__"][_KEY]), tensors)
 
 
 def _packed(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    def keep(tensor: Tensor) -> str:
+    def save(tensor: Tensor) -> str:
         name = str(len(tensors))
         tensors[name] = tensor
         return name
@@ -48,11 +48,11 @@ def _packed(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case Tensor() if value.dtype is torch.complex128:  # which safetensors does not have
-            return ["complex", keep(torch.view_as_real(value.detach().to("cpu").resolve_conj()).contiguous())]
+            return ["complex", save(torch.view_as_real(value.detach().to("cpu").resolve_conj()).contiguous())]
         case Tensor() if value.layout is torch.strided and not value.is_meta and not value.is_quantized:
-            return ["tensor", keep(value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))]
+            return ["tensor", save(value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))]
         case bytes():
-            return ["bytes", keep(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))]
+            return ["bytes", save(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))]
         case list():
             return ["list", *(_packed(item, f"{where}[{i}]", tensors) for i, item in enumerate(value))]
         case tuple():

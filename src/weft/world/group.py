@@ -1,14 +1,14 @@
-"""A group of ranks and its collectives, on tensors. In: this rank's tensor. Out: the collective's result, or `Work` to wait for.
+"""A process group of ranks and its collectives on tensors. In: this rank's tensor. Out: the collective's result, or `CollectiveWork`.
 
 Three transports: shared memory between processes of one host, gloo between hosts (and for tensors on a GPU, staged through host memory, so
-that several ranks can share one GPU) and NCCL where every member has a GPU of its own. A group of one rank does nothing. Pieces along a
+that several ranks can share one GPU) and NCCL where every member has a GPU of its own. A group of one rank does nothing. Shards along a
 dimension are those of `plan.placement.piece`.
 
-Not modelled: matching. Members that call different collectives, or one with different shapes, fail in shared memory; over gloo and NCCL
-they wait for ever, fail or add wrong numbers.
+Not modelled: matching. Mismatched collectives or shapes raise an error in shared memory; over gloo and NCCL they hang, fail or give wrong
+numbers.
 
 Messages between two ranks: equal tags are matched in the order in which they were sent; different tags never. A pipeline gives every
-(direction, stage boundary) its own tag, since activations and gradients of several microbatches are under way at once.
+(direction, stage boundary) its own tag, since activations and gradients of several microbatches are in flight at once.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Boxes = tuple[tuple[int, ...], ...]
 class Group:
     """`ranks` of the world in a given order, this rank among them at `index`.
 
-    Made by `World.group`; nothing is connected before the first collective (or `connect()`), in which all members take part and
-    no other rank does.
+    Created by `World.group`; nothing is connected before the first collective (or `connect()`), which all members and no other rank
+    call.
     """
 
     def __init__(
@@ -82,23 +82,23 @@ class Group:
         self._directed: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
-        self.levels: Levels | None = None  # what sums inside hosts and between them, where it was chosen and the members lie so
+        self.levels: Levels | None = None  # the two-level reducer, if it was chosen and the members' hosts allow it
         self._apart = defaultdict[str, list[Group]](list)
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of every collective of this group so far; those that run at once count each."""
+        """Sum of the durations of this group's collectives so far, also of those that overlap."""
         return self.recorder.seconds[self.slot] if self.size > 1 else 0.0
 
     def __repr__(self) -> str:
         return f"Group(ranks={recorder.group_name(self.ranks)}, index={self.index})"
 
     def connect(self) -> None:
-        """Connects the members now; otherwise the first collective does. All members must come."""
+        """Connect the members now; otherwise the first collective does. All members must call it."""
         if self._transport is not None or self.size == 1:
             return
         if self._closed:
-            raise RunError(f"{self} was closed, and takes part in nothing more")
+            raise RunError(f"{self} was closed and can run no more collectives")
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
             self._transport, kind = self._open(self.ranks, Connection())
@@ -106,7 +106,7 @@ class Group:
             self.shares_memory = kind == SHARED
             if kind in ("gloo", "nccl"):
                 self._transport = ProcessGroup(self._transport, self._nccl, self.size)
-            if self._nccl:  # its members meet in the first collective, and wait for one another there
+            if self._nccl:  # it connects in the first collective
                 self._transport.all_reduce(torch.zeros(1, device=self.device), "sum", True).wait()
         except RuntimeError as error:
             raise self.explained(error) from error
@@ -116,10 +116,10 @@ class Group:
         self._staged = kind in ("gloo", MPI) and self.device.type != "cpu"
 
     def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Connects now what messages go over, for all `pairs` of (sender, receiver) by index. All members must come, with the same pairs.
+        """Connect the message channels of all `pairs` of (sender, receiver) by index. All members must call it with the same pairs.
 
-        Only NCCL has a connection for each direction, where both ends wait for one another at the first message: a rank that posted a
-        receive ahead would wait there for a sender that waits for it. What is connected stays so.
+        Only NCCL has a connection for each direction, whose first message blocks both ends: a rank that posted a receive ahead would
+        deadlock with a sender that waits for it. Connections persist.
         """
         if self.size > 1:
             self.connect()
@@ -135,39 +135,39 @@ class Group:
                 self._call_pair(private.receive, x, source, target, 0, 0).wait()
 
     def close(self) -> None:
-        """Ends the connections for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
-        for parted in chain(*self._apart.values()):
-            parted.close()
+        """Close the connections for good. Ranks that wait for this one, or will need it, get a LostPeer."""
+        for side_group in chain(*self._apart.values()):
+            side_group.close()
         if self.shares_memory and self._transport is not None:
             self._transport.close()
         self._transport, self._closed = None, True
         self._directed.clear()
 
     def abandon(self) -> None:
-        """Ends what this rank waits for over gloo, in whatever thread, though nobody else leaves: those threads get a LostPeer."""
-        for parted in chain(*map(tuple, tuple(self._apart.values()))):
-            parted.abandon()
+        """Abort this rank's waits over gloo in all of its threads, though no peer leaves: those threads get a LostPeer."""
+        for side_group in chain(*map(tuple, tuple(self._apart.values()))):
+            side_group.abandon()
         if isinstance(self._transport, ProcessGroup):
             self._transport.abandon(self.index)
 
     @property
     def boxes(self) -> Boxes:
-        """The members by host, as ranks: those of one box share memory, or a fast network inside a machine."""
+        """The members' ranks by host: those of one host share memory, or a fast network inside a machine."""
         return self._boxes_of(self.ranks)
 
     def apart(self, name: str, ranks: tuple[int, ...] = ()) -> Group:
-        """All members, or `ranks` of them, over connections of their own, for what must not mix with this group's collectives.
+        """Return a group of all members, or of `ranks`, with connections of its own, for collectives that must not mix with this group's.
 
-        All of them ask, as often, by the same `name`. It is not recorded.
+        All of its members call this equally often with the same `name`. It is not recorded.
         """
-        apart = Apart(name, len(self._apart[name]) + 1, self.ranks)
-        group = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, how: self._open(who, how.within(apart)))
+        side = Apart(name, len(self._apart[name]) + 1, self.ranks)
+        group = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda r, inner: self._open(r, inner.within(side)))
         self._apart[name].append(group)
         return group
 
     @property
     def runner(self) -> Runner:
-        """What runs collectives of several steps over messages of this group's members; see `weft.world.running`."""
+        """The runner of multi-step collectives over messages of this group's members; see `weft.world.running`."""
         if self._runner is None:
             from weft.world.runner import Runner  # here, since a runner is made of groups
 
@@ -175,11 +175,11 @@ class Group:
         return self._runner
 
     def choose(self, sums: Sums | None) -> None:
-        """From now on sums that are not waited for at once, and what scatters and gathers them, go as `sums` says; None: natively."""
+        """Use `dispatcher` for asynchronous all-reduces, reduce-scatters and all-gathers from now on; None: the transport's own."""
         self._sums, self.levels = sums, sums.levels if sums is not None else None
 
     def explained(self, error: BaseException) -> RunError:
-        """`error` of the transport, with the collective that it broke."""
+        """Return the transport's `error` with the collective in which it occurred."""
         return explained(self._rank, self.recorder.last(), error)
 
     def _begin(self, op: int, x: Tensor, peer: int = -1, tag: int = 0) -> int:
@@ -205,7 +205,7 @@ class Group:
             raise self.explained(error) from error
 
     def _host(self, x: Tensor) -> Tensor:
-        """`x` as the transport takes it: its memory in order, on the host where it is staged, with bools as bytes."""
+        """Return `x` as the transport takes it: contiguous, on the host if staged, with bools as bytes."""
         x = x.detach().resolve_conj().resolve_neg()
         if self._staged:
             x = x.cpu()
@@ -213,7 +213,7 @@ class Group:
         return x.view(torch.uint8) if x.dtype is torch.bool else x
 
     def _room(self, x: Tensor, size: int) -> Tensor:
-        """A flat buffer of `size` elements for what arrives in answer to `x` (which went through `_host`)."""
+        """Return a flat receive buffer of `size` elements of the type of `x` (which went through `_to_transport`)."""
         return torch.empty(size, dtype=x.dtype, device=x.device)
 
     def _back(self, x: Tensor, like: Tensor) -> Tensor:
@@ -221,10 +221,10 @@ class Group:
         return x.to(like.device)
 
     def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum", wait: bool = True) -> Work:
-        """Replaces `x` on every member by the sum (or maximum, minimum) over the members; a bool's sum is "any".
+        """Replace `x` on every member by the sum (or maximum, minimum) over the members; a bool's sum is "any".
 
-        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once. What is not a number on one
-        member stays so in the maximum or minimum through shared memory, and may be lost over gloo.
+        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once. NaN on one member stays
+        NaN in the maximum or minimum through shared memory, and may be lost over gloo.
 
         Raises:
             UsageError: the maximum or minimum of complex numbers.
@@ -236,7 +236,7 @@ class Group:
             self.all_reduce(resolved, op)
             x.detach().copy_(resolved)
             return DONE
-        if x.is_complex():  # no transport has complex numbers, but all have pairs
+        if x.is_complex():  # no transport has complex numbers: reduce pairs of reals
             if op != "sum":
                 raise UsageError(f"{op} of {x.dtype}: complex numbers have no order")
             return self.all_reduce(torch.view_as_real(x.detach()), op, wait)
@@ -244,7 +244,7 @@ class Group:
             return chosen
         at = self._begin(recorder.ALL_REDUCE, x)
         if self.shares_memory and wait and not x.requires_grad and x.is_contiguous() and x.dtype is torch.float32:
-            # What follows costs more than the sum of a few numbers.
+            # Fast path: the general one below costs more than the sum of a few numbers.
             try:
                 self._transport.all_reduce(x, op, True)
             except RuntimeError as error:
@@ -262,10 +262,10 @@ class Group:
         return self._end(self._call("all_reduce", x, op, wait), at, back, x, wait)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor whose parts the members sum, gather and scatter without a copy: collectives find out by its address.
+        """Return a zeroed flat tensor that collectives reduce, gather and scatter without a copy: they recognise it by its address.
 
-        Every member gets its own; all must call, with the same size. Plain memory where the transport is not shared memory.
-        Collectives on it need the same range on every member; the memory is returned when all have dropped the tensor.
+        Every member gets its own; all must call, with the same size. Plain memory if the transport is not shared memory.
+        Collectives on it need the same range on every member; the memory is freed when all have dropped the tensor.
         """
         if self.size > 1:
             self.connect()
@@ -282,7 +282,7 @@ class Group:
         return buffer
 
     def broadcast(self, x: Tensor, source_index: int = 0, wait: bool = True) -> Work:
-        """Replaces `x` on every member by that of member `source_index`."""
+        """Replace `x` on every member by that of member `source_index`."""
         if self.size == 1:
             return DONE
         at = self._begin(recorder.BROADCAST, x)
@@ -292,14 +292,14 @@ class Group:
         return self._end(self._call("broadcast", sent, source_index, wait), at, finish, sent, wait)
 
     def barrier(self) -> None:
-        """Returns when every member has called it."""
+        """Return when every member has called it."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self.device), op="max")
             if self._nccl:
                 synchronize(self.device)
 
     def all_gather(self, x: Tensor, dim: int = 0, length: Lengths = None) -> Tensor:
-        """The members' pieces joined along `dim`; a new tensor. `length`: of the whole, or of each piece (default: pieces are equal).
+        """Return the members' shards concatenated along `dim`; a new tensor. `length`: full length, or of each shard (default: equal).
 
         Raises:
             UsageError: a tensor without dimensions.
@@ -334,7 +334,7 @@ class Group:
         return self._back(joined, x)
 
     def all_gather_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Flat `x_n` of every member into flat `out` (size * n elements), member after member; may be waited for later."""
+        """Gather flat `x_n` of every member into flat `out` (size * n elements), member after member; may be waited for later."""
         check_fits(out, x, self.size)
         if self.size == 1:
             out.copy_(x)
@@ -347,9 +347,9 @@ class Group:
         return self._end(self._call("all_gather", arrived, sent, [sent.numel()] * self.size, wait), at, finish, (sent, arrived), wait)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0, lengths: Sequence[int] = ()) -> Tensor:
-        """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
+        """Return this rank's shard along `dim` of the sum of `x` over the members; a new contiguous tensor. Shards may be uneven or empty.
 
-        `lengths`: of the pieces, where they are not those of `plan.placement.piece`.
+        `lengths`: of the shards, if not those of `plan.placement.piece`.
 
         Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
 
@@ -367,19 +367,19 @@ class Group:
             sent = self._host(packed(torch.split(x.detach(), cuts, dim)))
         row = x.numel() // max(1, x.shape[dim])
         shape = [*x.shape[:dim], cuts[self.index], *x.shape[dim + 1 :]]
-        mine = cuts[self.index] * row
+        local_size = cuts[self.index] * row
         if self._adds(x):
-            out = self._room(sent, mine)
+            out = self._room(sent, local_size)
             self._end(self._call("reduce_scatter", out, sent, [n * row for n in cuts], True), at, None, None, True)
             return out.view(shape)
-        out = self._room(sent, self.size * mine)
-        work = self._call("exchange", out, sent, [mine] * self.size, [n * row for n in cuts], True)
+        out = self._room(sent, self.size * local_size)
+        work = self._call("exchange", out, sent, [local_size] * self.size, [n * row for n in cuts], True)
         self._end(work, at, None, None, True)
         parts = self._back(out, x).view(self.size, *shape)
         return parts.any(0) if x.dtype is torch.bool else parts.sum(0, dtype=x.dtype)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Piece `index` of the sum of flat `x` over the members into flat `out_n`; `x` has size * n elements. May be waited for later."""
+        """Reduce-scatter flat `x_size*n` into flat `out_n`, this member's shard of the sum over the members. May be waited for later."""
         check_fits(x, out, self.size)
         if self.size == 1:
             out.copy_(x)
@@ -401,10 +401,10 @@ class Group:
     def all_to_all(
         self, x: Tensor, split_dim: int, concat_dim: int, concat_length: Lengths = None, split_lengths: Sequence[int] = ()
     ) -> Tensor:
-        """From a tensor that is whole along `split_dim` and cut along `concat_dim` to one that is cut and whole there.
+        """Return `x`, sharded along `concat_dim`, as a new tensor sharded along `split_dim` instead.
 
-        `concat_length`: the whole length of `concat_dim`, or of its pieces (default: they are equal). `split_lengths`: of the pieces of
-        `split_dim`, where they are not those of `plan.placement.piece`. A new tensor.
+        `concat_length`: the full length of `concat_dim`, or of its shards (default: they are equal). `split_lengths`: of the shards of
+        `split_dim`, if not those of `plan.placement.piece`.
         """
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
@@ -415,7 +415,7 @@ class Group:
         return torch.cat(self.exchange(parts, shapes), concat_dim)
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Sends `sent[i]` to member i and returns what member i sent here, of `shapes[i]`; all of one dtype."""
+        """Send `sent[i]` to member i and return the tensors that members sent here, member i's of `shapes[i]`; all of one dtype."""
         if len(sent) != self.size or len(shapes) != self.size:
             raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {self.size} needs one for each member")
         if self.size == 1:
@@ -430,7 +430,7 @@ class Group:
         return [part.view(tuple(shape)) for part, shape in zip(torch.split(self._back(out, flat), sizes), shapes, strict=True)]
 
     def exchange_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Piece i of flat `x` to member i, and what the members sent here into flat `out`, member after member; all pieces are equal.
+        """Send piece i of flat `x` to member i, and receive into flat `out`, member after member; all pieces are equal.
 
         May be waited for later; until then neither tensor may change.
         """
@@ -449,14 +449,14 @@ class Group:
         return self._end(self._call("exchange", arrived, sent, sizes, sizes, wait), at, finish, (sent, arrived), wait)
 
     def _into(self, out: Tensor, sent: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-        """Where what comes for `out` arrives, and what then brings it there, if anything."""
+        """Return the tensor to receive into for `out`, and a function that then copies it there, if needed."""
         if not self._staged and out.dtype is not torch.bool:
             return out.detach(), None
         arrived = self._room(sent, out.numel())
         return arrived, lambda: out.copy_(self._back(arrived, out))
 
     def isend(self, x: Tensor, to_index: int, tag: int = 0) -> Work:
-        """Starts sending `x`; it must not change before `wait`. Never blocks, so that two ranks may send to one another."""
+        """Start sending `x`, which must not change before `wait`. Never blocks, so that two ranks may send to one another."""
         at = self._begin(recorder.SEND, x, self._peer(to_index), tag)
         sent = self._host(x)
         if self._nccl:
@@ -464,17 +464,17 @@ class Group:
         return self._end(self._call("send", sent, to_index, tag), at, None, sent, False)
 
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
-        """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
+        """Start receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
         at = self._begin(recorder.RECEIVE, x, self._peer(from_index), tag)
         direct = not self._staged and x.is_contiguous() and not lazy(x)
-        room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
-        finish = None if direct else lambda: x.detach().copy_(room)
+        buffer = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
+        finish = None if direct else lambda: x.detach().copy_(buffer)
         if self._nccl:
-            return self._end(self._call_pair(private.receive, room, from_index, self.index, 0, tag), at, finish, room, False)
-        return self._end(self._call("receive", room, from_index, tag), at, finish, room, False)
+            return self._end(self._call_pair(private.receive, buffer, from_index, self.index, 0, tag), at, finish, buffer, False)
+        return self._end(self._call("receive", buffer, from_index, tag), at, finish, buffer, False)
 
     def _call_pair(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
-        # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
+        # NCCL runs the messages of a communicator in sequence: without one for each direction, two ranks that both send first deadlock.
         directed = self._directed.get((source, target))
         if directed is None:
             directed, _ = self._open(self.ranks, Connection(direction=(source, target)))
@@ -485,7 +485,7 @@ class Group:
             raise self.explained(error) from error
 
     def _adds(self, x: Tensor) -> bool:
-        """Whether the transport itself can add summands of this type and scatter the sum."""
+        """Return whether the transport itself can reduce-scatter this type."""
         return self.shares_memory and x.dtype is not torch.bool and bool(self._transport.widens(x.dtype))
 
     def _peer(self, index: int) -> int:
@@ -495,5 +495,5 @@ class Group:
 
     def _dim(self, x: Tensor, dim: int) -> int:
         if not x.dim():
-            raise UsageError(f"{self} cannot cut or join a tensor without dimensions; give one of one element, x.view(1)")
+            raise UsageError(f"{self} cannot shard or gather a tensor without dimensions; give one of one element, x.view(1)")
         return dim % x.dim()

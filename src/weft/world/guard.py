@@ -1,7 +1,7 @@
-"""A way to a store that only those who have the run's token can go. In: a socket or an address, and the token. Out: relayed bytes.
+"""An authenticated relay to a store for holders of the run's token. In: a socket or an address, and the token. Out: relayed bytes.
 
-The store itself listens on loopback. Both ends prove that they have the token (HMAC-SHA256 of two random numbers), and every message after
-that carries its own HMAC, with a key of the connection and its number: what is forged, repeated or left out ends the connection. Nothing
+The store itself listens on loopback. Both ends prove that they have the token (HMAC-SHA256 of two nonces), and every later message
+carries its own HMAC, with a key of the connection and its sequence number: forged, repeated or missing messages end the connection. Nothing
 is encrypted. Not modelled: other users of the same host, who can reach loopback; gloo's and NCCL's own connections for tensors.
 """
 
@@ -20,41 +20,41 @@ from contextlib import suppress
 from weft.errors import RunError, UsageError
 
 TOKEN = "WEFT_TOKEN"  # the environment variable, the same on all ranks
-NONE = "none"  # in its place: nobody else reaches the port, says whoever starts the ranks
+NONE = "none"  # value of TOKEN by which the user states that nobody else can reach the port
 SHORTEST = 16
-ANSWER_S = 10.0  # for the other end to prove itself
+ANSWER_S = 10.0  # timeout of the peer's authentication
 _NONCE, _MAC, _LARGEST = 32, 32, 1 << 16
 _HEAD = struct.Struct("<I")
 
 
 class _Refused(OSError):
-    """The other end has no token, or another."""
+    """The peer has no token, or another."""
 
 
 def checked(token: str) -> bytes:
-    """A token as a key. Raises UsageError for one that could be guessed."""
+    """Return a token as a key. Raises UsageError for one that could be guessed."""
     if len(token) < SHORTEST:
         raise UsageError(f"{TOKEN} has {len(token)} characters; give it {SHORTEST} at least, `openssl rand -hex 16`, the same on all ranks")
     return token.encode()
 
 
 def serve(listener: socket.socket, token: bytes, port: int) -> None:
-    """Relay who comes to `listener` with the token to `port` of loopback, for as long as this process lives."""
+    """Relay clients of `listener` that have the token to `port` of loopback, for as long as this process lives."""
 
     def accept() -> None:
         while True:
             try:
-                stranger, _ = listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
-            _start(_admit, stranger, token, port)
+            _start(_admit, client, token, port)
 
     _start(accept)
 
 
 def reach(address: str, port: int, token: bytes, wait_s: float) -> int:
-    """A port of loopback that leads to `serve` at an address. Raises RunError where nobody is there, or one with another token."""
-    until = time.monotonic() + wait_s
+    """Return a loopback port that leads to `serve_relay` at an address. Raises RunError if nothing listens there, or with another token."""
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             _connected(address, port, token).close()
@@ -62,7 +62,7 @@ def reach(address: str, port: int, token: bytes, wait_s: float) -> int:
         except _Refused as error:
             raise RunError(f"{address}:{port} does not have this rank's {TOKEN}, or has just ended; give all ranks the same") from error
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RunError(f"nobody answers at {address}:{port}: {error}") from error
             time.sleep(0.05)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -80,7 +80,7 @@ def reach(address: str, port: int, token: bytes, wait_s: float) -> int:
 
 
 class _Far:
-    """A connection whose messages are authenticated. `first`: whether this end accepted it."""
+    """A connection whose messages are authenticated. `first`: True on the end that accepted it."""
 
     def __init__(self, connection: socket.socket, token: bytes, nonces: bytes, first: bool) -> None:
         self.connection = connection
@@ -94,7 +94,7 @@ class _Far:
         self.connection.sendall(_HEAD.pack(len(data)) + _mac(self._mine, number, data) + data)
 
     def recv(self) -> bytes:
-        """The next message; empty at the end. Raises OSError for one that is not the other end's next."""
+        """Return the next message; empty at the end. Raises OSError for one that is not the peer's next."""
         head = self.connection.recv(1, socket.MSG_PEEK)
         if not head:
             return b""
@@ -111,33 +111,33 @@ class _Far:
         self.connection.close()
 
 
-def _admit(stranger: socket.socket, token: bytes, port: int) -> None:
+def _admit(client: socket.socket, token: bytes, port: int) -> None:
     try:
-        stranger.settimeout(ANSWER_S)
-        mine = secrets.token_bytes(_NONCE)
-        stranger.sendall(mine)
-        nonces = mine + _exactly(stranger, _NONCE)
-        if not hmac.compare_digest(_exactly(stranger, _MAC), _mac(token, b"connects", nonces)):
-            stranger.close()
+        client.settimeout(ANSWER_S)
+        own_nonce = secrets.token_bytes(_NONCE)
+        client.sendall(own_nonce)
+        nonces = own_nonce + _exactly(client, _NONCE)
+        if not hmac.compare_digest(_exactly(client, _MAC), _mac(token, b"connects", nonces)):
+            client.close()
             return
-        stranger.sendall(_mac(token, b"accepts", nonces))
-        stranger.settimeout(None)
-        _relay(socket.create_connection(("127.0.0.1", port)), _Far(stranger, token, nonces, first=True))
+        client.sendall(_mac(token, b"accepts", nonces))
+        client.settimeout(None)
+        _relay(socket.create_connection(("127.0.0.1", port)), _Far(client, token, nonces, first=True))
     except OSError:
-        stranger.close()
+        client.close()
 
 
 def _connected(address: str, port: int, token: bytes) -> _Far:
-    """Raises _Refused where the other end does not prove itself, OSError where there is none, or it does not answer in time."""
+    """Connect to a relay. Raises _Refused if the peer fails to authenticate, OSError if there is none or it does not answer in time."""
     connection = socket.create_connection((address, port), ANSWER_S)
     try:
-        theirs, mine = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        peer_nonce, own_nonce = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
     except OSError:
         connection.close()
         raise
-    nonces = theirs + mine
+    nonces = peer_nonce + own_nonce
     try:
-        connection.sendall(mine + _mac(token, b"connects", nonces))
+        connection.sendall(own_nonce + _mac(token, b"connects", nonces))
         if not hmac.compare_digest(_exactly(connection, _MAC), _mac(token, b"accepts", nonces)):
             raise _Refused("another token")
     except TimeoutError:
@@ -151,15 +151,15 @@ def _connected(address: str, port: int, token: bytes) -> _Far:
 
 
 def _relay(near: socket.socket, far: _Far) -> None:
-    """Pass on what comes from either end, until one closes."""
+    """Relay bytes in both directions, until one end closes."""
 
-    def out() -> None:
+    def send_out() -> None:
         with suppress(OSError):
             while data := near.recv(_LARGEST):
                 far.send(data)
         _shut(far.connection)
 
-    def back() -> None:
+    def send_back() -> None:
         with suppress(OSError):
             while data := far.recv():
                 near.sendall(data)
@@ -168,8 +168,8 @@ def _relay(near: socket.socket, far: _Far) -> None:
 
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     far.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _start(out)
-    _start(back)
+    _start(send_out)
+    _start(send_back)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -180,10 +180,10 @@ def _shut(connection: socket.socket) -> None:
 def _exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
+        received = connection.recv(size - len(data))
+        if not received:
             raise ConnectionError("it closed the connection")
-        data += more
+        data += received
     return data
 
 

@@ -1,9 +1,9 @@
-"""Ranks that do not get on. In: what each rank last did, and the state of its process. Out: the rank to name, and why; or nothing.
+"""Detect hangs. In: each rank's last collective, heartbeat and process state. Out: the rank that hangs, and why; or None.
 
-A rank announces how long what it does may last (`world/pace`): a step a multiple of the steps before it, a checkpoint as long as it
-takes. One collective, one silence and one such piece of work may last as long as the most patient living rank allows.
-A process that is stopped needs no such limit: the kernel says so. Not modelled: a rank that works for ever at what nobody announced,
-and that nobody waits for.
+A rank announces the time limit of its current work (`world/pace`): a step a multiple of the previous steps, a checkpoint no limit. One
+collective, one gap between heartbeats and one such piece of work may last as long as the largest limit of a living rank. A stopped
+process needs no limit: the kernel reports it. Not modelled: a rank that computes for ever without an announced limit and that nobody
+waits for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from math import isfinite
 from weft.world.recorder import Status, process_state
 from weft.world.stuck import culprit
 
-STOPPED_S = 0.7  # for so long a process is stopped before it is named; a shell's Ctrl-Z and fg stop launcher and ranks at once
-AWAKE_S = 1.0  # a launcher that has not looked for so long was stopped itself
+STOPPED_S = 0.7  # a process is reported after being stopped for so long; a shell's Ctrl-Z and fg stop launcher and ranks at once
+AWAKE_S = 1.0  # a launcher that has not checked for so long was stopped itself
 MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`longest_s`: how long what nobody announced may last; `hang_s`: how long what was announced may last at least, 0 for `longest_s`.
+    """Time limits. `unannounced_limit_s`: of work without an announced limit; `hang_s`: least limit of announced work, 0 for the former.
 
     >>> Limits(900.0, 5.0).of(0.2), Limits(900.0, 5.0).of(30.0), Limits(900.0, 5.0).of(float("inf"))
     (5.0, 30.0, 900.0)
@@ -33,13 +33,13 @@ class Limits:
     hang_s: float = 0.0
 
     def of(self, patience_s: float) -> float:
-        """What ranks that announced at most `patience_s` have."""
+        """Return the limit of ranks that announced at most `announced_limit_s`."""
         return min(self.longest_s, max(self.hang_s, patience_s)) if self.hang_s else self.longest_s
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """`rank` holds up the run (-1: process `pid`, which ranks need), and `why`, in one line."""
+    """The `rank` that blocks the run (-1: process `pid`, which ranks need), and `reason`, in one line."""
 
     rank: int
     why: str
@@ -47,7 +47,7 @@ class Hang:
 
 
 class HangWatch:
-    """Looks at the ranks of one launch again and again. `keepers`: other processes that the ranks need, with what each is called."""
+    """Repeated hang detection over the ranks of one launch. `support_processes`: other processes that the ranks need, id -> description."""
 
     def __init__(self, limits: Limits, keepers: Mapping[int, str], now: float) -> None:
         self._limits, self._keepers = limits, keepers
@@ -55,7 +55,7 @@ class HangWatch:
         self._stopped: dict[int, float] = {}  # process -> since when
 
     def look(self, statuses: Sequence[Status], ended: Mapping[int, int], pids: Sequence[int], now: float) -> Hang | None:
-        """The first rank that hangs. Silence counts from here on where this process itself was stopped."""
+        """Return the first rank that hangs. If this process itself was stopped, all times count from now on."""
         if now - self._before_s > AWAKE_S:
             self.awake_s = now
             self._stopped.clear()
@@ -64,8 +64,8 @@ class HangWatch:
         return self._stopped_one(living, pids, now) or self._straggler(statuses, living, now)
 
     def _stopped_one(self, living: Sequence[Status], pids: Sequence[int], now: float) -> Hang | None:
-        named = {**{pids[s.rank]: s.rank for s in living}, **dict.fromkeys(self._keepers, -1)}
-        for pid, rank in named.items():
+        rank_of = {**{pids[s.rank]: s.rank for s in living}, **dict.fromkeys(self._keepers, -1)}
+        for pid, rank in rank_of.items():
             if process_state(pid) != "T":
                 self._stopped.pop(pid, None)
             elif now - self._stopped.setdefault(pid, now) > STOPPED_S:
@@ -101,7 +101,7 @@ class HangWatch:
 
 
 def each(statuses: Sequence[Status], ended: Mapping[int, int]) -> list[str]:
-    """What each rank last did, a line each."""
+    """Return a line for each rank with its last collective."""
     lines = []
     for status in statuses[:MOST_SHOWN]:
         state = "ended" if status.rank in ended and status.phase == "running" else status.phase

@@ -1,8 +1,8 @@
-"""Joining ranks that torchrun, mpirun or srun started, on one machine or many. In: environment variables. Out: the World of this process.
+"""Rendezvous of ranks that torchrun, mpirun or srun started, on one or many hosts. In: environment variables. Out: this process's World.
 
-All ranks meet at MASTER_ADDR:MASTER_PORT. Under torchrun its agent serves that store; otherwise rank 0 does, on that address only.
-Whoever reaches the port can join, so beyond loopback rank 0 serves none without a secret. With WEFT_TOKEN, a secret that all ranks have,
-rank 0 serves a store of its own that only they reach (`world/guard`); torchrun's then tells no more than where that is.
+All ranks connect to a store at MASTER_ADDR:MASTER_PORT. torchrun's agent serves it; otherwise rank 0 does, on that address only.
+Anyone who reaches the port can join, so beyond loopback rank 0 serves none without a secret. With WEFT_TOKEN, a secret that all ranks
+have, rank 0 serves a store that only they reach (`world/guard`); torchrun's store then holds only its address.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from weft.world.started import STARTER, as_torchrun, starting_process
 from weft.world.world import TRANSPORT, LostPeer, World
 
 MEET_S = 300.0
-ORPHANED = 4  # the exit code of a worker whose agent is gone
+ORPHANED = 4  # the exit code of a worker whose agent has ended
 LARGEST_PORT = 65535
 Met = tuple[Any, Callable[[], Any]]  # a store, and another connection to it
 
 
 def join(environment: Mapping[str, str], device: str) -> World:
-    """The world of these variables; a world of one rank where there are none. See `World.from_environment`."""
+    """Return the world that these variables describe; of one rank if there are none. See `World.from_environment`."""
     env = as_torchrun(environment)
     if matmul_backend.PRODUCTS in env:
         matmul_backend.apply(env[matmul_backend.PRODUCTS])
@@ -46,9 +46,9 @@ def join(environment: Mapping[str, str], device: str) -> World:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {num_ranks}; ranks count from 0 to {num_ranks - 1}")
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
     generation = _number(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
-    place = pick_device(device, local_rank)
+    rank_device = pick_device(device, local_rank)
     if num_ranks == 1:
-        return World(device=place, generation=generation, threads=torch.get_num_threads())
+        return World(device=rank_device, generation=generation, threads=torch.get_num_threads())
     if env.get(TRANSPORT) == mpi.MPI:
         mpi.check_started(rank, num_ranks)
         mpi.end_together()
@@ -57,10 +57,10 @@ def join(environment: Mapping[str, str], device: str) -> World:
         listener, address, port = _met_by_address(env, rank)
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     try:
-        store, again = _store(env, (rank, num_ranks), (listener, address, port), f"weft/{run}/store{generation}")
+        store, reconnect = _store(env, (rank, num_ranks), (listener, address, port), f"weft/{run}/store{generation}")
     except RuntimeError as error:
         raise RunError(
-            f"rank {rank} of {num_ranks} found nobody at {address}:{port}: {str(error).splitlines()[0]}; "
+            f"rank {rank} of {num_ranks} cannot connect to {address}:{port}: {str(error).splitlines()[0]}; "
             "check MASTER_ADDR and MASTER_PORT, that rank 0 runs, and the firewall"
         ) from error
     for starter in (agent_of(os.getpid()), int(env.get(STARTER, "0"))):
@@ -68,15 +68,15 @@ def join(environment: Mapping[str, str], device: str) -> World:
             _end_with(starter)
     host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     prefix = f"weft/{run}"
-    return Joined(env, host, prefix, partial(_again, again, prefix)).world(
-        rank, num_ranks, store, local_rank=local_rank, device=place, generation=generation, transport=env.get(TRANSPORT, "")
+    return Joined(env, host, prefix, partial(_again, reconnect, prefix)).world(
+        rank, num_ranks, store, local_rank=local_rank, device=rank_device, generation=generation, transport=env.get(TRANSPORT, "")
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """How ranks that something else started meet: now, and again after a loss. `host`: this one's address, by which others reach it;
-    `again`: another connection to the store of the world that it belongs to."""
+    """Rendezvous of ranks with an external launcher: at the start, and again after a rank has failed. `host`: this rank's address for
+    its peers; `reconnect`: opens another connection to the current world's store."""
 
     env: Mapping[str, str]
     host: str
@@ -84,7 +84,7 @@ class Joined:
     again: Callable[[], Any]
 
     def world(self, rank: int, num_ranks: int, store: Any, **options: Any) -> World:
-        """The world of ranks that meet in `store`."""
+        """Return the world of ranks that share `store`."""
         world = World(
             rank,
             num_ranks,
@@ -98,31 +98,31 @@ class Joined:
         return world
 
     def listen(self) -> socket.socket:
-        """Where a rank waits for the others."""
+        """Return a socket on which this rank can serve the others."""
         return _listen(self.host, 0)
 
     def meet(self, who: tuple[int, int], where: tuple[socket.socket | None, str, int], wait_s: float, **options: Any) -> World:
-        """The world of those who are left. `who`, `where`: as of `_store`.
+        """Return the world of the surviving ranks. `rank_and_count`, `endpoint`: as of `_open_store`.
 
-        Raises RunError where nobody is reached there, LostPeer where another does not come.
+        Raises RunError if the store cannot be reached, LostPeer if another rank does not connect.
         """
         rank, num_ranks = who
         token = _token(self.env)
         try:
-            store, again = _served(token, num_ranks, where, wait_s)
+            store, reconnect = _served(token, num_ranks, where, wait_s)
         except (RuntimeError, RunError) as error:
             raise RunError(
-                f"rank {rank} of the {num_ranks} that are left is cut off from {where[1]}:{where[2]}: {str(error).splitlines()[0]}"
+                f"rank {rank} of {num_ranks} surviving ranks is cut off from {where[1]}:{where[2]}: {str(error).splitlines()[0]}"
             ) from error
         prefix = f"weft/again{options['generation']}"
-        joined = replace(self, prefix=prefix, again=partial(_again, again, prefix))
-        later = private.prefixed(prefix, store)
+        rendezvous = replace(self, prefix=prefix, again=partial(_again, reconnect, prefix))
+        new_store = private.prefixed(prefix, store)
         try:
-            later.set(f"here/{rank}", "")
-            later.wait([f"here/{one}" for one in range(num_ranks)], timedelta(seconds=wait_s))
+            new_store.set(f"here/{rank}", "")
+            new_store.wait([f"here/{peer}" for peer in range(num_ranks)], timedelta(seconds=wait_s))
         except RuntimeError as error:
-            raise LostPeer(f"not all of the {num_ranks} ranks that are left came within {wait_s:g} s") from error
-        return joined.world(rank, num_ranks, store, **options)
+            raise LostPeer(f"not all of the {num_ranks} surviving ranks connected within {wait_s:g} s") from error
+        return rendezvous.world(rank, num_ranks, store, **options)
 
 
 def _again(connect: Callable[[], Any], prefix: str) -> Any:
@@ -130,52 +130,52 @@ def _again(connect: Callable[[], Any], prefix: str) -> Any:
 
 
 def _store(env: Mapping[str, str], who: tuple[int, int], where: tuple[socket.socket | None, str, int], key: str) -> Met:
-    """Where ranks meet. `who`: this rank and how many there are; `where`: as of `_met_by_address`; `key`: under which torchrun's store
-    says where the ranks' own is. Raises RuntimeError where nobody is there."""
+    """Open the ranks' store. `rank_and_count`: this rank, number of ranks; `endpoint`: as of `_endpoint_from_environment`; `key`: of the
+    entry in torchrun's store with the address of the ranks' own. Raises RuntimeError if it cannot be reached."""
     (rank, num_ranks), (listener, address, port) = who, where
-    agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     token = _token(env)
     if not token:
-        if rank == 0 and guard.TOKEN not in env and not agents and not _is_loopback(address):
+        if rank == 0 and guard.TOKEN not in env and not has_agent_store and not _is_loopback(address):
             raise UsageError(
                 f"rank 0 would serve the ranks' store on {address}, port {port}, to whoever reaches it; set {guard.TOKEN} to a secret, "
                 f"one for all ranks (openssl rand -hex 16), or, where nobody else reaches that port, to {guard.NONE}"
             )
-        if rank == 0 and agents:
+        if rank == 0 and has_agent_store:
             print(
                 f"weft: torchrun's store listens on all interfaces, port {port}, without authentication: whoever reaches it can disturb "
                 f"the run; set {guard.TOKEN} to a secret, one for all ranks (openssl rand -hex 16), or let nobody else reach that port",
                 file=sys.stderr,
             )
         return _served(b"", num_ranks, where, MEET_S)
-    if agents:
-        told = private.tcp_store(address, port, num_ranks, MEET_S, None)
+    if has_agent_store:
+        agent_store = private.tcp_store(address, port, num_ranks, MEET_S, None)
         if rank == 0:
             address = "127.0.0.1" if _is_loopback(address) else _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
             listener = _listen(address, 0)
-            told.set(key, f"{address} {listener.getsockname()[1]}")
+            agent_store.set(key, f"{address} {listener.getsockname()[1]}")
         else:
-            address, _, number = bytes(told.get(key)).decode().partition(" ")
-            port = int(number)
+            address, _, port_text = bytes(agent_store.get(key)).decode().partition(" ")
+            port = int(port_text)
     return _served(token, num_ranks, (listener, address, port), MEET_S)
 
 
 def _served(token: bytes, num_ranks: int, where: tuple[socket.socket | None, str, int], wait_s: float) -> Met:
-    """The store at an address, served by whom has the `listener`; with a token behind a guard."""
+    """Return the store at an address, served by the rank that has the `listener`; with a token through an authenticated relay."""
     listener, address, port = where
-    served = listener
+    store_listener = listener
     if token and listener is None:
         address, port = "127.0.0.1", guard.reach(address, port, token, wait_s)
     elif token and listener is not None:
-        served = _listen("127.0.0.1", 0)
-        address, port = "127.0.0.1", int(served.getsockname()[1])
+        store_listener = _listen("127.0.0.1", 0)
+        address, port = "127.0.0.1", int(store_listener.getsockname()[1])
         guard.serve(listener, token, port)
-    store = private.tcp_store(address, port, num_ranks, wait_s, served.detach() if served is not None else None)
+    store = private.tcp_store(address, port, num_ranks, wait_s, store_listener.detach() if store_listener is not None else None)
     return store, partial(private.tcp_store, address, port, num_ranks, wait_s, None)
 
 
 def _token(env: Mapping[str, str]) -> bytes:
-    """The secret that all ranks have; empty: none."""
+    """Return the secret that all ranks have; empty: none."""
     text = env.get(guard.TOKEN, guard.NONE)
     return b"" if text == guard.NONE else guard.checked(text)
 
@@ -185,7 +185,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _met_by_address(env: Mapping[str, str], rank: int) -> tuple[socket.socket | None, str, int]:
-    """(what this rank serves the store on, where it is): MASTER_ADDR and MASTER_PORT."""
+    """Return (socket on which this rank serves the store, address, port) from MASTER_ADDR and MASTER_PORT."""
     if "MASTER_ADDR" not in env:
         raise UsageError(
             "MASTER_ADDR is missing: ranks started by hand need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, those of mpirun on several "
@@ -199,20 +199,20 @@ def _met_by_address(env: Mapping[str, str], rank: int) -> tuple[socket.socket | 
 
 
 def _met_by_mpi(rank: int, num_ranks: int) -> tuple[socket.socket | None, str, int]:
-    """The same, on any free port of rank 0's host, which MPI tells the others."""
-    _, here = mpi.local_ranks()
-    listener = _listen("127.0.0.1" if here == num_ranks else socket.gethostname(), 0) if rank == 0 else None
+    """Return the same for any free port of rank 0's host, which MPI broadcasts."""
+    _, num_local = mpi.local_ranks()
+    listener = _listen("127.0.0.1" if num_local == num_ranks else socket.gethostname(), 0) if rank == 0 else None
     address, port = mpi.told_address(lambda: listener.getsockname()[:2] if listener is not None else ("", 0))
     return listener, address, port
 
 
 def agent_of(pid: int) -> int:
-    """The torchrun agent that started a process: its nearest ancestor without the variables that an agent gives its workers; 0: none."""
+    """Return the torchrun agent of a process: its nearest ancestor without the variables that an agent gives its workers; 0: none."""
     return starting_process(pid, "TORCHELASTIC_RUN_ID")
 
 
 def _end_with(agent: int) -> None:
-    """This process ends when the agent does, even by SIGKILL: its workers would train on, and write beside those that replace them."""
+    """End this process when the agent ends, even by SIGKILL: else its workers would train and write alongside their replacements."""
     try:
         descriptor = os.pidfd_open(agent)
     except (OSError, AttributeError):
@@ -233,15 +233,15 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `address` and no other interface. Raises RunError for a port in use, UsageError for an unknown address."""
+    """Return a socket that listens on `address` only. Raises RunError for a port in use, UsageError for an unknown address."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UsageError(f"MASTER_ADDR {address} has no address: {error}; give the name or address of the host of rank 0") from error
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(where)
+        listener.bind(socket_address)
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -253,12 +253,12 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _host_address(interface: str, address: str, port: int) -> str:
-    """The address of this host that others reach it by: of `interface` where one is named, else of the way to `address`."""
+    """Return this host's address for its peers: of `interface` if one is given, else of the route to `address`."""
     if interface:
         return _address_of(interface)
-    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(where)  # sends nothing: the kernel only picks the way
+        probe.connect(socket_address)  # sends nothing: the kernel only picks the route
         return str(probe.getsockname()[0])
 
 
@@ -268,7 +268,7 @@ def _address_of(interface: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
         except OSError as error:
             raise UsageError(f"GLOO_SOCKET_IFNAME is {interface!r}, but this host has no such interface with an address") from error
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(reply[20:24])

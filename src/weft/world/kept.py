@@ -1,9 +1,9 @@
-"""Memory of a rank that outlives it. In: a name and a size. Out: a mapping, the predecessor's where this rank replaces one; those of
-other ranks.
+"""Persistent memory of a rank, which survives its process. In: a name and a size. Out: a mapping, the predecessor's if this rank replaces
+a failed one; those of other ranks.
 
-It is an anonymous file (memfd) for each rank and name, of which the process that forks ranks holds descriptors; whoever is forked inherits
-them all. Nothing has a name in a file system, so nothing is left when that process ends. Not modelled: several sizes of one; a launch has
-one plan, and a rank one state.
+It is an anonymous file (memfd) for each rank and name; the fork server holds their descriptors, which all forked ranks inherit. They have
+no names in a file system, so nothing remains when the fork server ends. Not modelled: several sizes of one; a launch has one plan, and a
+rank one state.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from weft.world.shared_memory import library
 
-ALIGNED = 64  # bytes of a cache line: where tensors lie in memory that several share
-NAMES = STATE, GRADIENTS = "state", "gradients"  # of memory
+ALIGNED = 64  # bytes of a cache line: alignment of tensors in shared memory
+NAMES = STATE, GRADIENTS = "state", "gradients"  # of memories
 Files = Mapping[str, Sequence[int]]  # by name, a descriptor for each rank
 
 
 @dataclass
 class Kept:
-    """The memory of `rank`. `files`: the memory of all ranks; None: nobody holds any, and it ends with the rank."""
+    """The persistent memory of `rank`. `files`: the memory of all ranks; None: the memory ends with the rank."""
 
     rank: int
     files: Files | None = None
@@ -37,17 +37,17 @@ class Kept:
 
     @property
     def outlives(self) -> bool:
-        """Whether it outlives the rank, and other ranks can read it."""
+        """True if it survives the rank and other ranks can read it."""
         return self.files is not None
 
     def size(self, name: str = STATE) -> int:
-        """Bytes of what is there; 0 before the first call of `memory`, of this rank or its predecessor."""
+        """Bytes of the memory; 0 before the first call of `memory` by this rank or its predecessor."""
         if self.files is not None:
             return os.fstat(self.files[name][self.rank]).st_size
         return len(self._mappings[name]) if name in self._mappings else 0
 
     def memory(self, size: int, name: str = STATE) -> mmap.mmap:
-        """Memory of `size` bytes, the same at every call; zeros where there was none of this size. Raises OSError."""
+        """Return memory of `size` bytes, the same at every call; zeros if there was none of this size. Raises OSError."""
         if name in self._mappings and len(self._mappings[name]) == size:
             return self._mappings[name]
         descriptor = self.files[name][self.rank] if self.files is not None else _file(name)
@@ -62,13 +62,13 @@ class Kept:
         return self._mappings[name]
 
     def of(self, rank: int, name: str = STATE) -> mmap.mmap:
-        """The memory of another rank, to be read."""
+        """Return the memory of another rank, for reading."""
         assert self.files is not None
         return mmap.mmap(self.files[name][rank], 0)
 
 
 def files(num_ranks: int) -> Files:
-    """Memory for so many ranks, of each name; none of them has any yet."""
+    """Return empty memory files of each name for so many ranks."""
     return {name: [_file(name) for _ in range(num_ranks)] for name in NAMES}
 
 
@@ -77,7 +77,7 @@ def _file(name: str) -> int:
 
 
 def padded(size: int) -> int:
-    """Bytes of room for `size` bytes, so that what follows is aligned.
+    """Return `size` rounded up to the alignment.
 
     >>> padded(0), padded(1), padded(64)
     (0, 64, 64)
@@ -86,7 +86,7 @@ def padded(size: int) -> int:
 
 
 def available_bytes() -> float:
-    """Memory of this host that processes may still take; infinite where the system does not tell."""
+    """Bytes of this host's memory available to processes; infinite where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -95,20 +95,20 @@ def available_bytes() -> float:
 
 
 def copy(to: Tensor, source: Tensor) -> int | None:
-    """What `to.copy_(source)` does, into memory that is not read soon: where one thread computes, past its caches, so that it need not be
-    read before it is written (130 MB beside a second rank: 13 ms in place of 23). Returns `sum_of_words` of it, which is free then."""
-    there = _library() if _is_simple(to) and _is_simple(source) and to.dtype is source.dtype else None
-    if there is None:
+    """Copy like `to.copy_(source)` into memory that is not read soon; with one thread by non-temporal stores, so that lines need not be
+    read before they are written (130 MB beside a second rank: 13 ms instead of 23). Return its `sum_of_words`, which is free then."""
+    native = _library() if _is_simple(to) and _is_simple(source) and to.dtype is source.dtype else None
+    if native is None:
         to.copy_(source)
         return None
     assert to.shape == source.shape
-    return int(there.weft_put(to.data_ptr(), source.data_ptr(), source.nbytes))
+    return int(native.weft_put(to.data_ptr(), source.data_ptr(), source.nbytes))
 
 
 def sum_of_words(x: Tensor) -> int | None:
-    """The sum of a tensor's 64-bit words, and of the bytes that are left, as int64; None where torch is to add them."""
-    there = _library() if _is_simple(x) else None
-    return None if there is None else int(there.weft_sum_of_words(x.data_ptr(), x.nbytes))
+    """Return the sum of a tensor's 64-bit words and of its remaining bytes, as int64; None if torch has to add them."""
+    native = _library() if _is_simple(x) else None
+    return None if native is None else int(native.weft_sum_of_words(x.data_ptr(), x.nbytes))
 
 
 def _is_simple(x: Tensor) -> bool:

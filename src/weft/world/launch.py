@@ -1,11 +1,11 @@
-"""Starts ranks on this machine. In: a function of (world, *args) and how many ranks. Out: what each rank returned, or one error.
+"""Launch ranks on this host. In: a function of (world, *args) and a number of ranks. Out: what each rank returned, or one error.
 
-Two ways. A function at the top level of a module or file runs in ranks that a *prepared* process forks (`world/prepared`): torch is
-imported once, each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks forked from this
-process, with one thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
+A function at the top level of a module or file runs in ranks that a *prepared* process forks (`world/prepared`): torch is imported once,
+each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks forked from this process, with one
+thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
 
-Arguments and results are what `world/encoding` can carry. Output of rank 0 goes to this process's terminal, of the others to log files that
-are shown when their rank fails first. Not modelled: several machines (torchrun and srun start those, see `world/join`).
+Arguments and results are of the types of `world/encoding`. Rank 0's output goes to this process's terminal, that of the others to log files
+that are shown if their rank fails first. Not modelled: several hosts (torchrun and srun start those, see `world/join`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from weft.world.watch import Recovery, Stops, caught_signals, stopped, supervise
 from weft.world.world import World
 
 START_S = 120.0
-LONGEST_S = 900.0  # one collective, or a silence, of which nobody announced how long it lasts
+LONGEST_S = 900.0  # limit of a collective, or of a gap between heartbeats, without an announced limit
 HANG_AFTER_S = 5.0
 KILL_S = 10.0
 LOCK = "lock"  # in a launch's folder
-# What building an engine imports beyond torch: 1.5 to 2 s of one core, for each rank again where the prepared process has not done it.
+# Modules that building an engine imports beyond torch: 1.5 to 2 s of one core for each rank, unless the prepared process has imported them.
 ENGINE = ("weft.api", "torch._dynamo", "torch.export._trace")
 _TRACES = "torch._dynamo"
-# Freed memory stays in the process: after some warm-up a tensor of 100 MiB costs no page faults, not 25600 (glibc 2.36). An older
+# Freed memory stays in the process: after some warm-up a tensor of 100 MiB costs no page faults instead of 25600 (glibc 2.36). An older
 # C library refuses a threshold above 32 MiB and keeps its own, which grows to that.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
-# Ranks of one thread get more for a while where others lend them cores. What waits for such work should sleep meanwhile: spinning, it takes
-# the core from the rank that got it back (and beside processes of others two threads took ten times as long as one).
+# Ranks of one thread temporarily use more when idle ranks lend them cores. Threads that wait should sleep: a spinning one takes the core
+# from the rank that got it back (and next to other users' processes two threads took ten times as long as one).
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 _PAUSE_HARD = 2  # omp_pause_hard, of OpenMP 5.0
 
@@ -76,18 +76,18 @@ def launch(  # noqa: PLR0913
     recovery: Recovery | None = None,
     prepare: Callable[..., Any] | None = None,
 ) -> list[Any]:
-    """Runs `function(world, *args)` on `num_ranks` processes of this machine and returns their results in the order of ranks.
+    """Run `function(world, *args)` on `num_ranks` processes of this host and return their results in the order of ranks.
 
-    `threads` per rank (0: an equal share of the cores); `device` cpu, cuda or auto; `timeout_s` the longest that one collective, or a
-    silence of one rank, may last (None: no limit); `hang_after_s` the same of what ranks announce to last for less, as an engine does
-    of its steps (0: `timeout_s`); `env` is set before torch is imported; `folder` keeps the record and the logs;
-    `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
-    output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks (None: those that
-    building an engine needs, where this process has needed them too). With `recovery` a rank that is killed or hangs is replaced by a new
-    process that runs `function` again, while the others get its loss as an exception and go on with `World.regrouped`; `prepare(*args)`
-    is called once before the ranks are forked, which have what it returns as `world.survivor.prepared`.
+    `threads` per rank (0: an equal share of the cores); `device` cpu, cuda or auto; `timeout_s` limit of a collective or of a gap between
+    heartbeats (None: no limit); `hang_after_s` the same for work with a shorter announced limit, such as an engine's steps (0:
+    `timeout_s`); `env` is set before torch is imported; `folder` receives the record and the logs; `stop_grace_s` time for ranks after
+    SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's output; `allocator` the C library's settings for large
+    tensors; `preload` modules to import once for all ranks (None: those that building an engine needs, if this process has imported
+    them). With `recovery` a rank that is killed or hangs is replaced by a new process that runs `function` from its start, while the
+    others get a LostPeer exception and continue with `World.next_generation`; `prepare(*args)` is called once before the ranks are
+    forked, and its result is `world.recovery.prepared`.
 
-    Raises RankError for the first rank that failed (also of that rank's own class, where it raised a WeftError), UsageError for
+    Raises RankError for the first rank that failed (also of that rank's own class, if it raised a WeftError), UsageError for
     arguments that cannot be sent.
 
     >>> launch(lambda world, x: world.rank + x, 2, 10)
@@ -95,7 +95,7 @@ def launch(  # noqa: PLR0913
     """
     if reference(function) is None:
         forked = _forked_task(num_ranks, device, timeout_s, env, generation)
-        return _launch_forked(forked, (function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
+        return _launch_forked(forked, Made(function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
     if preload is None:
         preload = engine_modules(device) if _TRACES in sys.modules else ()
     if num_ranks > 1 and (threads or num_cores() // num_ranks) <= 1:
@@ -119,29 +119,29 @@ def launch(  # noqa: PLR0913
 
 
 def engine_modules(device: str) -> tuple[str, ...]:
-    """What to `preload` for ranks that build engines on `device` (as of `launch`).
+    """Return the modules to `preload` for ranks that build engines on `device` (as of `launch`).
 
-    Nothing where torch has CUDA and may use it: what a module asked the driver when it is imported would spoil the GPU for all forks.
+    None if torch has CUDA and may use it: a module that queries the driver at import would make the GPU unusable for all forks.
     """
     return ENGINE if device == "cpu" or torch.version.cuda is None else ()
 
 
 def world_from_environment(device: str = "auto") -> World:
-    """The world that torchrun or srun started this process in; see `World.from_environment`."""
+    """Return the world that torchrun or srun started this process in; see `World.from_environment`."""
     return World.from_environment(os.environ, device)
 
 
 def reference(function: Callable[..., Any]) -> tuple[str, str, str] | None:
-    """(module, qualified name, file) by which another process can import `function`; None where it cannot."""
+    """Return (module, qualified name, file) by which another process can import `function`; None if it cannot."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     qualname = getattr(function, "__qualname__", "<")
     file = getattr(module, "__file__", None)
     if module is None or file is None or not os.path.isfile(file) or "<" in qualname:
         return None
-    reached: Any = module
+    resolved: Any = module
     for name in qualname.split("."):
-        reached = getattr(reached, name, None)
-    if reached is not function:
+        resolved = getattr(resolved, name, None)
+    if resolved is not function:
         return None
     name = module.__name__
     if name == "__main__" and getattr(module, "__spec__", None) is not None:
@@ -150,14 +150,14 @@ def reference(function: Callable[..., Any]) -> tuple[str, str, str] | None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Launcher:
-    """A prepared process, kept for many launches; a launch then takes tenths of a second. Launches may run at the same time in threads.
+    """A prepared process for many launches; a launch then takes tenths of a second. Launches may run concurrently in threads.
 
-    `env` is set before torch is imported there, so that it reaches the C library as well.
+    `env` is set before torch is imported there, so that it affects the C library as well.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, allocator: bool = True, preload: Sequence[str] = ()) -> None:
@@ -178,25 +178,25 @@ class Launcher:
 
     @property
     def pid(self) -> int | None:
-        """The prepared process, where it lives."""
+        """Id of the prepared process; None if it is not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Starts the prepared process where none lives; `launch` does so by itself. Raises RunError where it does not come up."""
+        """Start the prepared process if it is not running; `launch` does so itself. Raises RunError if it does not start."""
         with self._lock:
             if self.pid is None:
                 self._close()
                 self._start()
 
     def close(self) -> None:
-        """Ends the prepared process, and any ranks with it."""
+        """End the prepared process, and any ranks with it."""
         with self._lock:
             self._close()
             self._process = self._control = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lifeline, held = os.pipe()
+        lifeline, writer = os.pipe()
         single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env = {**os.environ, **(ALLOCATOR if self._allocator else {}), **self._env, **single}
         code = f"import sys; sys.path[:] = {sys.path!r}; from weft.world.prepared import main; main()"
@@ -208,7 +208,7 @@ class Launcher:
         theirs.close()
         os.close(lifeline)
         self._process, self._control = process, ours
-        self._close = weakref.finalize(self, _end_process, process, ours, held)
+        self._close = weakref.finalize(self, _end_process, process, ours, writer)
         ours.settimeout(START_S)
         try:
             ready = ours.recv(LARGEST_MESSAGE)
@@ -220,7 +220,7 @@ class Launcher:
         ours.settimeout(None)
 
     def _said(self) -> str:
-        """The last lines that the prepared process wrote, to end a message with; empty where it wrote none."""
+        """Return the last lines that the prepared process wrote, as a suffix for messages; empty if none."""
         self._errors.seek(0)
         return "".join(f"\n  {line}" for line in self._errors.read().decode(errors="replace").strip().splitlines()[-8:])
 
@@ -241,11 +241,11 @@ class Launcher:
         recovery: Recovery | None = None,
         prepare: Callable[..., Any] | None = None,
     ) -> list[Any]:
-        """As the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
+        """Launch like the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
         named = reference(function)
         if named is None:
             forked = _forked_task(num_ranks, device, timeout_s, env, generation)
-            return _launch_forked(forked, (function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
+            return _launch_forked(forked, Made(function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
         _check(num_ranks, threads)
         threads = threads or max(1, num_cores() // num_ranks)
         environment = {**self._env, **(env or {})}
@@ -269,7 +269,7 @@ class Launcher:
                 return supervise(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show, recovery)
 
     def _started(self, events: socket.socket, num_ranks: int, stops: Stops) -> PreparedRanks:
-        """The ranks of one launch. Raises RunError where the prepared process does not name them; the next launch gets a new one."""
+        """Return the ranks of one launch. Raises RunError if the prepared process does not start them; the next launch gets a new one."""
         pid = self.pid
 
         def check() -> None:
@@ -283,13 +283,13 @@ class Launcher:
                 self.close()
             raise RunError(
                 f"the process that starts ranks (process {pid}) started none of {num_ranks} within {START_S:g} s: it was stopped (SIGSTOP, "
-                "a debugger), or the machine is overloaded or out of memory; it was ended, so launch again when the machine has room"
+                "a debugger), or the machine is overloaded or out of memory; it was ended, so launch again when the machine has memory"
             ) from None
         except (LostKeeper, ConnectionError) as error:
             raise LostKeeper(f"{error}{self._said()}") from None
 
     def _request(self, folder: str, descriptors: list[int]) -> None:
-        """Sends one launch to the prepared process; to a new one where it died since the last."""
+        """Send one launch to the prepared process; to a new one if it has died since the last."""
         for last in (False, True):
             self.start()
             assert self._control is not None
@@ -303,7 +303,7 @@ class Launcher:
 
 
 def _forked_task(num_ranks: int, device: str, timeout_s: float | None, env: Mapping[str, str] | None, generation: int) -> Task:
-    """The task of ranks that are forked from this process, whose pool of threads it ends."""
+    """Return the launch spec of ranks forked from this process, and end this process's thread pool."""
     _check(num_ranks, 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(f"this process has used CUDA; {FRESH}")
@@ -315,7 +315,7 @@ def _forked_task(num_ranks: int, device: str, timeout_s: float | None, env: Mapp
 
 def _launch_forked(
     task: Task,
-    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    call: Made,
     folder: Path | None,
     limits: Limits | None,
     stop_grace_s: float,
@@ -326,27 +326,27 @@ def _launch_forked(
         task = _prepare(task, path)
         sys.stdout.flush()
         sys.stderr.flush()
-        lifeline, held = os.pipe()
+        lifeline, writer = os.pipe()
         parent = os.getpid()
         pids: list[int] = []
         try:
             for rank in range(num_ranks):
                 pid = os.fork()
                 if pid == 0:
-                    os.close(held)
+                    os.close(writer)
                     gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
-                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, Made(*call))
+                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, call)
                 pids.append(pid)
             return supervise(ForkedRanks(pids), path, num_ranks, limits, stop_grace_s, stops, show)
         finally:
-            os.close(held)
+            os.close(writer)
             os.close(lifeline)
 
 
 def _lets_pool_go() -> bool:
-    """Ends OpenMP's pool of threads, which is made anew when it is needed; whether that could be done.
+    """End OpenMP's thread pool, which is created anew when needed; return whether that succeeded.
 
-    A fork takes none of them along, but the belief that they are there: a rank that asks for more threads would wait for them for ever.
+    A fork copies the pool's state but not its threads: a rank that asks for more threads would wait for them for ever.
     """
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
@@ -357,9 +357,9 @@ def _lets_pool_go() -> bool:
 
 
 class _Folder:
-    """A private folder for one launch: the store, the record, logs and results. Without `copies` it goes at the end.
+    """A private folder for one launch: the store, the record, logs and results; removed at the end, logs and record copied to `copies`.
 
-    Where this process is killed before, it goes at the next launch of this user: nobody holds its lock then.
+    If this process is killed before, this user's next launch removes it: its lock is free then.
     """
 
     def __init__(self, copies: Path | None) -> None:
@@ -376,23 +376,23 @@ class _Folder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._copies is not None:
             for file in (*self.path.glob("rank-*.log"), self.path / "record"):
-                with suppress(OSError):  # a full disk, a folder that was removed; that is no reason to say nothing else
+                with suppress(OSError):  # a full disk, a folder that was removed: must not hide the launch's own result
                     shutil.copyfile(file, self._copies / file.name)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _hold(folder: Path) -> int:
-    """Locks `folder` for as long as this process, or a rank that it forked, keeps the descriptor."""
+    """Lock `folder` for as long as this process, or a rank that it forked, keeps the descriptor open."""
     descriptor = os.open(folder / "unlocked", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # a file system without locks, where folders of the dead stay
+    with suppress(OSError):  # a file system without locks, where folders of killed launches stay
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         (folder / "unlocked").rename(folder / LOCK)
     return descriptor
 
 
 def _sweep(parent: Path) -> None:
-    """Removes this user's folders of launches of which nobody lives."""
+    """Remove this user's folders of launches that have no living process."""
     for lock in parent.glob(f"weft-*/{LOCK}"):
         with suppress(OSError):
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -411,17 +411,17 @@ def _prepare(task: Task, path: Path) -> Task:
 
 
 def _can_leave(task: Task) -> bool:
-    """Whether ranks can leave a collective that another will not come to: those that share memory or use gloo, and not those of NCCL."""
+    """Return whether ranks can abort a collective that a failed peer will not join: over shared memory and gloo, not over NCCL."""
     return task.device == "cpu" or torch.version.cuda is None
 
 
 def limits_of(timeout_s: float | None, hang_after_s: float) -> Limits | None:
-    """How long what may last; None: for ever."""
+    """Return the time limits of hang detection; None: no limits."""
     return None if timeout_s is None else Limits(timeout_s, hang_after_s)
 
 
 def _collective_timeout(timeout_s: float | None) -> float:
-    # The launcher names the rank before the transport, which cannot, gives up.
+    # Longer than the launcher's limit, which names the rank; the transport's error cannot.
     return 1800.0 if timeout_s is None else 2 * timeout_s + 30
 
 
@@ -434,10 +434,10 @@ def _check(num_ranks: int, threads: int) -> None:
         )
 
 
-def _end_process(process: subprocess.Popen[bytes], control: socket.socket, held: int) -> None:
-    """Closes what the prepared process lives by, and waits for its end."""
+def _end_process(process: subprocess.Popen[bytes], control: socket.socket, writer: int) -> None:
+    """Close the prepared process's socket and lifeline, and wait for its end."""
     control.close()
-    os.close(held)
+    os.close(writer)
     try:
         process.wait(KILL_S)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
-"""Sums in two levels: inside boxes (hosts) through shared memory, between them over the network. In: tensors. Out: `Work`.
+"""Hierarchical all-reduce: inside hosts through shared memory, between them over the network. In: tensors. Out: `CollectiveWork`.
 
-Boxes of one size: members scatter sums inside their box, each sums its piece with its like in the other boxes (a rail), and they gather.
-Between boxes go 2M(b-1)/(k·b) bytes a rank, of b boxes of k. Boxes that differ: each sums at one member, those sum with one another, and
-tell their boxes. Large sums go in parts, so that one crosses the network while the next is scattered. Not modelled: more than two levels.
+Hosts with equal numbers of ranks: reduce-scatter inside the host, all-reduce of each shard with its peers in the other hosts (a rail),
+all-gather. Between hosts go 2M(b-1)/(k·b) bytes a rank, of b hosts of k ranks. Unequal hosts: all-reduce inside hosts, all-reduce between
+their leaders, broadcast. Large tensors are pipelined in parts: inside hosts and over the network. Not modelled: more than two levels.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ NAME = "hierarchical"
 
 
 class Levels:
-    """Sums of the runner's group, of whose boxes one or more has several members."""
+    """Two-level reductions of the runner's group, which has several members on at least one host."""
 
     def __init__(self, runner: Runner) -> None:
-        group, boxes = runner.group, runner.group.boxes
+        group, hosts = runner.group, runner.group.boxes
         me = group.ranks[group.index]
         self.runner, self._group = runner, group
-        self.even = len({len(box) for box in boxes}) == 1
-        mine = next(box for box in boxes if me in box)
-        self.box = group.apart(BOX, mine)
-        place = mine.index(me)
-        across = tuple(box[place] for box in boxes) if self.even else tuple(box[0] for box in boxes)
+        self.even = len({len(host) for host in hosts}) == 1
+        host_ranks = next(host for host in hosts if me in host)
+        self.box = group.apart(BOX, host_ranks)
+        position = host_ranks.index(me)
+        across = tuple(host[position] for host in hosts) if self.even else tuple(host[0] for host in hosts)
         self.rail = group.apart("rail", across) if me in across else None
-        # Pieces of the whole, first those of the members who are first in their boxes: what a box scatters to each of its own.
+        # Shards of the full tensor, first those of the members that are first on their hosts: what a host scatters to each of its members.
         index = {rank: i for i, rank in enumerate(group.ranks)}
-        self.order = torch.tensor([index[box[j]] for j in range(len(mine)) for box in boxes] if self.even else [])
+        self.order = torch.tensor([index[host[j]] for j in range(len(host_ranks)) for host in hosts] if self.even else [])
 
     def connect(self) -> None:
-        """Connects now; all members must come."""
+        """Connect now; all members must call it."""
         for part in (self.box, self.rail):
             if part is not None:
                 part.connect()
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Group.shared_buffer`: memory that the members of a box map."""
+        """Return memory that the members of a host map, see `Group.shared_buffer`."""
         return self.box.shared_buffer(numel, dtype)
 
     def all_reduce(self, x: Tensor, wait: bool = True) -> Work:
-        """Replaces `x` by the sum over the members."""
+        """Replace `x` by the sum over the members."""
 
         def work(note: Note, tag: int) -> None:
             flat = x.detach().reshape(-1).contiguous()  # a view of every other element is flat and has gaps
@@ -60,7 +60,7 @@ class Levels:
         return self.runner.start(Call(recorder.ALL_REDUCE, NAME, 0, (x.numel(),)), x, work, wait)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Piece `index` of the sum of flat `x` over the members into flat `out`; pieces are equal. Of boxes of one size."""
+        """Reduce-scatter flat `x` into flat `out`, this member's shard of the sum; shards are equal. Only for hosts of equal size."""
 
         def work(note: Note, tag: int) -> None:
             assert self.rail is not None
@@ -77,7 +77,7 @@ class Levels:
         return self.runner.start(Call(recorder.REDUCE_SCATTER, NAME, 0, (x.numel(),)), x, work, wait)
 
     def all_gather_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Flat `x` of every member into flat `out`, member after member. Of boxes of one size."""
+        """Gather flat `x` of every member into flat `out`, member after member. Only for hosts of equal size."""
 
         def work(note: Note, tag: int) -> None:
             assert self.rail is not None
@@ -92,34 +92,34 @@ class Levels:
         return self.runner.start(Call(recorder.ALL_GATHER, NAME, 0, (out.numel(),)), x, work, wait)
 
     def _rails(self, flat: Tensor, note: Note) -> None:
-        box, rail = self.box, self.rail
+        host, rail = self.box, self.rail
         assert rail is not None
-        under_way: list[tuple[Tensor, Tensor, Work]] = []
-        tail = flat.numel() % box.size
+        in_flight: list[tuple[Tensor, Tensor, Work]] = []
+        tail = flat.numel() % host.size
         body = flat[: flat.numel() - tail]
-        width = max(1, PART_BYTES // flat.element_size() // box.size) * box.size
+        width = max(1, PART_BYTES // flat.element_size() // host.size) * host.size
         for part in torch.split(body, width):
             if part.numel():
-                mine = part.view(box.size, -1)[box.index]
-                note(1, self.one(box))
-                box.reduce_scatter_into(mine, part)
-                under_way.append((part, mine, rail.all_reduce(mine, wait=False)))
+                shard = part.view(host.size, -1)[host.index]
+                note(1, self.one(host))
+                host.reduce_scatter_into(shard, part)
+                in_flight.append((part, shard, rail.all_reduce(shard, wait=False)))
         if tail:
-            box.all_reduce(flat[body.numel() :])
+            host.all_reduce(flat[body.numel() :])
             rail.all_reduce(flat[body.numel() :])
-        for part, mine, work in under_way:
+        for part, shard, work in in_flight:
             note(2, self.one(rail))
             work.wait()
-            note(3, self.one(box))
-            box.all_gather_into(part, mine)
+            note(3, self.one(host))
+            host.all_gather_into(part, shard)
 
     def _leaders(self, flat: Tensor, note: Note) -> None:
-        under_way: list[tuple[Tensor, Work | None]] = []
+        in_flight: list[tuple[Tensor, Work | None]] = []
         for part in torch.split(flat, max(1, PART_BYTES // flat.element_size())):
             note(1, self.one(self.box))
             self.box.all_reduce(part)
-            under_way.append((part, self.rail.all_reduce(part, wait=False) if self.rail is not None else None))
-        for part, work in under_way:
+            in_flight.append((part, self.rail.all_reduce(part, wait=False) if self.rail is not None else None))
+        for part, work in in_flight:
             if work is not None:
                 note(2, self.one(self.rail))
                 work.wait()
@@ -127,7 +127,7 @@ class Levels:
             self.box.broadcast(part)
 
     def one(self, among: Group | None) -> int:
-        """The member that is waited for where there is only one; else -1: the transport's own words must do."""
+        """Return the awaited member if there is only one; else -1: the transport's own error must do."""
         if among is None or among.size != 2:
             return -1
         return self._group.ranks.index(among.ranks[1 - among.index])

@@ -1,10 +1,10 @@
-"""How processors multiply float32 matrices: as torch does by itself, or through oneDNN. In: this machine. Out: `Products`, kept.
+"""Choose the float32 matmul library on CPUs: torch's default or oneDNN. In: this machine. Out: `MatmulTimings`, cached.
 
-torch hands float32 products to oneDNN where narrower ones are allowed (`torch.set_float32_matmul_precision`). A processor that has no
-such instructions still multiplies in float32 then, on some much faster than the library that torch takes otherwise. So each way is
-timed beside torch's own and taken only where it is worth it and as exact as float32 is. Ranks that `weft.launch` starts all do what was
-found once; under torchrun ranks may stand on hosts that differ, so only `WEFT_PRODUCTS` decides there. Not modelled: float64 and bfloat16,
-which the setting does not touch, and shapes other than a transformer's.
+torch passes float32 matmuls to oneDNN if lower precision is allowed (`torch.set_float32_matmul_precision`). A processor without
+low-precision instructions still multiplies in float32 then, on some much faster than torch's default library. So each setting is timed
+against the default and used only if it is worth it and as accurate as float32. Ranks that `weft.launch` starts all use the one measured
+choice; under torchrun ranks may run on different hosts, so only `WEFT_PRODUCTS` decides there. Not modelled: float64 and bfloat16, which
+the setting does not affect, and shapes other than a transformer's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torch import Tensor
 from weft.errors import UsageError
 from weft.world.native_build import default_cache, processor
 
-PRODUCTS = "WEFT_PRODUCTS"  # the environment variable with the way that ranks multiply
+PRODUCTS = "WEFT_PRODUCTS"  # the environment variable with the ranks' matmul precision
 HIGHEST = "highest"
 WAYS = (HIGHEST, "high", "medium")  # torch's names
-WORTH = 1.15  # times as fast as torch's own, by the geometric mean over shapes; less is within what one run differs from the next
-EXACT = 4.0  # times torch's own error at most; a product that is really narrow is off by hundreds of times that
+WORTH = 1.15  # least speedup over torch's default, geometric mean over shapes; less is within the variation between runs
+EXACT = 4.0  # largest ratio to the default's error; a matmul of really lower precision exceeds it by hundreds of times
 SHAPES = ((256, 384, 1536), (256, 1536, 384), (256, 384, 4096))  # rows, in, out
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to multiply: how many times as fast as torch's own, and its largest error over that of torch's own."""
+    """Measurement of one precision setting: speedup over torch's default, and ratio of its largest error to the default's."""
 
     name: str
     speedup: float
@@ -51,42 +51,42 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What was found on this machine."""
+    """Measurements of this machine."""
 
     ways: tuple[Way, ...] = ()
 
     @property
     def chosen(self) -> str:
-        """The fastest way that is worth it and exact; torch's own where there is none.
+        """The fastest setting that is worth it and accurate; torch's default if there is none.
 
         >>> Products((Way("high", 1.6, 1.2), Way("medium", 4.0, 900.0))).chosen, Products((Way("medium", 1.1, 1.0),)).chosen
         ('high', 'highest')
         """
-        return max((way for way in self.ways if way.taken), key=lambda way: way.speedup, default=Way(HIGHEST, 1.0, 1.0)).name
+        return max((t for t in self.ways if t.taken), key=lambda t: t.speedup, default=Way(HIGHEST, 1.0, 1.0)).name
 
     def __str__(self) -> str:
-        told = ", ".join(f"{way.name} is {way.speedup:.2f} times as fast with {way.error:.1f} times the error" for way in self.ways)
-        return f"{self.chosen}; {told}" if told else self.chosen
+        timings = ", ".join(f"{t.name} is {t.speedup:.2f} times as fast with {t.error:.1f} times the error" for t in self.ways)
+        return f"{self.chosen}; {timings}" if timings else self.chosen
 
 
 def products(cache: Path | None = None) -> Products:
-    """What this machine multiplies best by: measured on one core once (about a second), then read from the user's cache.
+    """Return the timings of this machine: measured on one core once (about a second), then read from the user's cache.
 
-    Where nothing can be kept nothing is measured either, since two runs could then differ.
+    Without a writable cache nothing is measured, since two runs could then differ.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         folder = default_cache() if cache is None else cache
         words = "\0".join((torch.__version__, platform.machine(), processor(), repr((WAYS, SHAPES))))
         path = folder / f"products-{hashlib.sha256(words.encode()).hexdigest()[:20]}.json"
         if path.exists():
-            return Products(tuple(Way(**way) for way in json.loads(path.read_text())["ways"]))
+            return Products(tuple(Way(**fields) for fields in json.loads(path.read_text())["ways"]))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             try:
                 cached = Products(tuple(measure(WAYS[1:])))
-                if cached.chosen != HIGHEST:  # whatever else ran here may have had a part in it
+                if cached.chosen != HIGHEST:  # other load on this machine may have affected it: measure twice, take the slower
                     cached = Products(
-                        tuple(min(pair, key=lambda way: way.speedup) for pair in zip(cached.ways, measure(WAYS[1:]), strict=True))
+                        tuple(min(pair, key=lambda t: t.speedup) for pair in zip(cached.ways, measure(WAYS[1:]), strict=True))
                     )
                 json.dump(asdict(cached), file)
                 file.close()
@@ -99,8 +99,8 @@ def products(cache: Path | None = None) -> Products:
 
 
 def measure(ways: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[Way]:
-    """Each of `ways` beside torch's own, in turn: forward, input's and weight's gradients of every shape, on one core."""
-    threads, before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    """Time each of `precisions` against torch's default, alternating: forward, input and weight gradients of every shape, on one core."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     generator = torch.Generator().manual_seed(0)
     names = (HIGHEST, *ways)
@@ -123,16 +123,16 @@ def measure(ways: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES
                 for name in ways:
                     ratios[name].append(min(seconds[HIGHEST]) / min(seconds[name]))
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
     return [Way(name, math.exp(sum(map(math.log, ratios[name])) / len(ratios[name])), errors[name] / errors[HIGHEST]) for name in ways]
 
 
 def apply(name: str) -> None:
-    """Multiply so in this process from now on.
+    """Set the matmul precision of this process.
 
     Raises:
-        UsageError: a way that is not known.
+        UsageError: an unknown setting.
     """
     if name not in WAYS:
         raise UsageError(f"{PRODUCTS}={name} is not one of {', '.join(WAYS)}")
@@ -140,9 +140,9 @@ def apply(name: str) -> None:
 
 
 def environment(variables: Mapping[str, str], device: str) -> dict[str, str]:
-    """What ranks on `device` are told besides `variables`: nothing where that says it, otherwise what this machine multiplies best by.
+    """Return the variable to add to `variables` for ranks on `device`: this machine's best precision, unless it is set already.
 
-    Nothing on GPUs, which would multiply in TF32 where processors go through oneDNN: the setting is one for both.
+    Empty on GPUs, where the same setting would switch to TF32.
     """
     if PRODUCTS in variables or device == "cuda" or (device == "auto" and torch.cuda.device_count()):
         return {}

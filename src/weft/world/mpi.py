@@ -1,8 +1,8 @@
-"""MPI as a transport, through mpi4py. In: ranks that mpirun or srun started. Out: where they meet, and channels of groups of them.
+"""MPI as a transport, through mpi4py. In: ranks that mpirun or srun started. Out: their rendezvous address, and channels of groups.
 
-A channel has the calls of `process_group.ProcessGroup`. Messages and collectives are started without waiting, so that both ends may send;
-who waits asks MPI again and again and sleeps in between, since MPI's own waiting takes a whole core. Not modelled: tensors on a GPU, which
-are staged through the host; progress while nobody waits, which is the MPI library's matter; replacing a lost rank: MPI ends the job.
+A channel has the calls of `process_group.ProcessGroup`. Messages and collectives are non-blocking, so that both ends may send; a wait
+polls MPI and sleeps in between, since MPI's own wait takes a whole core. Not modelled: tensors on a GPU, which are staged through the
+host; progress outside waits, which is up to the MPI library; replacing a failed rank: MPI ends the job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_TAGS = 32767  # that every MPI has
 
 
 def library() -> Any:
-    """mpi4py's module of MPI, started with threads where the library has them.
+    """Return mpi4py's MPI module, initialised with threads.
 
     Raises:
         UsageError: there is no mpi4py, or no MPI library for it.
@@ -50,7 +50,7 @@ def library() -> Any:
 
 
 def check_started(rank: int, num_ranks: int) -> None:
-    """Raise UsageError unless MPI knows these ranks by these numbers."""
+    """Raise UsageError unless MPI has the same rank and number of ranks."""
     world = library().COMM_WORLD
     if (world.rank, world.size) != (rank, num_ranks):
         raise UsageError(
@@ -60,39 +60,39 @@ def check_started(rank: int, num_ranks: int) -> None:
 
 
 def told_address(find: Callable[[], tuple[str, int]]) -> tuple[str, int]:
-    """What `find` returns on rank 0, an address and a port, on all ranks."""
+    """Return, on all ranks, the address and port that `find` returns on rank 0."""
     world = library().COMM_WORLD
-    room = bytearray(_ADDRESS_BYTES)
+    buffer = bytearray(_ADDRESS_BYTES)
     if world.rank == 0:
         address, port = find()
         text = f"{port} {address}".encode()
-        room[: len(text)] = text
-    world.Bcast(room, 0)
-    port_text, _, address = room.rstrip(b"\0").decode().partition(" ")
+        buffer[: len(text)] = text
+    world.Bcast(buffer, 0)
+    port_text, _, address = buffer.rstrip(b"\0").decode().partition(" ")
     return address, int(port_text)
 
 
 def local_ranks() -> tuple[int, int]:
-    """(this rank among those of its host, how many these are)."""
+    """Return (this rank's index on its host, number of ranks there)."""
     mpi = library()
-    here = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    return int(here.rank), int(here.size)
+    host_comm = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    return int(host_comm.rank), int(host_comm.size)
 
 
 def end_together() -> None:
-    """From now on an exception that nobody catches ends all ranks: by itself MPI waits at a rank's end for the others."""
-    mpi, before = library(), sys.excepthook
+    """End all ranks on an uncaught exception from now on: by default MPI waits at a rank's end for the others."""
+    mpi, previous_hook = library(), sys.excepthook
 
-    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous_hook(kind, error, trace)
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)
 
-    sys.excepthook = ended
+    sys.excepthook = abort
 
 
 class Request:
-    """An operation under way."""
+    """A non-blocking operation."""
 
     __slots__ = ("_keep", "_request", "_timeout_s")
 
@@ -100,13 +100,13 @@ class Request:
         self._request, self._keep, self._timeout_s = request, keep, timeout_s
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         if self._keep is not None and self._request.Test():
             self._keep = None
         return self._keep is None
 
     def wait(self) -> None:
-        """Returns when it has ended. Raises RuntimeError where it does not in time."""
+        """Return when it has ended. Raises RuntimeError after the timeout."""
         begun = time.monotonic()
         while not self.is_completed():
             passed = time.monotonic() - begun
@@ -117,18 +117,18 @@ class Request:
 
 
 class MpiChannel:
-    """One group's collectives and messages. All of `ranks` make it, with the same `name`; nobody else does."""
+    """One group's collectives and messages. Exactly the members `ranks` create it, with the same `name`."""
 
     def __init__(self, ranks: Sequence[int], name: str, timeout_s: float) -> None:
         self._mpi, self._timeout_s = library(), timeout_s
         world = self._mpi.COMM_WORLD
         most = world.Get_attr(self._mpi.TAG_UB) or _LEAST_TAGS
         self._tags = int(most) + 1
-        # Other connections between the same ranks may be made at the same time, in another thread.
+        # Another thread may open another connection between the same ranks at the same time.
         self._comm = world.Create_group(world.group.Incl(list(ranks)), zlib.crc32(name.encode()) % self._tags)
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this type can be added."""
+        """Return whether tensors of this type can be reduced."""
         return dtype in _NAMES
 
     def all_reduce(self, x: Tensor, op: str, wait: bool) -> Request:
@@ -142,8 +142,8 @@ class MpiChannel:
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Request:
         unit = x.element_size()
-        sent, got = ((self._memory(t), [n * unit for n in each], self._mpi.BYTE) for t, each in ((x, sizes), (out, arriving)))
-        return self._started(self._comm.Ialltoallv(list(sent), list(got)), out, x)
+        sent, received = ((self._memory(t), [n * unit for n in counts], self._mpi.BYTE) for t, counts in ((x, sizes), (out, arriving)))
+        return self._started(self._comm.Ialltoallv(list(sent), list(received)), out, x)
 
     def send(self, x: Tensor, to: int, tag: int) -> Request:
         return self._started(self._comm.Isend(self._bytes(x), to, tag % self._tags), x)

@@ -1,7 +1,7 @@
-"""Libraries that are compiled on first use by the system's compiler and kept in the user's cache. In: sources, flags. Out: the file.
+"""Compile native libraries on first use with the system's compiler, and cache them for the user. In: sources, flags. Out: the file.
 
-They are built for this very processor, so the cache keeps one file for each source, processor and set of flags. Nothing else is loaded
-from there than what this user owns.
+They are built for this processor, so the cache has one file for each source, processor and set of flags. Only files that this user or
+root owns are loaded.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def built(
     after: Sequence[str] = (),
     key: str = "",
 ) -> Path:
-    """The compiled file, made where it is missing. Ranks that come at the same time wait for the first.
+    """Return the compiled file, built if it is missing. Concurrent ranks wait for the first.
 
-    `main` is what is compiled, with `after` behind it; `sources`, `flags` and `key` are what the file depends on.
+    `main_source` is compiled, with `linker_arguments` as last arguments; the file depends on `sources`, `flags` and `key`.
 
     Raises:
         OSError: no compiler, no folder to write, a file of another user; CalledProcessError: it does not compile.
@@ -65,7 +65,7 @@ def built(
 
 
 def processor() -> str:
-    """The processor in words, as far as -march=native and speed depend on it: a home folder may be shared by machines that differ."""
+    """Return a text that identifies the processor for -march=native and timings: different machines may share a home folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features", "CPU ")))

@@ -1,7 +1,7 @@
-"""The process that forks the ranks of one launch, and forks again those that are lost. In: a task. Out: ranks, and how each ended.
+"""The fork server of one launch: forks its ranks, and replacements of failed ones. In: a launch spec. Out: ranks, and their exit codes.
 
-It is forked from the prepared process, does once what the ranks would each do (`Task.prepare`: a model is captured), and holds the memory
-that outlives them. It has one thread, so that a fork is safe at any time. It dies with the prepared process, and its ranks with it.
+It is forked from the prepared process, does once what each rank would do (`prepare`: capture a model), and holds the ranks' persistent
+memory. It has one thread, so that a fork is safe at any time. It dies with the prepared process, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Terminal = tuple[int, int, int] | None
 
 
 def run_nest(task: Task, events: int, lifeline: int, parent: int, terminal: Terminal) -> NoReturn:
-    """Serves one launch, and ends this process."""
+    """Serve one launch, and end this process."""
     try:
         die_with_parent(parent)
         answered_by_launcher()
@@ -47,17 +47,17 @@ class _Nest:
         self._call = self._made()
 
     def _made(self) -> Made | None:
-        """The function, its arguments and what was prepared for it; None where that failed: the ranks then fail likewise, and tell."""
+        """Return the function, its arguments and its prepared value; None on failure: the ranks then fail likewise, and report it."""
         try:
             enter(self._task, 1)
             function, arguments = sent(self._task, Path(self._task.folder))
-            return Made(function, arguments, found(*self._task.prepare)(*arguments) if self._task.prepare[0] else None)
+            return Made(function, arguments, found(self._task.prepare)(*arguments) if self._task.prepare[0] else None)
         except Exception:
             traceback.print_exc()
             return None
 
     def serve(self) -> NoReturn:
-        """Until the launcher hangs up."""
+        """Serve requests until the launcher closes the socket."""
         gc.collect()
         gc.freeze()
         self._selector.register(self._events, selectors.EVENT_READ, self._told)
@@ -71,9 +71,9 @@ class _Nest:
     def _told(self) -> None:
         request = self._events.recv(LARGEST_MESSAGE)
         if request.startswith(b"{"):
-            order = json.loads(request)
-            self._fork(order["fork"], order["generation"])
-            self._tell(forked=order["fork"], pid=self._living[order["fork"]])
+            command = json.loads(request)
+            self._fork(command["fork"], command["generation"])
+            self._tell(forked=command["fork"], pid=self._living[command["fork"]])
             return
         for pid in self._living.values():
             with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""How long a rank's steps last, as it announces to the launcher. In: steps as they begin and end. Out: seconds, into the record.
+"""Announce time limits of a rank's steps to the launcher. In: steps as they begin and end. Out: seconds, into the record.
 
-A step may last ten times the median of the last ones; before there are three, while a model is captured or compiled, and in whatever else
-takes as long as it takes (evaluation, a checkpoint), nothing is announced.
+A step may last ten times the median of the last ones; before three steps, while a model is captured or compiled, and in other work of
+unknown duration (evaluation, a checkpoint), no limit is announced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST, KEPT = 3, 50
 
 
 class Pace:
-    """The pace of one rank. `regular`: False where a step may stop to compile, which nobody can time.
+    """The step time limits of one rank. `is_regular`: False if a step may compile, for an unknown time.
 
     >>> pace = Pace(Recorder())
     >>> [pace.announced(s) for s in (0.5, 0.1, 0.1, 0.1)]
@@ -31,10 +31,10 @@ class Pace:
         self._recorder, self.regular = recorder, True
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._lasts_s, self._keeps = inf, False
-        self._inside = 0  # of so many blocks of what takes long
+        self._inside = 0  # number of enclosing `untimed` contexts
 
     def announced(self, seconds: float) -> float:
-        """What the next step may last, after one of `seconds`."""
+        """Return the time limit of the next step in seconds, after one of `seconds`."""
         self._seconds.append(seconds)
         if len(self._seconds) >= LEAST and self.regular:
             self._lasts_s = STEPS * median(self._seconds)
@@ -42,7 +42,7 @@ class Pace:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step."""
+        """Context of a step."""
         began = time.monotonic()
         self._announce(self._lasts_s)
         yield
@@ -50,12 +50,12 @@ class Pace:
         self._between()
 
     def keep(self) -> None:
-        """From now on what lies between two steps belongs to them, too: a loop that says whatever takes long."""
+        """Apply the limit to the time between steps too from now on, for loops that mark all other work by `untimed`."""
         self._keeps = True
 
     @contextmanager
     def long(self) -> Iterator[None]:
-        """Around what takes as long as it takes; inside another such block it changes nothing."""
+        """Context of work of unknown duration; may be nested."""
         self._recorder.patience(inf)
         self._inside += 1
         try:

@@ -1,8 +1,8 @@
-"""The watch that ranks of several hosts keep over one another. In: a world that was joined. Out: the world is abandoned, with a reason.
+"""Heartbeats between ranks of several hosts. In: a world with an external launcher. Out: the world is abandoned, with a reason.
 
-Each rank counts in the store where they met, over a connection of its own, and reads how far the others have counted. A host of which no
-rank counts on is lost: it ended, is stopped, or nothing reaches it any more, which a connection alone does not tell for minutes. So is
-a rank that does not count while its host does, after thrice the time; and the host of the store where that does not answer.
+Each rank increments a heartbeat counter in the rendezvous store, over a connection of its own, and reads those of the others. A host
+without any heartbeat has failed: it ended, is stopped or unreachable, which a connection alone does not reveal for minutes. So has a rank
+without heartbeats on a living host, after three times the time; and the store's host, if it does not answer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from weft.world.world import World
 
 BEAT_S = 0.25
-OF_A_RANK = 3.0  # times what a host may be silent
-LEAVE_S = 30.0  # for the threads of a rank to leave what they wait in
-STARTED_S = 600.0  # until all ranks count
-LEFT = "left"  # what a rank counts that leaves its step
+OF_A_RANK = 3.0  # limit of a rank over that of a host
+LEAVE_S = 30.0  # for the threads of a rank to abort their waits
+STARTED_S = 600.0  # until all ranks have sent a heartbeat
+LEFT = "left"  # heartbeat of a rank that leaves its step
 ENDED = 4  # exit code
 
 
 def lost_ranks(silent_s: Sequence[float], boxes: Sequence[Sequence[int]], limit_s: float) -> list[int]:
-    """The ranks that count as lost, given for how long each has been silent.
+    """Return the failed ranks, given each one's time since its last heartbeat.
 
     >>> lost_ranks([0, 9, 6, 6], [(0, 1), (2, 3)], 5)
     [2, 3]
@@ -39,7 +39,7 @@ def lost_ranks(silent_s: Sequence[float], boxes: Sequence[Sequence[int]], limit_
 
 
 class Peers:
-    """Around one attempt of `world`; `worlds`: what is abandoned with it. `limit_s`: how long a host may be silent."""
+    """Context of one attempt of `world`; `worlds` are abandoned together. `limit_s`: longest time without a heartbeat of a host."""
 
     def __init__(self, world: World, boxes: Sequence[Sequence[int]], limit_s: float, worlds: list[World]) -> None:
         assert world.joined is not None
@@ -50,7 +50,7 @@ class Peers:
         self._leaving = False
         self._out = threading.Event()
         self._heard: dict[int, tuple[bytes, float]] = {}
-        self._answered_s = 0.0  # when the store last did
+        self._answered_s = 0.0  # time of the store's last answer
         self._broken = ""
         self._threads = [threading.Thread(target=work, daemon=True, name="weft-peers") for work in (self._talk, self._look)]
 
@@ -62,11 +62,11 @@ class Peers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
         self._out.set()
-        for thread in () if self._leaving else self._threads:  # one in the midst of a word to the store would abort the process as it ends
+        for thread in () if self._leaving else self._threads:  # one inside a store operation would abort the process at its end
             thread.join(self._limit_s)
 
     def leave(self, why: str) -> None:
-        """This rank has left its step; its other threads do so too, and the other ranks learn of it."""
+        """Abandon the worlds since this rank has left its step, and announce it to the other ranks."""
         self._leaving = True
         self._out.set()
         for world in self._worlds:
@@ -77,7 +77,7 @@ class Peers:
         return [f"beat/{rank}" for rank in range(self._world.num_ranks)]
 
     def _talk(self) -> None:
-        """Count, and read what the others count; this thread may wait for ever in a connection to a host that is lost."""
+        """Send and read heartbeats; this thread may wait for ever in a connection to a failed host."""
         try:
             store = self._connect()
             store.set(self._keys()[self._world.rank], "0")
@@ -89,8 +89,8 @@ class Peers:
 
     def _exchange(self, store: Any) -> None:
         self._count += 1
-        mine = LEFT if self._leaving else str(self._count)
-        store.set(self._keys()[self._world.rank], mine)
+        heartbeat = LEFT if self._leaving else str(self._count)
+        store.set(self._keys()[self._world.rank], heartbeat)
         now = time.monotonic()
         for rank, value in enumerate(store.multi_get(self._keys())):
             if self._heard.get(rank, (b"",))[0] != value:
@@ -108,24 +108,24 @@ class Peers:
             world.abandon(why)
         self._leaving = True
         if not (self._done.is_set() or self._out.wait(LEAVE_S)):
-            print(f"weft: rank {self._world.rank}: {why}; it does not leave what it waits in, and ends", file=sys.stderr, flush=True)
+            print(f"weft: rank {self._world.rank}: {why}; its waits cannot be aborted, so it ends", file=sys.stderr, flush=True)
             os._exit(ENDED)
 
     def _lost(self) -> str:
-        """Why this world is over; empty: it is not."""
-        if said := next((world.lost_why for world in self._worlds if world.lost_why), ""):
-            return said
+        """Return why this world has failed; empty: it has not."""
+        if reason := next((world.lost_why for world in self._worlds if world.lost_why), ""):
+            return reason
         if self._broken:
             time.sleep(2 * BEAT_S)  # the store's rank may have ended because all are done
-            return "" if self._done.is_set() else f"the store of the host of rank 0 is gone: {self._broken}"
+            return "" if self._done.is_set() else f"the store on the host of rank 0 has failed: {self._broken}"
         if not self._answered_s:
             return ""
         now = time.monotonic()
         if now - self._answered_s > self._limit_s:
-            return f"the host where ranks meet has not answered for {now - self._answered_s:.1f} s"
+            return f"the host of the store has not answered for {now - self._answered_s:.1f} s"
         silent_s = [now - self._heard[rank][1] for rank in range(self._world.num_ranks)]
-        if gone := lost_ranks(silent_s, self._boxes, self._limit_s):
-            return f"rank {', '.join(map(str, gone))} has not been heard of for {max(silent_s[rank] for rank in gone):.1f} s"
-        if left := [rank for rank, (value, _) in self._heard.items() if value == LEFT.encode() and rank != self._world.rank]:
-            return f"rank {left[0]} has left the step, since another is lost"
+        if failed := lost_ranks(silent_s, self._boxes, self._limit_s):
+            return f"rank {', '.join(map(str, failed))} has sent no heartbeat for {max(silent_s[rank] for rank in failed):.1f} s"
+        if leavers := [rank for rank, (value, _) in self._heard.items() if value == LEFT.encode() and rank != self._world.rank]:
+            return f"rank {leavers[0]} has left the step, since another rank has failed"
         return ""

@@ -1,6 +1,6 @@
-"""A collective under way, and what is told of tensors and errors around it. In: what a transport started. Out: `Work` to wait for.
+"""Asynchronous collectives, and helpers for their tensors and errors. In: a transport's operation. Out: `CollectiveWork` to wait for.
 
-A transport sees memory: elements of a tensor must lie there in order, as they are.
+A transport reads memory: a tensor's elements must lie there in order, without lazy conjugation or negation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from weft.world.group import Group
 
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
-Lengths = int | Sequence[int] | None  # of a whole dimension, of its pieces, or all alike
+Lengths = int | Sequence[int] | None  # full length of a dimension, lengths of its shards, or None for equal shards
 NARROW = (torch.bfloat16, torch.float16)
-# In what summands are added where a transport cannot add theirs, or would round more than once.
+# Types in which summands are added if a transport cannot add theirs, or would round more than once.
 WIDER = {**dict.fromkeys(NARROW, torch.float32), torch.int16: torch.int32}
-# What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
+# Parts of the transports' errors after a peer's failure, in all versions observed: a symptom, not the cause.
 LOST = (
     "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
     "remote process exited", "NCCL communicator was aborted", "Application timeout",
@@ -33,11 +33,11 @@ LOST = (
 
 
 class LostPeer(RunError):
-    """A collective ended because another rank is gone, or did not come in time. Never the first cause of a failure."""
+    """A collective ended because another rank has failed, or did not join in time. Never the first cause of a failure."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error, or what led to it, is the loss of another rank."""
+    """Return whether an error, or one of its causes, is a peer loss."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -46,7 +46,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def explained(rank: int, last: object, error: BaseException) -> RunError:
-    """`error` of a transport, in which `rank` failed in its `last` collective."""
+    """Return a RunError (or LostPeer) for a transport's `error` in the `last` collective of `rank`."""
     text = str(error).split("\n")[0]
     if any(part in text for part in LOST):
         return LostPeer(f"rank {rank} lost another rank in {last}: {text}")
@@ -55,7 +55,7 @@ def explained(rank: int, last: object, error: BaseException) -> RunError:
 
 
 class Work:
-    """A collective under way. `wait()` returns when its result may be used; a second wait does nothing."""
+    """An asynchronous collective. `wait()` returns when its result may be used; a second wait does nothing."""
 
     __slots__ = ("_at", "_finish", "_group", "_keep", "_work")
 
@@ -67,7 +67,7 @@ class Work:
         self._keep = keep
 
     def wait(self) -> None:
-        """Blocks this thread (gloo) or this CUDA stream (NCCL). Raises LostPeer or RunError with the group and the collective."""
+        """Block this thread (gloo) or this CUDA stream (NCCL). Raises LostPeer or RunError with the group and the collective."""
         work = self._work
         if work is None:
             return
@@ -86,7 +86,7 @@ class Work:
         self._keep = self._finish = None
 
     def untimed(self) -> Work:
-        """The same, which the record takes for ended already: whoever may wait for it late, or never, does not look as if it hung."""
+        """Return itself, recorded as ended already, so that a rank that waits late, or never, does not seem to hang."""
         if self._group is not None and self._work is not None and self._at >= 0:
             self._group.recorder.done(self._at, time.monotonic())
             self._at = -1
@@ -94,7 +94,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return self._work is None or bool(self._work.is_completed())
 
 
@@ -102,31 +102,31 @@ DONE = Work(None, None, 0, None, None)
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when the device has done all that this process gave it; at once on processors."""
+    """Return when the device has finished this process's work; at once on CPUs."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def lazy(x: Tensor) -> bool:
-    """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
+    """Return whether the memory of `x` holds conjugated or negated elements: transports read the memory."""
     return x.is_conj() or x.is_neg()
 
 
 def packed(pieces: Sequence[Tensor]) -> Tensor:
-    """The elements of all pieces one after another, without a copy of each in between."""
+    """Return the concatenated elements of all pieces, without intermediate copies."""
     flat = pieces[0].new_empty(sum(x.numel() for x in pieces))
-    for room, x in zip(torch.split(flat, [x.numel() for x in pieces]), pieces, strict=True):
-        room.view(x.shape).copy_(x)
+    for target, x in zip(torch.split(flat, [x.numel() for x in pieces]), pieces, strict=True):
+        target.view(x.shape).copy_(x)
     return flat
 
 
 def in_order(x: Tensor) -> bool:
-    """Whether the memory of `x` is its elements, one after the other."""
+    """Return whether the memory of `x` is its elements in order."""
     return x.is_contiguous() and not lazy(x)
 
 
 def check_fits(full: Tensor, part: Tensor, members: int) -> None:
-    """Raise UsageError unless both are flat in memory, of one dtype, the whole `members` times the part."""
+    """Raise UsageError unless both are contiguous, of one dtype, and `full` is `members` times as large as `part`."""
     if full.numel() != members * part.numel() or full.dtype != part.dtype or not (in_order(full) and in_order(part)):
         raise UsageError(
             f"{full.numel()} elements of {full.dtype} for {members} pieces of {part.numel()} of {part.dtype}; "
@@ -135,7 +135,7 @@ def check_fits(full: Tensor, part: Tensor, members: int) -> None:
 
 
 def lengths_of(group: Group, mine: int, length: Lengths) -> list[int]:
-    """The pieces that the members have of a dimension, given their lengths or the whole one's; None: all as long as `mine`."""
+    """Return the lengths of the members' shards of a dimension, given those or the full length; None: all as long as `local_length`."""
     if length is None:
         return [mine] * group.size
     lengths = cut_into(group, length)
@@ -147,7 +147,7 @@ def lengths_of(group: Group, mine: int, length: Lengths) -> list[int]:
 
 
 def cut_into(group: Group, length: int | Sequence[int]) -> list[int]:
-    """The members' pieces of a dimension of `length`, or of these lengths.
+    """Return the lengths of the members' shards of a dimension of `length`, or the given ones.
 
     Raises:
         UsageError: there are more or fewer lengths than members.
@@ -162,7 +162,7 @@ def cut_into(group: Group, length: int | Sequence[int]) -> list[int]:
 def turned(
     group: Group, x: Tensor, dims: tuple[int, int], concat_length: Lengths, split_lengths: Sequence[int]
 ) -> tuple[Sequence[Tensor], list[tuple[int, ...]]]:
-    """What each member gets of `x`, and the shapes of what they send here; arguments as of `Group.all_to_all`."""
+    """Return the shard of `x` for each member, and the shapes that they send here; arguments as of `Group.all_to_all`."""
     split_dim, concat_dim = dims
     cuts = cut_into(group, split_lengths or x.shape[split_dim])
     shapes = []

@@ -1,8 +1,7 @@
-"""A process that has torch in memory and forks ranks on request: four ranks cost one import of torch, a new launch some milliseconds.
+"""The prepared process: a preloaded process that forks ranks on request. Four ranks cost one import of torch, a new launch milliseconds.
 
-In: launches over a socket (a task file and the terminal's descriptors). Out: process ids, and how each rank ended. It computes nothing, so
-that it has one thread and forking it is safe, and holds no store. It ends, and its ranks with it, when the launcher's end of the
-socket closes.
+In: launches over a socket (a task file and the terminal's descriptors). Out: process ids, and exit codes. It computes nothing, so that it
+has one thread and forking it is safe, and holds no store. It ends, and its ranks with it, when the launcher's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from weft.world.prepared_rank import Task, answered_by_launcher, run_rank
 
 @dataclass
 class _Run:
-    """One launch: where its events go and which of its ranks live."""
+    """One launch: the socket for its events, and its living ranks."""
 
     events: socket.socket
     folder: str
@@ -45,7 +44,7 @@ class _Run:
 
 
 def serve(control: socket.socket, lifeline: int) -> NoReturn:
-    """Forks ranks until `control` closes, then ends this process and them."""
+    """Fork ranks until `control` closes, then end this process and them."""
     control.send(b"ready")
     gc.collect()
     gc.freeze()  # ranks then share these pages instead of copying them at their first collection
@@ -56,12 +55,12 @@ def serve(control: socket.socket, lifeline: int) -> NoReturn:
             match key.data:
                 case None:
                     if not _accept(control, lifeline, selector):
-                        for other in [k.data for k in selector.get_map().values() if isinstance(k.data, _Run)]:
-                            other.kill()
-                            shutil.rmtree(other.folder, ignore_errors=True)  # nobody else is left to do it
-                        os._exit(0)  # an orderly end of torch takes longer than orphans may live
+                        for launch in [k.data for k in selector.get_map().values() if isinstance(k.data, _Run)]:
+                            launch.kill()
+                            shutil.rmtree(launch.folder, ignore_errors=True)  # the launcher cannot do it any more
+                        os._exit(0)  # torch's orderly shutdown takes longer than orphans may live
                 case _Run() as run:
-                    # Whatever arrives, or the end: the launcher wants no more of this run.
+                    # Any message, or the end of the stream, asks to end this launch.
                     if not run.events.recv(LARGEST_MESSAGE):
                         selector.unregister(run.events)
                         run.events.close()
@@ -77,7 +76,7 @@ def serve(control: socket.socket, lifeline: int) -> NoReturn:
 
 
 def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelector) -> bool:
-    """Forks the ranks of one launch; false where the launcher is gone."""
+    """Fork the ranks of one launch; return False if the launcher has ended."""
     try:
         request, descriptors, _, _ = socket.recv_fds(control, LARGEST_MESSAGE, 4)
     except OSError:
@@ -113,7 +112,7 @@ def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelec
 
 
 def _start_nest(task: Task, run: _Run, lifeline: int, selector: selectors.BaseSelector, shown: tuple[int, int, int] | None) -> None:
-    """Forks the process that forks the ranks, which then speaks with the launcher itself."""
+    """Fork the launch's fork server, which then communicates with the launcher directly."""
     parent, events = os.getpid(), run.events.fileno()
     pid = os.fork()
     if pid == 0:
@@ -123,8 +122,8 @@ def _start_nest(task: Task, run: _Run, lifeline: int, selector: selectors.BaseSe
     run.events.close()
     for descriptor in shown or ():
         os.close(descriptor)
-    nest_fd = os.pidfd_open(pid)
-    selector.register(nest_fd, selectors.EVENT_READ, partial(_reap, selector, nest_fd, pid))
+    pidfd = os.pidfd_open(pid)
+    selector.register(pidfd, selectors.EVENT_READ, partial(_reap, selector, pidfd, pid))
 
 
 def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int) -> None:
@@ -134,7 +133,7 @@ def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int) -> None:
 
 
 def main() -> None:
-    """The process's entry: `control` and `lifeline` are descriptors, the rest names modules to import beforehand."""
+    """Run the process: arguments are the descriptors `control` and `lifeline`, then modules to import beforehand."""
     control, lifeline, *modules = sys.argv[1:]
     answered_by_launcher()
     for module in modules:

@@ -1,6 +1,6 @@
-"""What one rank's process does from its fork to its end. In: a `Task` and the rank. Out: a file in the run's folder, a result or a failure.
+"""The life of one rank's process, from fork to end. In: a `LaunchSpec` and the rank. Out: a file in the run's folder: result or failure.
 
-The process dies with whoever forked it (parent-death signal) and with the launcher (the end of a pipe), whatever its own code does.
+The process dies with its parent (parent-death signal) and with the launcher (the end of a pipe), whatever its own code does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from weft.world.world import TRANSPORT, Survivor, World
 BEAT_S = 0.2
 BEATS_A_LOOK = 5
 LINGER_S = 3.0
-UNTOLD = 74  # the exit code of a rank that could not write down why it failed
-# Set while a rank imports the module of its function, so that a script that launches at its top level is told so.
+UNTOLD = 74  # the exit code of a rank that could not write its failure file
+# Set while a rank imports the module of its function, so that a script that launches at its top level gets an error.
 IMPORTING = "WEFT_RANK_IMPORTING"
 _PR_SET_PDEATHSIG = 1
-# What torch says in a fork of a process whose own threads or GPU it would need.
+# Parts of torch's errors in a fork of a process whose threads or GPU it would need.
 _SPOILED_FORK = ("combination with fork-based multiprocessing", "re-initialize CUDA in forked subprocess")
 FRESH = (
     "a fork of a process that has used a GPU (or, where there is one, has run backward) cannot train: verify from the command line "
@@ -54,7 +54,7 @@ FRESH = (
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One launch, as it is sent to the prepared process. `function` is (module, qualified name, file); empty where it is inherited."""
+    """One launch, as it is sent to the prepared process. `function` is (module, qualified name, file); empty if it is inherited."""
 
     folder: str
     num_ranks: int
@@ -66,10 +66,10 @@ class Task:
     sys_path: tuple[str, ...]
     cwd: str
     env: dict[str, str]
-    launcher: int = 0  # its process
-    recovers: bool = False  # whether ranks that are lost are replaced: then a process of their own forks them (`world/nest`)
-    prepare: tuple[str, str, str] = ("", "", "")  # as `function`: called there with the same arguments, once for all ranks
-    may_add_threads: bool = True  # False where ranks are forked from a process with a pool of threads, none of which a fork takes along
+    launcher: int = 0  # its process id
+    recovers: bool = False  # failed ranks are replaced: then a fork server forks them (`world/nest`)
+    prepare: tuple[str, str, str] = ("", "", "")  # as `function`: called in the fork server with the same arguments, once for all ranks
+    may_add_threads: bool = True  # False if ranks are forked from a process with a thread pool, whose threads a fork does not copy
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -82,7 +82,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a rank inherits from the process that forked it: its function, the arguments, and what was prepared for it."""
+    """The call that a rank inherits from the process that forked it: function, arguments, and the result of `prepare`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -90,7 +90,7 @@ class Made:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when the thread that forked it ends; Linux only, elsewhere the pipe alone must do."""
+    """Let the kernel kill this process when the thread that forked it ends; Linux only, elsewhere only the pipe does."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -98,13 +98,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def answered_by_launcher() -> None:
-    """Ctrl-C, and the end of a terminal, reach every process of it; only the launcher answers them."""
+    """Ignore Ctrl-C and terminal signals, which reach every process of a terminal: only the launcher handles them."""
     for number in (signal.SIGINT, *ASKING):
         signal.signal(number, signal.SIG_IGN)
 
 
 def log_file(folder: str, rank: int) -> Path:
-    """Where the output of a rank goes that is not shown."""
+    """Return the file for a rank's output that is not shown."""
     return Path(folder) / f"rank-{rank}.log"
 
 
@@ -118,14 +118,14 @@ def run_rank(
     memory: Kept | None = None,
     generation: int | None = None,
 ) -> NoReturn:
-    """Runs the task's function as `rank` and ends the process. `terminal`: descriptors for rank 0's input, output and errors.
+    """Run the task's function as `rank` and end the process. `terminal`: descriptors for rank 0's input, output and errors.
 
-    `memory`: memory that outlives the rank, where it is replaced once it is lost. `generation`: None for the task's own.
+    `memory`: persistent memory, if failed ranks are replaced. `generation`: None for the task's own.
     """
     try:
         task = replace(task, generation=task.generation if generation is None else generation)
         _run(task, rank, lifeline, parent, terminal, inherited, memory)
-    finally:  # whatever happens, a forked rank never goes on with its parent's work
+    finally:  # a forked rank must never continue its parent's work
         os._exit(70)
 
 
@@ -145,8 +145,8 @@ def _run(
     folder = Path(task.folder)
     notes = Recorder(folder / "record", rank, task.generation)
     worlds: list[World] = []  # the newest
-    watching = (lifeline, notes, 0 if rank else task.launcher, worlds)
-    threading.Thread(target=_watch, args=watching, daemon=True, name="weft-heartbeat").start()
+    watch_args = (lifeline, notes, 0 if rank else task.launcher, worlds)
+    threading.Thread(target=_watch, args=watch_args, daemon=True, name="weft-heartbeat").start()
     code = 0
     try:
         enter(task, task.threads)
@@ -159,15 +159,15 @@ def _run(
         set_world(world)
         notes.phase(recorder.RUNNING)
         result = inherited.function(world, *inherited.arguments)
-        current_world().synchronize()  # what others wait for on a GPU is on its way
+        current_world().synchronize()  # finish sends from a GPU that others wait for
         _write(folder / f"result-{rank}", encoding.dump(result, "the result"))
         notes.phase(recorder.DONE)
         _flush()
         # The end of this process would cut off ranks that still receive from it.
-        until = time.monotonic() + LINGER_S
-        while not notes.settled() and time.monotonic() < until:
+        deadline = time.monotonic() + LINGER_S
+        while not notes.settled() and time.monotonic() < deadline:
             time.sleep(0.005)
-    except BaseException as error:  # SystemExit included: it would end the rank without a word
+    except BaseException as error:  # SystemExit included: it would end the rank without a report
         code = 1
         try:
             _write(folder / f"failure-{rank}", json.dumps(failure(error, rank)).encode())
@@ -181,7 +181,7 @@ def _run(
 
 
 def enter(task: Task, threads: int) -> None:
-    """This process computes as the task has it, with `threads`."""
+    """Apply the task's environment and `threads` to this process."""
     os.environ.update(task.env)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
@@ -190,7 +190,7 @@ def enter(task: Task, threads: int) -> None:
 
 
 def _world(task: Task, rank: int, worlds: list[World], generation: int, notes: Recorder) -> World:
-    """The world of a generation; each has a store of its own, so that nobody reads the addresses of the dead. `worlds` has it then."""
+    """Return the world of a generation, and put it into `worlds`; each has its own store, so that no stale addresses are read."""
     path = Path(task.folder) / (f"store-{generation}" if generation else "store")
     worlds[:] = [_of_store(task, rank, path, generation, notes)]
     return worlds[0]
@@ -213,17 +213,17 @@ def _of_store(task: Task, rank: int, path: Path, generation: int, notes: Recorde
 
 
 def sent(task: Task, folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that the task names, found as its launcher would, and the arguments that lie in the task's folder."""
+    """Return the task's function, imported as in its launcher, and the arguments, read from the task's folder."""
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     os.environ[IMPORTING] = "1"
-    function = found(*task.function)
+    function = found(task.function)
     del os.environ[IMPORTING]
     return function, encoding.load((folder / "arguments").read_bytes())
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """`cpu`, `cuda` or `auto` for one rank; ranks share GPUs in turn where there are more of them. Raises UsageError without a GPU."""
+    """Return the device of one rank for `cpu`, `cuda` or `auto`; ranks share GPUs round-robin. Raises UsageError without a GPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name not in ("cuda", "auto"):
@@ -236,7 +236,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def failure(error: BaseException, rank: int) -> dict[str, Any]:
-    """What the launcher needs to know of an exception, or of the one that it masks: plain data."""
+    """Return the failure record of an exception, or of the one that it masks, as plain data for the launcher."""
     error = first_of(error)
     error_class = (
         next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
@@ -262,8 +262,9 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
     }
 
 
-def found(module: str, qualname: str, file: str) -> Callable[..., Any]:
-    """The function at module level that `launch` was given, from the module's name or, failing that, from its file."""
+def found(reference: tuple[str, str, str]) -> Callable[..., Any]:
+    """Import the module-level function of a (module, qualified name, file), by the module's name or else from its file."""
+    module, qualname, file = reference
     try:
         if module == "__main__":
             raise ModuleNotFoundError(module)
@@ -300,32 +301,32 @@ def _redirect(task: Task, rank: int, terminal: tuple[int, int, int] | None) -> N
             os.dup2(source, target)
         os.close(null)
         os.close(log)
-    # The forked streams may be a notebook's or a test's, and hold text that their owner will write.
+    # The inherited streams may be a notebook's or a test's, and buffer text that their owner will write.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = lasting(1), lasting(2)
     faulthandler.enable(sys.stderr, all_threads=False)
 
 
 def _watch(lifeline: int, notes: Recorder, launcher: int, worlds: list[World]) -> None:
-    """The heartbeat, the end of the process when the launcher's end of the pipe closes, and a word where the launcher is stopped.
+    """Write heartbeats, end the process when the launcher's end of the pipe closes, and report a stopped launcher.
 
-    Where a rank is lost, what waits over gloo does not learn of it by itself.
+    Also abandon worlds with a failed rank: waits over gloo do not detect it themselves.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
-    beats, said = 0, False
+    num_beats, has_reported = 0, False
     while True:
         notes.beat()
         if poll.poll(BEAT_S * 1000):
             os._exit(1)
         for world in tuple(worlds):
             world.abandon_lost()
-        beats += 1
-        if launcher and beats % BEATS_A_LOOK == 0:
-            stopped = process_state(launcher) == "T"
-            if stopped and not said:
-                print(f"the launcher (process {launcher}) is stopped and watches nobody: `kill -CONT {launcher}`", file=sys.stderr)
-            said = stopped
+        num_beats += 1
+        if launcher and num_beats % BEATS_A_LOOK == 0:
+            is_stopped = process_state(launcher) == "T"
+            if is_stopped and not has_reported:
+                print(f"the launcher (process {launcher}) is stopped and watches no rank: `kill -CONT {launcher}`", file=sys.stderr)
+            has_reported = is_stopped
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""The one adapter for names that torch does not promise to keep. Everything else in weft uses public names, or these.
+"""The only adapter for torch's private names. Everything else in weft uses public names, or these.
 
-In: stores, ranks, tensors. Out: process groups and their operations. Each private name is used once, here; `tests/torch/test_private.py`
-fails by name when one moves. Process groups are made directly on a store, since that needs no other rank than the members, no global
-state of torch.distributed, and no order in which all ranks of a run make all groups.
+In: stores, ranks, tensors. Out: process groups and their operations. Each private name is used once, here;
+`tests/torch/house/test_private.py` names one that torch removes. Process groups are created directly on a store, which needs only the
+members, no global state of torch.distributed, and no common order in which all ranks create all groups.
 """
 
 from __future__ import annotations
@@ -51,8 +51,16 @@ NAMES: tuple[tuple[Any, str], ...] = (
     *(
         (_MODULE, name)
         for name in (
-            "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-            "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set",
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+            "_forward_hooks_with_kwargs",
+            "_forward_pre_hooks_with_kwargs",
+            "_non_persistent_buffers_set",
         )
     ),
     (torch, "_foreach_norm"),
@@ -63,78 +71,76 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (python_dispatch, "TorchDispatchMode"),
     *(
         (torch.ops.aten, f"_scaled_dot_product_{name}")
-        for name in (
-            "flash_attention", "flash_attention_backward", "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
-        )
+        for name in ("flash_attention", "flash_attention_backward", "flash_attention_for_cpu", "flash_attention_for_cpu_backward")
     ),
 )
 
-# In its block tensors of a class of one's own are as torch's own: what their class does with functions is left out.
+# Context in which tensors of subclasses behave as torch's own: __torch_function__ of their class is skipped.
 as_base_tensor = torch._C.DisableTorchFunctionSubclass
 FOREACH_NORM = torch._foreach_norm.__name__
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
-# Casts, and whatever else is dispatched, can be rewritten by a mode of one's own.
+# A custom mode can rewrite casts and all other dispatched operators.
 DispatchMode = python_dispatch.TorchDispatchMode
-BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # what all batch norms descend from
+BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # base class of all batch norms
 
 
 def viewed(x: Tensor) -> Tensor:
-    """The tensor that this one is a view of, or itself."""
+    """Return the tensor that this one is a view of, or itself."""
     return x if x._base is None else x._base
 
 
 def writable(x: Tensor) -> Tensor:
-    """`x`, or a copy of it where autograd refuses to let it be changed in place: a view that a function of one's own kind made."""
+    """Return `x`, or a copy if autograd forbids in-place changes: a view that a custom autograd function made."""
     refused = x.requires_grad and x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT
     return x.clone() if refused else x
 
 
 def version_of(x: Tensor) -> int:
-    """How often it has been written."""
+    """Return the number of in-place writes of a tensor."""
     return x._version
 
 
 def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
-    """A gloo process group of `size` processes that meet in `store`; connections go over the interface that has address `host`.
+    """Return a gloo process group of `size` processes that share `store`; connections use the interface with address `host`.
 
-    Without `host` over the one that torch takes by itself: of GLOO_SOCKET_IFNAME, or that of the host's name.
+    Without `host` torch's default interface: GLOO_SOCKET_IFNAME, or that of the host's name.
     """
     kind: Any = c10d.ProcessGroupGloo
     options = kind._Options()
-    before = threads()
+    previous_threads = threads()
     options._devices = [kind.create_device(hostname=host) if host else kind.create_default_device()]
-    _let_wait(threads() - before)  # a device's own thread, which only torch 2.13 names
+    _let_wait(threads() - previous_threads)  # a device's own thread, which only torch 2.13 names
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
     return kind(store, rank, size, options)
 
 
 def abandon(process_group: Any, size: int, rank: int) -> None:
-    """Ends whatever waits in a gloo process group, in any thread, though its other members live or are stopped: a LostPeer's error.
+    """Abort all waits in a gloo process group, in any thread, though its peers live or are stopped; they raise a LostPeer's error.
 
-    gloo closes all connections of a group where one wait of it is out of time, so one that cannot end begins here.
+    gloo closes all connections of a group when one of its waits times out, so this starts a receive that must time out.
     """
-    for other in range(size):
-        if other == rank:
+    for peer in range(size):
+        if peer == rank:
             continue
         try:
-            process_group.recv([torch.empty(1)], other, _NOBODYS).wait(timedelta(milliseconds=1))
+            process_group.recv([torch.empty(1)], peer, _NOBODYS).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "imed out" in str(error):
                 return
 
 
 def threads() -> set[int]:
-    """The threads of this process, as Linux numbers them; elsewhere none."""
+    """Return the Linux thread ids of this process; elsewhere none."""
     return {int(path.name) for path in Path("/proc/self/task").glob("*")}
 
 
 def _let_wait(loops: set[int]) -> None:
-    """gloo's loops no longer push a thread off its core when a message comes (Linux; elsewhere nothing changes).
+    """Schedule gloo's event loops as batch threads, so that a message does not preempt a computing thread (Linux only).
 
-    A loop that finds a connection held by another thread looks again and again. Where it has pushed that thread off its core the two wait
-    for the next tick of the clock: an all-reduce of 64 KiB took 4 ms of 0.3 between hosts whose cores all compute.
+    A loop that finds a connection locked by another thread spins. If it has preempted that thread, both wait for the next clock tick: an
+    all-reduce of 64 KiB took 4 ms instead of 0.3 between hosts whose cores all compute.
     """
     for loop in loops if hasattr(os, "SCHED_BATCH") else ():
         with suppress(OSError):  # it has ended meanwhile, or may not be changed
@@ -142,7 +148,7 @@ def _let_wait(loops: set[int]) -> None:
 
 
 def nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL process group of `size` processes, each on its own GPU (the current device)."""
+    """Return an NCCL process group of `size` processes, each on its own GPU (the current device)."""
     kind: Any = c10d.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -150,64 +156,64 @@ def nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def all_reduce(process_group: Any, x: Tensor, op: Any) -> Any:
-    """Starts an all-reduce of contiguous `x`, in place."""
+    """Start an all-reduce of contiguous `x`, in place."""
     options = c10d.AllreduceOptions()
     options.reduceOp = op
     return process_group.allreduce([x], options)
 
 
 def broadcast(process_group: Any, x: Tensor, source: int) -> Any:
-    """Starts a broadcast of contiguous `x` from member `source`, in place."""
+    """Start a broadcast of contiguous `x` from member `source`, in place."""
     options = c10d.BroadcastOptions()
     options.rootRank = source
     return process_group.broadcast([x], options)
 
 
 def all_gather(process_group: Any, out: Tensor, x: Tensor) -> Any:
-    """Starts gathering contiguous `x` of every member into contiguous `out`, member after member."""
+    """Start gathering contiguous `x` of every member into contiguous `out`, member after member."""
     return process_group._allgather_base(out, x)
 
 
 def all_to_all(process_group: Any, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]) -> Any:
-    """Starts exchanging pieces of flat `x` (`sizes` elements to each member) into flat `out` (`out_sizes` from each)."""
+    """Start exchanging pieces of flat `x` (`sizes` elements to each member) into flat `out` (`out_sizes` from each)."""
     return process_group.alltoall_base(out, x, out_sizes, sizes, c10d.AllToAllOptions())
 
 
 def send(process_group: Any, x: Tensor, target: int, tag: int) -> Any:
-    """Starts sending contiguous `x` to member `target`."""
+    """Start sending contiguous `x` to member `target`."""
     return process_group.send([x], target, tag)
 
 
 def receive(process_group: Any, x: Tensor, source: int, tag: int) -> Any:
-    """Starts receiving into contiguous `x` from member `source`."""
+    """Start receiving into contiguous `x` from member `source`."""
     return process_group.recv([x], source, tag)
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """`store` with every key under `prefix`."""
+    """Return `store` with every key under `prefix`."""
     return c10d.PrefixStore(prefix, store)
 
 
 def default_store() -> Any:
-    """The store of the process group that the user has initialised."""
+    """Return the store of the user's initialised process group."""
     stores: Any = c10d
     return stores._get_default_store()
 
 
 def timeout_of(process_group: Any, device: torch.device) -> float:
-    """Seconds that its collectives on this device may take; of the default group, where it is None."""
+    """Seconds of the group's collective timeout on this device; None: of the default group."""
     group: Any = process_group if process_group is not None else dist.group.WORLD
     return float(group._get_backend(device).options._timeout.total_seconds())
 
 
 def file_store(path: str, num_ranks: int) -> Any:
-    """A store in a file: no port, and nobody else than who may read the folder."""
+    """Return a store in a file: it needs no port, and only users who may read the folder have access."""
     stores: Any = dist
     return stores.FileStore(path, num_ranks)
 
 
 def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd: int | None) -> Any:
-    """A store at `host:port`; this process serves it on the bound socket `listen_fd`, where one is given."""
+    """Return the store at `host:port`; this process serves it on the bound socket `listen_fd`, if one is given."""
     stores: Any = dist
     timeout = timedelta(seconds=timeout_s)
     if listen_fd is None:
@@ -216,53 +222,53 @@ def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd:
 
 
 def tables_of(module: torch.nn.Module) -> tuple[list[dict[str, Any]], list[dict[Any, Any]]]:
-    """A module's tables of its parameters and modules, and of its hooks around forward and backward."""
+    """Return a module's tables of parameters and submodules, and of its forward and backward hooks."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return [module._parameters, module._modules], list(hooks)
 
 
 def hooks_around_forward(module: torch.nn.Module) -> list[tuple[int, bool, Any, bool]]:
-    """(number, whether it comes before, the hook, whether it takes keyword arguments) of a module's hooks on forward, in order."""
+    """Return (number, runs before forward, hook, takes keyword arguments) of a module's forward hooks, in order."""
     before = [(i, True, hook, i in module._forward_pre_hooks_with_kwargs) for i, hook in module._forward_pre_hooks.items()]
     return before + [(i, False, hook, i in module._forward_hooks_with_kwargs) for i, hook in module._forward_hooks.items()]
 
 
 def tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """A module's tables of its parameters and buffers."""
+    """Return a module's tables of parameters and buffers."""
     return [module._parameters, module._buffers]
 
 
 def direct_state(module: torch.nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers that a state dict has."""
+    """Return a module's own parameters and persistent buffers."""
     state = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
     return {key: x for key, x in {**module._parameters, **state}.items() if x is not None}
 
 
 def after_backward(callback: Any) -> None:
-    """Call `callback()` when the backward pass that is running has finished. Only from within a gradient hook."""
+    """Call `callback()` when the running backward pass has finished. Only from within a gradient hook."""
     variable: Any = torch.autograd.Variable
     variable._execution_engine.queue_callback(callback)
 
 
 def is_operator(target: Any) -> bool:
-    """Whether what a graph calls is an operator of torch's or of its dispatcher."""
+    """Return whether a graph node's target is an operator of torch or of its dispatcher."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def makes_view(operator: Any) -> bool:
-    """Whether an operator of torch's may hand on the memory of what it gets."""
+    """Return whether an operator of torch may return a view of its inputs."""
     return is_operator(operator) and any(result.alias_info is not None for result in operator._schema.returns)
 
 
 def fuses_attention(q: Tensor, masked: bool) -> bool:
-    """Whether torch has a kernel for attention of such queries that also tells the logarithm of what each row's weights sum to."""
+    """Return whether torch has a fused attention kernel for such queries that also returns each row's log-sum-exp."""
     if q.device.type == "cpu":
         return q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and not masked and q.shape[-1] % 8 == 0
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, H, S, d] to keys and values of as many heads or fewer, and that logarithm [B, H, S]."""
+    """Return attention of queries [B, H, S, d] to keys and values of as many heads or fewer, and the log-sum-exp [B, H, S]."""
     if q.device.type == "cpu":
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     else:
@@ -271,22 +277,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 
 def scaled_product(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
-    """a [M, K] @ b.T [K, N] in bfloat16, of 8 bits, whose rows count `of_a` [M, 1] and `of_b` [N, 1] times as much."""
+    """Return a [M, K] @ b.T [K, N] in bfloat16, of 8-bit operands whose rows are scaled by `scale_a` [M, 1] and `scale_b` [N, 1]."""
     return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16)
 
 
 def attention_backward(
     grad: Tensor, read: tuple[Tensor, Tensor, Tensor], out: Tensor, total: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values (`read`), of rows of which `out` and `total` may be those over more keys than these."""
+    """Return the gradients of queries, keys and values (`inputs`); `out` and the log-sum-exp `total` may cover more keys than these."""
     q, k, v = read
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         of_q, of_k, of_v = kernel(grad, q, k, v, out, total, 0.0, causal, attn_mask=mask, scale=scale)
         return of_q, of_k, of_v
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the unused dropout
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    of_q, of_k, of_v = kernel(
-        grad, q, k, v, out, total, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed[:0], scale=scale
-    )
+    of_q, of_k, of_v = kernel(grad, q, k, v, out, total, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed[:0], scale=scale)
     return of_q, of_k, of_v

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed (gloo or NCCL) under the names of a channel of shared memory. In: tensors. Out: its works."""
+"""A torch.distributed process group (gloo or NCCL) with the interface of a shared-memory channel. In: tensors. Out: its works."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 
 
 def _moved(x: Tensor) -> Tensor:
-    """Contiguous `x` for what only moves it: of a type that gloo does not know its bytes."""
+    """Return contiguous `x` for collectives that only move it: as bytes, if gloo does not support its type."""
     return x if x.dtype in _DTYPES else x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class ProcessGroup:
-    """The calls of `shared_memory.native.NativeChannel`, which start and never wait."""
+    """The methods of `shared_memory.native.NativeChannel`, which start operations and never wait."""
 
     def __init__(self, inner: Any, nccl: bool, size: int) -> None:
         self._inner = inner
@@ -30,12 +30,12 @@ class ProcessGroup:
         self._size = size
 
     def abandon(self, index: int) -> None:
-        """Ends what waits in it, of member `index`; only gloo's does not by itself."""
+        """Abort the waits of member `index`; only gloo's do not end by themselves."""
         if not self._nccl:
             private.abandon(self._inner, self._size, index)
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of a narrow type can be added, and their sums are rounded once; neither library has int16."""
+        """Return whether sums of a narrow type are supported and rounded only once; neither library has int16."""
         return dtype is not torch.int16 and (self._nccl or self._size == 2)
 
     def all_reduce(self, x: Tensor, op: str, wait: bool) -> Any:

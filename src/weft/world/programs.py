@@ -1,11 +1,9 @@
-"""A collective's `Program` made ready for running: per rank the messages that it sends and takes, and what each must wait for.
+"""Lower a collective's `Program` for execution: per rank the messages that it sends and receives, and the dependencies of each.
 
-In: a program of sends and receives, and the order in which its values lie in memory. Out: a `Route` for every rank. Neighbouring values
-that both ends handle next to one another are one message. A receive that adds goes to a room of its own; several sums in a row into one
-place are added in the order of the ranks they come from, this rank's own among them, so that ranks that add the same have the same bits.
-
-A send lasts until its receiver is there, and what it reads must not change meanwhile. Where waiting for that could stop the ranks for ever
-(found by walking the program so) sends leave from copies. Not modelled: sizes, and time.
+In: a program of sends and receives, and the order of its values in memory. Out: a `Route` for every rank. Adjacent values that both ends
+transfer consecutively are one message. A receive that adds uses a buffer of its own; consecutive sums into one place are added in the order
+of the source ranks, including this rank: the same summands give the same bits on all ranks. A send's source must not change until its
+receiver is ready; if waiting for that could deadlock (found by simulation), sends use copies. Not modelled: sizes, and time.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from weft.plan.program import Program, Recv, Send, Value
 
 
 class Away(NamedTuple):
-    """Send places `first` to `last` (exclusive) to rank `peer`, as message `number` between the two; `copied`: from a copy."""
+    """Send the values at places `first` to `last` (exclusive) to rank `peer`, as the pair's message `number`; `is_copied`: from a copy."""
 
     step: int
     peer: int
@@ -33,7 +31,7 @@ class Away(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Receive places `first` to `last` from rank `peer`, straight into them, once the sends that began at steps `after` have ended."""
+    """Receive places `first` to `last` from rank `peer` in place, once the sends that began at steps `wait_for_sends` have ended."""
 
     step: int
     peer: int
@@ -44,7 +42,7 @@ class Take(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Add the messages of ranks `peers`, ascending, with this rank's own before the `place`-th of them."""
+    """Add the messages of ranks `peers`, in ascending order, with this rank's own values before the `own_position`-th."""
 
     step: int
     peers: tuple[int, ...]
@@ -60,7 +58,7 @@ Step = Away | Take | Sum
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank does: `steps` in order, of a program in which `places` values lie in a row. `mark` tells programs apart."""
+    """One rank's `steps` in order, of a program with `num_places` values in a row. `checksum`: checksum that identifies the program."""
 
     name: str
     rank: int
@@ -76,18 +74,18 @@ class _Message(NamedTuple):
     last: int
     add: bool
     number: int
-    partner: int  # where the other end's message stands in its rank's row
+    partner: int  # index of the other end's message in its rank's row
 
 
 def routes(program: Program, lineup: Sequence[Value], joined: bool = True) -> tuple[Route, ...]:
-    """The route of every rank. `lineup`: every value that crosses, in the order in which they lie; `joined`: next to one another in memory.
+    """Return the route of every rank. `values`: every transferred value, in memory order; `is_contiguous`: they are adjacent in memory.
 
     >>> program = Program.parse("rank 0: chunk(0)>1 chunk(0)<1\\nrank 1: chunk(0)+<0 chunk(0)>0")
-    >>> [type(step).__name__ for step in routes(program, [Value("chunk", (0,))])[1].steps]
-    ['Sum', 'Away']
+    >>> [step._fields[1] for step in routes(program, [Value("chunk", (0,))])[1].steps]  # a reduction and a send
+    ['peers', 'peer']
 
     Raises:
-        ProgramError: an action that is no transfer, a value that is not in `lineup`, a send without its receive.
+        ProgramError: an action other than a transfer, a value that is not in `values`, a send without its receive.
     """
     rows = _messages(program, {value: i for i, value in enumerate(lineup)}, joined)
     waits = [_conflicts(row) for row in rows]
@@ -97,7 +95,7 @@ def routes(program: Program, lineup: Sequence[Value], joined: bool = True) -> tu
 
 
 def _partners(program: Program, place: Mapping[Value, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(rank, step) of every send -> (rank, step) where it is received."""
+    """Return (rank, step) of every send -> (rank, step) of its receive."""
     sent: dict[tuple[int, int, Value], deque[int]] = defaultdict(deque)
     for rank, row in enumerate(program.actions):
         for step, action in enumerate(row):
@@ -117,18 +115,19 @@ def _partners(program: Program, place: Mapping[Value, int]) -> dict[tuple[int, i
                 if not waiting:
                     raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} is never sent")
                 partner[action.source, waiting.popleft()] = (rank, step)
-    if left := [(rank, steps[0], Send(value, to)) for (rank, to, value), steps in sent.items() if steps]:
-        raise ProgramError(f"{program.name}: rank {left[0][0]} step {left[0][1]}: {left[0][2]} is never received")
+    for (rank, to, value), steps in sent.items():
+        if steps:
+            raise ProgramError(f"{program.name}: rank {rank} step {steps[0]}: {Send(value, to)} is never received")
     return partner
 
 
 def _follows(action: Action, at: int, place: Mapping[Value, int]) -> bool:
-    """Whether it sends the value that lies at place `at`."""
+    """Return whether an action sends the value at place `at`."""
     return isinstance(action, Send) and place[action.value] == at
 
 
 def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[list[_Message]]:
-    """[rank] -> its messages in order."""
+    """Return [rank] -> its messages in order."""
     partner = _partners(program, place)
     begun: list[dict[int, tuple[bool, int, int, int, bool, int, tuple[int, int]]]] = [{} for _ in program.actions]
     numbers: dict[tuple[int, int], int] = defaultdict(int)
@@ -140,16 +139,16 @@ def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[l
                 step += 1
                 continue
             to, at = partner[rank, step]
-            there = program.actions[to]
+            target_row = program.actions[to]
             first = place[action.value]
             length = 1
-            while joined and step + length < len(row) and at + length < len(there):
+            while joined and step + length < len(row) and at + length < len(target_row):
                 if partner.get((rank, step + length)) != (to, at + length) or not _follows(row[step + length], first + length, place):
                     break
-                if getattr(there[at + length], "add", False) != getattr(there[at], "add", False):
+                if getattr(target_row[at + length], "add", False) != getattr(target_row[at], "add", False):
                     break
                 length += 1
-            add = getattr(there[at], "add", False)
+            add = getattr(target_row[at], "add", False)
             number = numbers[rank, to]
             numbers[rank, to] += 1
             begun[rank][step] = (True, to, first, first + length, add, number, (to, at))
@@ -160,7 +159,7 @@ def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[l
 
 
 def _conflicts(row: Sequence[_Message]) -> list[tuple[int, ...]]:
-    """[message] -> earlier sends that read what it writes."""
+    """Return [message] -> earlier sends that read the places that it writes."""
     reading: dict[int, list[int]] = defaultdict(list)  # place -> sends since it was written last
     conflicts: list[tuple[int, ...]] = []
     for i, message in enumerate(row):
@@ -175,28 +174,28 @@ def _conflicts(row: Sequence[_Message]) -> list[tuple[int, ...]]:
 
 
 def _ends(rows: Sequence[Sequence[_Message]], waits: Sequence[Sequence[tuple[int, ...]]]) -> bool:
-    """Whether every rank gets to its end where a write waits for earlier sends of what it writes, and those for their receivers."""
+    """Return whether every rank finishes if a write waits for earlier sends of the same places, and those for their receivers."""
     at = [0] * len(rows)
-    posted = [0] * len(rows)  # how many of its messages a rank has begun: what receives there, can come
-    moved = True
-    while moved:
-        moved = False
+    posted = [0] * len(rows)  # number of messages that a rank has begun: posted receives can complete
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(rows):
             while at[rank] < len(row):
                 message = row[at[rank]]
-                free = all(posted[row[send].peer] > row[send].partner for send in waits[rank][at[rank]])
-                if posted[rank] == at[rank] and (message.sends or message.add or free):
+                can_write = all(posted[row[send].peer] > row[send].partner for send in waits[rank][at[rank]])
+                if posted[rank] == at[rank] and (message.sends or message.add or can_write):
                     posted[rank] += max(1, sum(1 for _ in _merged_sums(row[at[rank] :])))
-                    moved = True
-                if not message.sends and not (free and posted[message.peer] > message.partner):
+                    progressed = True
+                if not message.sends and not (can_write and posted[message.peer] > message.partner):
                     break
                 at[rank] += 1
-                moved = True
+                progressed = True
     return all(step == len(row) for step, row in zip(at, rows, strict=True))
 
 
 def _steps(row: Sequence[_Message], waits: Sequence[tuple[int, ...]], rank: int, copied: bool) -> tuple[Step, ...]:
-    """The row with sums in a row joined. Messages that are waited for are told by their number in the row, which is their step."""
+    """Return the row's steps, with consecutive sums merged. A step's number, by which others wait for it, is its first message's index."""
     copies = {send for after in waits for send in after} if copied else set[int]()
     steps: list[Step] = []
     i = 0
@@ -209,17 +208,17 @@ def _steps(row: Sequence[_Message], waits: Sequence[tuple[int, ...]], rank: int,
             steps.append(Take(i, message.peer, message.first, message.last, message.number, after))
         else:
             merged = list(_merged_sums(row[i:]))
-            merged.sort(key=lambda one: (one.peer, one.number))
-            peers = tuple(one.peer for one in merged)
-            place = sum(peer < rank for peer in peers)
-            steps.append(Sum(i, peers, tuple(one.number for one in merged), message.first, message.last, place, after))
+            merged.sort(key=lambda m: (m.peer, m.number))
+            peers = tuple(m.peer for m in merged)
+            position = sum(peer < rank for peer in peers)
+            steps.append(Sum(i, peers, tuple(m.number for m in merged), message.first, message.last, position, after))
             i += len(merged) - 1
         i += 1
     return tuple(steps)
 
 
 def _merged_sums(row: Iterable[_Message]) -> Iterable[_Message]:
-    """The sums at the beginning of `row` that go to the same place."""
+    """Yield the sums at the beginning of `row` that have the same target places."""
     head: _Message | None = None
     for message in row:
         head = head or message

@@ -1,6 +1,6 @@
-"""What each rank last did: a ring of its collectives and a heartbeat, in a memory-mapped file that survives the rank.
+"""Flight recorder: a ring buffer of each rank's collectives and its heartbeat, in a memory-mapped file that survives the rank.
 
-In: the start and the end of every collective. Out: `Moment`s, read by the launcher (or a person) while a rank hangs or after its death.
+In: the start and the end of every collective. Out: `Moment`s, read by the launcher (or a person) while a rank hangs or after its failure.
 Not modelled: the contents of tensors. The writer takes no lock, so that the newest record may be read half written; it is for people.
 
 The file: a header, then per rank a status, a table of group names and the ring. Times are CLOCK_MONOTONIC seconds, one clock per host.
@@ -23,17 +23,17 @@ from weft.plan import choice
 MAGIC = b"weftrec1"
 HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
 HEADER_BYTES = 64
-STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
-NOW = 40  # offset in the header: the generation that ranks are to be of
+STOPPING = 32  # offset in the header: 1 once the launcher has been asked to stop
+NOW = 40  # offset in the header: the generation that ranks must join
 STATUS = struct.Struct("<dQIB3xdd")  # heartbeat, collectives started, pid, phase, patience, since
 STATUS_BYTES = 80
 PHASE = 20
 PATIENCE = 24
-JOINED, SIDES = 40, 48  # the generation that the rank is of; the steps in its two snapshots, plus one, 0 for nothing
-MARKS = 64  # of the gradients in its two sides (`run/state/kept_gradients`), 0 for nothing
+JOINED, SIDES = 40, 48  # the rank's generation; the steps in its two snapshot buffers, plus one, 0 for none
+MARKS = 64  # of the gradients in its two buffers (`run/state/kept_gradients`), 0 for none
 NUM_SLOTS = 32
 SLOT_BYTES = 64
-NAME_BYTES = 60  # of a slot; then how many collectives of the group were started, messages left out
+NAME_BYTES = 60  # of a slot; then the number of the group's started collectives, without messages
 # Sequence, start, end, bytes, generation, slot, op, dtype, dims, algorithm, peer, tag, shape, count in its group.
 RECORD = struct.Struct("<QddQIHBBBBhi4qI")
 START_AT, DONE_AT, SLOT_AT, ALGORITHM_AT, STEP_AT = 8, 16, 36, 41, 42
@@ -44,10 +44,10 @@ PHASES = ("absent", "starting", "running", "done", "failed")
 ABSENT, STARTING, RUNNING, DONE, FAILED = range(5)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive", "connect")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE, CONNECT = range(8)
-ALGORITHMS = ("", *choice.ALGORITHMS, "halving", "doubling", "direct", "two_level", "halo", "a program")  # what messages do it, if any
+ALGORITHMS = ("", *choice.ALGORITHMS, "halving", "doubling", "direct", "two_level", "halo", "a program")  # "": the transport's own
 DTYPES = ("other", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "int16", "int8")
 
-UNNAMED = "?"  # the group of a slot that several share
+UNNAMED = "?"  # name of a slot that several groups share
 
 _PUT_RECORD = RECORD.pack_into
 _PUT_STEP = struct.Struct("<hi").pack_into
@@ -62,10 +62,10 @@ _SIDES = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One collective as it was recorded; `end_s` is 0 while it runs.
+    """The record of one collective; `end_s` is 0 while it runs.
 
-    `algorithm`: of one that is run from a program; its `peer` is then whom this rank waited for last, in step `tag`. `count`: its number
-    among the group's collectives, from 1; 0 of messages.
+    `algorithm`: set if it is run from a program; then `peer` is the last rank waited for, in step `tag`. `index_in_group`: its index
+    among the group's collectives, from 1; 0 for messages.
     """
 
     generation: int
@@ -97,9 +97,9 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One rank's state: `phase` is one of PHASES, `last` its newest collective, `counts` how many it has started by group.
+    """One rank's state: `phase` is one of PHASES, `last` its newest collective, `num_started_by_group` counts its started collectives.
 
-    `patience_s`: seconds from `since_s` on that what it does may last by its own account; infinite where it has not said.
+    `announced_limit_s`: the announced time limit of its current work, from `announced_at_s` on; infinite if it has announced none.
     """
 
     rank: int
@@ -118,14 +118,14 @@ def _rank_bytes(capacity: int) -> int:
 
 
 def create(path: Path, num_ranks: int, generation: int = 0, capacity: int = CAPACITY) -> None:
-    """Makes the run's file for `num_ranks` ranks, each with the newest `capacity` collectives."""
+    """Create the run's file for `num_ranks` ranks, each with the newest `capacity` collectives."""
     with open(path, "xb") as file:
         file.write(HEADER.pack(MAGIC, num_ranks, capacity, NUM_SLOTS, generation).ljust(NOW, b"\0") + _COUNT.pack(generation))
         file.truncate(HEADER_BYTES + num_ranks * _rank_bytes(capacity))
 
 
 def group_name(ranks: tuple[int, ...]) -> str:
-    """`0,1,2`, or `0-14 by 2` where that is shorter; at most what a slot holds."""
+    """Return `0,1,2`, or `0-14 by 2` for ranges; truncated to what a slot holds."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
     if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)):
         return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step != 1 else "")
@@ -134,7 +134,7 @@ def group_name(ranks: tuple[int, ...]) -> str:
 
 
 def members(name: str) -> tuple[int, ...]:
-    """The ranks of a group by its name; none where that does not tell them.
+    """Return the ranks of a group from its name; none if the name is truncated or shared.
 
     >>> members("0-6 by 2"), members(group_name((3, 1))), members("?")
     ((0, 2, 4, 6), (3, 1), ())
@@ -146,9 +146,9 @@ def members(name: str) -> tuple[int, ...]:
 
 
 class Recorder:
-    """One rank's writer. Without a file it writes to this process's own memory, for worlds that no launcher of weft started.
+    """One rank's writer. Without a file it writes to this process's own memory, for worlds without a weft launcher.
 
-    `start` costs about a microsecond and returns where the record is; `done` takes that.
+    `start` costs about a microsecond and returns the record's offset, which `finish` takes.
     """
 
     def __init__(self, path: Path | None = None, rank: int = 0, generation: int = 0) -> None:
@@ -169,15 +169,15 @@ class Recorder:
         self._sequence = 0
         self._slots: dict[tuple[int, ...], int] = {}
         self._counts = [0] * NUM_SLOTS
-        self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
-        self.waited_s = 0.0  # in which this rank did nothing else
+        self.seconds = [0.0] * NUM_SLOTS  # by slot, sum of the durations of its collectives
+        self.waited_s = 0.0  # time in which this rank was blocked in collectives
         now = time.monotonic()
         self._map[self._base + STATUS_BYTES : self._ring] = bytes(self._ring - self._base - STATUS_BYTES)  # of an earlier generation
         STATUS.pack_into(self._map, self._base, now, 0, os.getpid(), STARTING, inf, now)
         _COUNT.pack_into(self._map, self._base + JOINED, generation)
 
     def slot(self, ranks: tuple[int, ...]) -> int:
-        """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
+        """Return the slot number of the group of `ranks` in records; all groups past the table's size share the last slot."""
         slot = self._slots.get(ranks)
         if slot is None:
             slot = self._slots[ranks] = min(len(self._slots), NUM_SLOTS - 1)
@@ -187,7 +187,7 @@ class Recorder:
         return slot
 
     def start(self, op: int, slot: int, dtype: int, shape: tuple[int, ...], size_bytes: int, peer: int = -1, tag: int = 0) -> int:
-        """Records that a collective starts; the result goes to `done`."""
+        """Record the start of a collective; return the record's offset, for `finish`."""
         sequence = self._sequence
         self._sequence = sequence + 1
         at: int = self._ring + sequence % self._capacity * RECORD_BYTES
@@ -202,27 +202,27 @@ class Recorder:
         return at
 
     def done(self, at: int, since_s: float = 0.0) -> None:
-        """Records that the collective that `start` returned `at` for has ended, for which this rank waited `since_s`, or from its start."""
+        """Record the end of the collective at `at`, for which this rank was blocked since `since_s`, or since its start."""
         now, start = time.monotonic(), _GET_START(self._map, at + START_AT)[0]
         _PUT_DONE(self._map, at + DONE_AT, now)
         self.seconds[_GET_SLOT(self._map, at + SLOT_AT)[0]] += now - start
         self.waited_s += now - (since_s or start)
 
     def programmed(self, at: int, algorithm: str) -> None:
-        """The collective at `at` is run from the program of an algorithm."""
-        listed = algorithm if algorithm in ALGORITHMS else ALGORITHMS[-1]
-        self._map[at + ALGORITHM_AT] = ALGORITHMS.index(listed)
+        """Record that the collective at `at` is run from the program of an algorithm."""
+        known = algorithm if algorithm in ALGORITHMS else ALGORITHMS[-1]
+        self._map[at + ALGORITHM_AT] = ALGORITHMS.index(known)
 
     def step(self, at: int, peer: int, step: int) -> None:
-        """The collective at `at` waits in its `step`, counted from 1, for rank `peer`."""
+        """Record that the collective at `at` waits in its `step`, counted from 1, for rank `peer`."""
         _PUT_STEP(self._map, at + STEP_AT, peer, step)
 
     def beat(self) -> None:
-        """This process is alive and its interpreter runs."""
+        """Write a heartbeat: this process is alive and its interpreter runs."""
         _PUT_DONE(self._map, self._base, time.monotonic())
 
     def patience(self, seconds: float) -> None:
-        """What begins now may last so long, until the next such mark; infinite: nobody knows."""
+        """Announce the time limit of the work that begins now, until the next call; infinite: unknown."""
         _PUT_PATIENCE(self._map, self._base + PATIENCE, seconds, time.monotonic())
 
     def phase(self, phase: int) -> None:
@@ -230,46 +230,46 @@ class Recorder:
 
     @property
     def generation_now(self) -> int:
-        """The generation that ranks are to be of: another than this recorder's once a rank was lost."""
+        """The generation that ranks must join: differs from this recorder's after a rank has failed."""
         return int(_COUNT.unpack_from(self._map, NOW)[0])
 
     def snapshot(self, side: int, steps: int | None) -> None:
-        """This rank's snapshot of `side` holds the state after so many steps; None: nothing. One store."""
+        """Publish that this rank's snapshot buffer `side` holds the state after so many steps; None: nothing. One store instruction."""
         _PUT_SEQUENCE(self._map, self._base + SIDES + 8 * side, 0 if steps is None else steps + 1)
 
     def snapshots(self) -> list[tuple[int | None, int | None]]:
-        """By rank, the steps in its two snapshots."""
+        """Return by rank the steps in its two snapshots."""
         return _snapshots(self._map, self._capacity)
 
     def mark(self, side: int, mark: int) -> None:
-        """This rank's gradients of `side` are those of a mark; 0: nothing. One store."""
+        """Publish the mark of this rank's gradients in buffer `side`; 0: nothing. One store instruction."""
         _PUT_SEQUENCE(self._map, self._base + MARKS + 8 * side, mark)
 
     def marks(self) -> list[tuple[int, int]]:
-        """By rank, the marks of its two sides."""
+        """Return by rank the marks of its two gradient buffers."""
         starts = range(HEADER_BYTES, len(self._map), _rank_bytes(self._capacity))
         return [_SIDES.unpack_from(self._map, base + MARKS) for base in starts]
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was told to stop."""
+        """True if the run was asked to stop."""
         return self._map[STOPPING] == 1
 
     def stop(self) -> None:
-        """Tells every rank of the run to stop."""
+        """Ask every rank of the run to stop."""
         self._map[STOPPING] = 1
 
     def ended(self, rank: int) -> bool:
-        """Whether `rank` has returned or failed; never of a rank that the file does not hold."""
+        """Return whether `rank` has returned or failed; False for a rank that is not in the file."""
         at = HEADER_BYTES + rank * _rank_bytes(self._capacity) + PHASE
         return at < len(self._map) and self._map[at] >= DONE
 
     def settled(self) -> bool:
-        """Whether every rank of the file has returned or failed."""
+        """Return whether every rank of the file has returned or failed."""
         return all(self.ended(rank) for rank in range((len(self._map) - HEADER_BYTES) // _rank_bytes(self._capacity)))
 
     def last(self) -> Moment | None:
-        """This rank's newest collective."""
+        """Return this rank's newest collective."""
         return _newest(self._map, self._base, self._capacity)
 
 
@@ -280,11 +280,11 @@ def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
     ring = base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
     numbers = range(started - 1, max(-1, started - 1 - capacity), -1)
     rows = [RECORD.unpack_from(data, ring + number % capacity * RECORD_BYTES) for number in numbers]
-    # One that is just being written over is neither the one that it was nor the next: all zeros first, then of another number.
+    # A record that is being overwritten is neither the old nor the new one: all zeros first, then with another number.
     rows = [record for number, record in zip(numbers, rows, strict=True) if record[0] == number and record[1] > 0.0]
     if not rows:
         return None
-    # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
+    # Several may be in flight at once: the oldest that has not ended is the one waited for.
     running = [record for record in rows if record[2] == 0.0]
     sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape, count = (running or rows[:1])[-1]
     group = _slot_name(data, base, slot)
@@ -298,7 +298,7 @@ def _slot_name(data: mmap.mmap, base: int, slot: int) -> str:
 
 
 def _counts(data: mmap.mmap, base: int) -> dict[str, int]:
-    """By group, how many of its collectives were started."""
+    """Return by group the number of its started collectives."""
     at = base + STATUS_BYTES + NAME_BYTES
     return {name: _COUNT.unpack_from(data, at + i * SLOT_BYTES)[0] for i in range(NUM_SLOTS) if (name := _slot_name(data, base, i))}
 
@@ -329,24 +329,24 @@ class Reader:
         return [self.status(rank) for rank in range(self.num_ranks)]
 
     def stop(self) -> None:
-        """Tells every rank to stop."""
+        """Ask every rank to stop."""
         self._map[STOPPING] = 1
 
     def publish(self, generation: int) -> None:
-        """Tells every rank to unwind, and to join `generation`."""
+        """Ask every rank to unwind, and to join `generation`."""
         _COUNT.pack_into(self._map, NOW, generation)
 
     def clear(self, rank: int) -> None:
-        """The process of `rank` is gone, and its heartbeat with it, until the next one writes."""
+        """Mark `rank` as absent, since its process has ended, until the next one writes."""
         self._map[HEADER_BYTES + rank * _rank_bytes(self._capacity) + PHASE] = ABSENT
 
     def joined(self) -> list[int]:
-        """By rank, the generation that it is of."""
+        """Return by rank its generation."""
         starts = range(HEADER_BYTES, len(self._map), _rank_bytes(self._capacity))
         return [int(_COUNT.unpack_from(self._map, base + JOINED)[0]) for base in starts]
 
     def snapshots(self) -> list[tuple[int | None, int | None]]:
-        """By rank, the steps in its two snapshots."""
+        """Return by rank the steps in its two snapshots."""
         return _snapshots(self._map, self._capacity)
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class Reader:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process: R, S, D, T (stopped), Z; empty where it cannot be read."""
+    """Return the kernel's letter for a process's state: R, S, D, T (stopped), Z; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

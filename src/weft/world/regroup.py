@@ -1,10 +1,10 @@
-"""The launcher's part in going on after the loss of a rank, as a state machine: events in, instructions out, nothing else.
+"""The launcher's recovery after a rank has failed (elastic restart), as a state machine: events in, instructions out, no I/O.
 
     Running --Hung--> Lost(rank) --Ended--> Regroup(generation + 1) --all Joined--> Running
        └────────────────Ended───────────────────┘ (again during Regroup: generation + 2)        too many losses at one step: Failed
 
-A new generation is what tells survivors to unwind. A rank is replaced once it is gone: one that is stopped cannot wake up and write. Losses
-count until a step is done, so that a long run survives any number of them and one that dies of its own step ends with the cause.
+A new generation makes the surviving ranks unwind. A rank is replaced only after its process has ended: a stopped one cannot wake up and
+write. Failures count until a step is done: a long run survives any number, and one that always fails in the same step ends with the cause.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """What the ranks of a launch are at."""
+    """Stage of the recovery of a launch's ranks."""
 
     RUNNING, LOST, REGROUP, FAILED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`condemned`: ranks that were killed and are not gone yet; `absent`: of them those that did not join, which are no loss of their own;
-    `missing`: ranks to be forked once the condemned are gone. `together`: with one rank all are replaced, whose connections cannot be left
-    while a collective is under way (gloo, NCCL). `losses` since `steps` steps were done, and `saved` in a
-    checkpoint, of which `most` are borne."""
+    """State of the recovery. `being_killed`: killed ranks that have not ended yet; `not_joined`: those killed for not joining, which
+    count as no failure; `to_fork`: ranks to fork after that. `replaces_all`: replace all ranks with one (if collectives cannot be aborted).
+    `num_losses`: failures since `num_steps` steps were done and `num_saved_steps` checkpointed; `max_losses` are allowed."""
 
     num_ranks: int
     most: int
@@ -42,8 +41,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank is gone, `why`; all ranks had done `steps` steps, -1 where there is no snapshot; `saved`: those in the newest
-    checkpoint, -1 where there is none."""
+    """The process of a rank has ended, for a `reason`; all ranks had done `num_steps` steps, -1 without a snapshot; `num_saved_steps`:
+    steps in the newest checkpoint, -1 without one."""
 
     rank: int
     why: str
@@ -53,7 +52,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """A rank holds up the others."""
+    """A rank blocks the others."""
 
     rank: int
     why: str
@@ -61,7 +60,7 @@ class Hung:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank has unwound, or is new, and is of this generation."""
+    """A rank has unwound, or is new, and has joined this generation."""
 
     rank: int
     generation: int
@@ -69,19 +68,19 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The ranks had time to join."""
+    """The time limit for ranks to join has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Let ranks join this generation."""
+    """Ask the ranks to join this generation."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Let a new process be this rank, in this generation."""
+    """Start a new process as this rank, in this generation."""
 
     rank: int
     generation: int
@@ -110,7 +109,7 @@ Instruction = Publish | Fork | Kill | Say | Fail
 
 
 def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
-    """The state after an event, and what is to be done.
+    """Return the state after an event, and the instructions to carry out.
 
     >>> state, todo = advance(State(2, most=3), Ended(1, "rank 1 was killed by SIGKILL", 7))
     >>> state.stage.name, todo[1:]
@@ -134,29 +133,29 @@ def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
             joined = state.joined | {rank}
             return replace(state, joined=joined, stage=Stage.RUNNING if len(joined) == state.num_ranks else Stage.REGROUP), []
         case Overdue():
-            missing = sorted(set(range(state.num_ranks)) - state.joined - state.condemned) if state.stage is Stage.REGROUP else []
-            if not missing:
+            late = sorted(set(range(state.num_ranks)) - state.joined - state.condemned) if state.stage is Stage.REGROUP else []
+            if not late:
                 return state, []
-            words = f"rank {', '.join(map(str, missing))} did not leave the lost step; replaced, too"
-            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(missing), absent=state.absent | set(missing))
-            return after, [Say(words), *map(Kill, missing)]
+            text = f"rank {', '.join(map(str, late))} did not leave the failed step and is replaced, too"
+            after = replace(state, stage=Stage.LOST, condemned=state.condemned | set(late), absent=state.absent | set(late))
+            return after, [Say(text), *map(Kill, late)]
 
 
 def _ended(state: State, event: Ended) -> tuple[State, list[Instruction]]:
     rank, why, steps, saved = event.rank, event.why, event.steps, event.saved
     losses = (state.losses if (steps, saved) == (state.steps, state.saved) else 0) + (rank not in state.absent)
     if losses > state.most:
-        at = f"after step {max(steps, saved)}" if max(steps, saved) >= 0 else "before the first step"
-        return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
-    words = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
-    todo: list[Instruction] = [Say(f"{why}; {words}, and a new process takes its place")] if rank not in state.condemned else []
+        when = f"after step {max(steps, saved)}" if max(steps, saved) >= 0 else "before the first step"
+        return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {when}, and no step further; the last: {why}")]
+    source = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
+    todo: list[Instruction] = [Say(f"{why}; {source}, and a new process takes its place")] if rank not in state.condemned else []
     condemned, missing = state.condemned - {rank}, state.missing | {rank}
-    with_it = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
-    condemned, absent = condemned | with_it, state.absent - {rank} | with_it
-    todo += map(Kill, sorted(with_it))
+    also_killed = frozenset(range(state.num_ranks)) - condemned - missing if state.together else frozenset()
+    condemned, absent = condemned | also_killed, state.absent - {rank} | also_killed
+    todo += map(Kill, sorted(also_killed))
     after = replace(state, condemned=condemned, absent=absent, missing=missing, losses=losses, steps=steps, saved=saved, joined=frozenset())
     if condemned:
         return replace(after, stage=Stage.LOST), todo
     generation = state.generation + 1
-    forks = [Fork(one, generation) for one in sorted(missing)]
+    forks = [Fork(new_rank, generation) for new_rank in sorted(missing)]
     return replace(after, stage=Stage.REGROUP, generation=generation, missing=frozenset()), [*todo, Publish(generation), *forks]

@@ -1,8 +1,8 @@
-"""Who is left after a loss, found out in a folder that all hosts share. In: this rank, and where it listens. Out: one decision for all.
+"""Membership vote of the surviving ranks, in a folder that all hosts share. In: this rank, and its address. Out: one decision for all.
 
-Every rank that has left the lost step signs. The first of those that have signed decides, once all have or nobody came for a while; the
-decision is a file that can be made once. Who comes later, or is cut off from the one that decided, takes part in nothing more: so two parts
-of a network that cannot reach each other never both go on. Nobody's messages are needed, so it does not matter which host is lost.
+Every rank that has left the failed step signs. The lowest rank that has signed decides, once all have or no rank came for a while; the
+decision is a file that can be created only once. A rank that comes later, or cannot reach the deciding one, is excluded: two partitions of
+the network never both continue. No messages are needed, so any host may have failed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from weft.errors import RunError
 
-QUIET_S = 2.0  # without a new rank: who has not come is lost
+QUIET_S = 2.0  # time without a new signature after which absent ranks have failed
 LOOK_S = 0.02
 FAILED = "failed-"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The ranks that go on, under their numbers until now, in the order of those to come; where they meet."""
+    """The ranks that continue, by their old numbers in the order of their new ones, and the address of their store."""
 
     ranks: tuple[int, ...]
     address: str
@@ -33,35 +33,35 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """One loss. `boxes`: the ranks of each host."""
+    """The vote after one failure. `ranks_by_host`: the ranks of each host."""
 
     folder: Path
     rank: int
     boxes: Sequence[Sequence[int]]
 
     def fail(self, why: str) -> None:
-        """This rank ends of itself, and so do the others: its `why` is their cause."""
+        """Record that this rank fails by its own error `why`: the other ranks then raise it as their cause."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / f"{FAILED}{self.rank}", why)
 
     def answer(self, address: str, port: int, quiet_s: float = QUIET_S) -> tuple[Decision, bool]:
-        """(what was decided, whether by this rank), which listens there.
+        """Sign, and return (decision, made by this rank), which listens at the given address.
 
-        Raises RunError where a rank has failed by itself, or the others have gone on without this one.
+        Raises RunError if a rank has failed by its own error, or the others have continued without this one.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / str(self.rank)).touch()
         all_ranks = {rank for box in self.boxes for rank in box}
-        present, since = set[int](), time.monotonic()
+        present, changed_s = set[int](), time.monotonic()
         while True:
             if (self.folder / "decision").exists():
                 return self._decided(), False
             now_present, now = {int(path.name) for path in self.folder.iterdir() if path.name.isdigit()}, time.monotonic()
             if now_present != present:
-                present, since = now_present, now
-            place = sorted(present).index(self.rank)
-            if (place == 0 and present == all_ranks) or now - since > quiet_s * (1 + place):
+                present, changed_s = now_present, now
+            order = sorted(present).index(self.rank)
+            if (order == 0 and present == all_ranks) or now - changed_s > quiet_s * (1 + order):
                 self._raise_failed()
                 decision = Decision(ordered(present, self.boxes), address, port)
                 if _write(self.folder / "decision", json.dumps(asdict(decision))):
@@ -74,7 +74,7 @@ class RollCall:
         decision = Decision(tuple(data["ranks"]), data["address"], data["port"])
         if self.rank not in decision.ranks:
             raise RunError(
-                f"rank {self.rank} left the lost step after the others had gone on without it; start it again once the run has ended"
+                f"rank {self.rank} left the failed step after the others had continued without it; start it again once the run has ended"
             )
         return decision
 
@@ -86,7 +86,7 @@ class RollCall:
 
 
 def ordered(present: set[int], boxes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that are left, those of whole hosts first: who is needed for a smaller plan then shares hosts.
+    """Return the surviving ranks, those of complete hosts first, so that the ranks of a smaller plan share hosts.
 
     >>> ordered({1, 2, 3}, [(0, 1), (2, 3)])
     (2, 3, 1)
@@ -96,7 +96,7 @@ def ordered(present: set[int], boxes: Sequence[Sequence[int]]) -> tuple[int, ...
 
 
 def _write(path: Path, text: str) -> bool:
-    """Make a file that is whole once it is there; False where another has made it."""
+    """Create a file atomically; return False if it exists already."""
     part = path.with_name(f".{path.name}-{os.getpid()}-{time.monotonic_ns()}")
     part.write_text(text, encoding="utf-8")
     try:

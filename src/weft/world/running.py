@@ -1,7 +1,7 @@
-"""Collectives run from their programs, over messages of a group's own second connection. In: tensors. Out: results, or `Work` to wait for.
+"""Execute collectives from their programs, over messages of a group's side connection. In: tensors. Out: results, or `CollectiveWork`.
 
-All members call the same, in the same order; `runner` runs one after the other while backward goes on, and knows what fails.
-bfloat16 and float16 of more than two members are added in float32. Rooms for what is added are kept for the next time.
+All members call the same collectives in the same order; `runner` runs them in sequence, overlapping backward, and explains failures.
+bfloat16 and float16 of more than two members are added in float32. Receive buffers of reductions are reused.
 Not modelled: which program is best (`weft.cost`).
 """
 
@@ -23,12 +23,12 @@ from weft.world.pending import NARROW, Work
 from weft.world.programs import Away, Route, Step, Sum, Take, routes
 from weft.world.runner import NUMBERS, Call, Note, Runner
 
-Room = Callable[[int, int], Tensor]  # the tensor of places first to last
+Room = Callable[[int, int], Tensor]  # (first, last) -> the tensor of these places
 
 
 class _Coming(NamedTuple):
-    room: Tensor  # what to keep
-    part: Tensor  # what is received into
+    room: Tensor  # buffer to release afterwards
+    part: Tensor  # tensor that is received into
     work: Work
 
 
@@ -41,7 +41,7 @@ class Programs:
         self._rooms = _Rooms()
 
     def all_reduce(self, program: Program, x: Tensor, wait: bool = True) -> Work:
-        """Replaces `x`, of any size and a type that can be added, by the sum over the members."""
+        """Replace `x`, of any size and a type that can be added, by the sum over the members."""
         flat = x.detach().reshape(-1)  # a view, or a copy of what is not contiguous
 
         def work(route: Route, note: Note, tag: int) -> None:
@@ -53,7 +53,7 @@ class Programs:
         return self._start(program, recorder.ALL_REDUCE, x, (x.numel(),), work, wait)
 
     def broadcast(self, program: Program, x: Tensor, wait: bool = True) -> Work:
-        """Replaces `x` on every member by that of the one that the program gives it."""
+        """Replace `x` on every member by that of the program's root."""
 
         def work(route: Route, note: Note, tag: int) -> None:
             flat = _bytes(_flat(x))
@@ -64,9 +64,9 @@ class Programs:
         return self._start(program, recorder.BROADCAST, x, (x.numel(),), work, wait)
 
     def reduce_scatter(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Piece `index` of the sum of flat `x` over the members into flat `out`; pieces are those of `plan.placement.piece`.
+        """Reduce-scatter flat `x` into flat `out`, this member's shard of the sum; shards are those of `plan.placement.piece`.
 
-        Where `out` lies in `x`, the rest of `x` is overwritten. Raises UsageError for a program that leaves other pieces.
+        If `out` lies in `x`, the rest of `x` is overwritten. Raises UsageError for a program with other shards.
         """
         self._check_pieces(program, program.wants, x, out)
         inside = x.data_ptr() <= out.data_ptr() < x.data_ptr() + x.nbytes
@@ -75,66 +75,66 @@ class Programs:
             wide = self._widened(x.detach())
             if wide.data_ptr() == x.data_ptr() and not inside:
                 wide = wide.clone()
-            room = _cut(wide, route.places)
-            self._run(route, room, note, tag)
-            mine = room(self._group.index, self._group.index + 1)
-            if mine.data_ptr() != out.data_ptr():
-                out.detach().copy_(mine)
+            view = _cut(wide, route.places)
+            self._run(route, view, note, tag)
+            shard = view(self._group.index, self._group.index + 1)
+            if shard.data_ptr() != out.data_ptr():
+                out.detach().copy_(shard)
 
         return self._start(program, recorder.REDUCE_SCATTER, x, (x.numel(),), work, wait)
 
     def all_gather(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
-        """Flat `x` of every member into flat `out`, member after member; pieces are those of `plan.placement.piece`."""
+        """Gather flat `x` of every member into flat `out`, member after member; shards are those of `plan.placement.piece`."""
         self._check_pieces(program, program.initial, out, x)
 
         def work(route: Route, note: Note, tag: int) -> None:
-            room = _cut(_bytes(out.detach()), route.places, out.element_size())
-            mine = room(self._group.index, self._group.index + 1)
-            if mine.data_ptr() != x.data_ptr():
-                mine.copy_(_bytes(x.detach()))
-            self._run(route, room, note, tag)
+            view = _cut(_bytes(out.detach()), route.places, out.element_size())
+            shard = view(self._group.index, self._group.index + 1)
+            if shard.data_ptr() != x.data_ptr():
+                shard.copy_(_bytes(x.detach()))
+            self._run(route, view, note, tag)
 
         return self._start(program, recorder.ALL_GATHER, x, (out.numel(),), work, wait)
 
     def exchange(self, program: Program, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Sends `sent[i]` to member i by an all-to-all program, and returns what member i sent here, of `shapes[i]`; all of one dtype."""
+        """Send `sent[i]` to member i by an all-to-all program, and return the tensors received, member i's of `shapes[i]`; of one dtype."""
         size, me = self._group.size, self._group.index
         if len(sent) != size or len(shapes) != size:
             raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {size} needs one for each member")
         like = sent[0]
-        got = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for shape in shapes]
-        held = {Value("block", (me, t)): _flat(x) for t, x in enumerate(sent)} | {
-            Value("block", (s, me)): x.view(-1) for s, x in enumerate(got) if s != me
+        received = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for shape in shapes]
+        blocks = {Value("block", (me, t)): _flat(x) for t, x in enumerate(sent)} | {
+            Value("block", (s, me)): x.view(-1) for s, x in enumerate(received) if s != me
         }
-        got[me].copy_(sent[me])
-        lineup = _moved(program)
-        passing = [[action.value for action in row if rank not in action.value.index] for rank, row in enumerate(program.actions)]  # type: ignore[union-attr]
+        received[me].copy_(sent[me])
+        values = _moved(program)
+        forwarded = [[action.value for action in row if rank not in action.value.index] for rank, row in enumerate(program.actions)]  # type: ignore[union-attr]
 
         def work(route: Route, note: Note, tag: int) -> None:
-            if any(passing):
-                every = self._side_group.all_gather(torch.tensor([x.numel() for x in sent], device=self._side_group.device))
-                sizes = every.view(size, size).tolist()
-                for value in passing[me]:
-                    held.setdefault(value, torch.empty(sizes[value.index[0]][value.index[1]], dtype=like.dtype, device=like.device))
-            self._run(route, lambda first, last: held[lineup[first]], note, tag)
+            if any(forwarded):
+                all_sizes = self._side_group.all_gather(torch.tensor([x.numel() for x in sent], device=self._side_group.device))
+                sizes = all_sizes.view(size, size).tolist()
+                for value in forwarded[me]:
+                    blocks.setdefault(value, torch.empty(sizes[value.index[0]][value.index[1]], dtype=like.dtype, device=like.device))
+            self._run(route, lambda first, last: blocks[values[first]], note, tag)
 
-        self._start(program, recorder.ALL_TO_ALL, like, (), work, True, lineup)
-        return got
+        self._start(program, recorder.ALL_TO_ALL, like, (), work, True, values)
+        return received
 
     def halo(self, program: Program, sent: Mapping[tuple[int, int], Tensor], taken: Mapping[tuple[int, int], Tensor]) -> None:
-        """Borders to the neighbours of a grid, theirs into `taken`, both by (dimension of the grid, 0 for the lower side or 1).
+        """Send borders to the neighbours of a grid and receive theirs into `taken`, both by (grid dimension, 0 for the lower side or 1).
 
-        Any tensors, views of one with margins as a rule: a border that has the margins of earlier dimensions in it carries corners along.
+        Any tensors, usually views of one with halo margins: a border that includes the margins of earlier dimensions also sends corners.
         """
         me = self._group.index
-        lineup = _moved(program)
+        values = _moved(program)
 
-        def at(first: int, last: int) -> Tensor:
-            rank, dim, side = lineup[first].index
+        def border(first: int, last: int) -> Tensor:
+            rank, dim, side = values[first].index
             return sent[dim, side] if rank == me else taken[dim, 1 - side]
 
         like = next(iter((*sent.values(), *taken.values())), torch.empty(0))
-        self._start(program, recorder.SEND, like, (), lambda route, note, tag: self._run(route, at, note, tag), True, lineup)
+        self._start(program, recorder.SEND, like, (), lambda route, note, tag: self._run(route, border, note, tag), True, values)
 
     def _start(
         self,
@@ -146,13 +146,13 @@ class Programs:
         wait: bool,
         lineup: Sequence[Value] | None = None,
     ) -> Work:
-        """`sizes`: what must be the same on all members. `lineup`: the program's values, where they are not chunks of one tensor."""
+        """Start a program. `sizes`: must be equal on all members. `lineup`: the program's values, if they are not chunks of one tensor."""
         route = self._route(program, lineup)
         call = Call(op, program.name, route.mark, sizes)
         return self._runner.start(call, x, lambda note, tag: work(route, note, tag), wait)
 
     def _route(self, program: Program, lineup: Sequence[Value] | None) -> Route:
-        """This member's route, made once for a program; it is kept with the program, so that no other has its identity."""
+        """Return this member's route, built once for a program; cached with the program, so that its id stays unique."""
         key = (id(program), lineup is None)
         if key not in self._routes:
             if program.num_ranks != self._group.size:
@@ -167,9 +167,9 @@ class Programs:
             raise UsageError(f"{program.name} does not leave piece r of {n} with rank r; use ring, naive or a power of two")
         if not full.is_contiguous() or not part.is_contiguous() or full.dtype != part.dtype:
             raise UsageError(f"pieces of {part.dtype} for {full.dtype}; give contiguous tensors of one dtype")
-        mine = piece(full.numel(), n, self._group.index)[1]
-        if part.numel() != mine:
-            raise UsageError(f"a piece of {part.numel()} elements for {full.numel()} of {n} ranks; this rank's has {mine}")
+        expected = piece(full.numel(), n, self._group.index)[1]
+        if part.numel() != expected:
+            raise UsageError(f"a piece of {part.numel()} elements for {full.numel()} of {n} ranks; this rank's has {expected}")
 
     def _widened(self, flat: Tensor) -> Tensor:
         if flat.dtype is torch.bool or flat.is_complex():
@@ -181,16 +181,16 @@ class Programs:
 
 
 class _Rooms:
-    """Memory for what comes and is added, kept from one run to the next."""
+    """A pool of receive buffers for reductions, reused between runs."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, like: Tensor) -> Tensor:
-        for i, room in enumerate(self._free):
-            if room.dtype is like.dtype and room.numel() >= like.numel():
+        for i, buffer in enumerate(self._free):
+            if buffer.dtype is like.dtype and buffer.numel() >= like.numel():
                 return self._free.pop(i)
-        self._free = [room for room in self._free if room.dtype is not like.dtype or room.numel() >= like.numel()]
+        self._free = [buffer for buffer in self._free if buffer.dtype is not like.dtype or buffer.numel() >= like.numel()]
         return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
 
     def give(self, rooms: Iterable[Tensor]) -> None:
@@ -198,7 +198,7 @@ class _Rooms:
 
 
 class _Run:
-    """One run of a route: its sends that are under way, and by step what it receives."""
+    """One run of a route: its pending sends, and by step its pending receives."""
 
     def __init__(self, group: Group, rooms: _Rooms, room: Room, note: Note, tag: int) -> None:
         self.group, self.rooms, self.room, self.note, self.tag = group, rooms, room, note, tag
@@ -241,9 +241,9 @@ class _Run:
             part = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             self.coming[step.step] = [self._begin(part, part, step.peer, step.number)] if size else []
         else:
-            rooms = [self.rooms.take(place) for _ in step.peers] if size else []
-            receives = zip(rooms, step.peers, step.numbers, strict=False)
-            self.coming[step.step] = [self._begin(room, room[:size], peer, number) for room, peer, number in receives]
+            buffers = [self.rooms.take(place) for _ in step.peers] if size else []
+            receives = zip(buffers, step.peers, step.numbers, strict=False)
+            self.coming[step.step] = [self._begin(buffer, buffer[:size], peer, number) for buffer, peer, number in receives]
 
     def _send(self, step: Away) -> None:
         x = self.room(step.first, step.last)
@@ -252,12 +252,12 @@ class _Run:
             self.sends[step.step] = step.peer, self.group.isend(sent, step.peer, self.tag + step.number % NUMBERS)
 
     def _take(self, step: Take, arrived: list[_Coming]) -> None:
-        for one in arrived:
+        for receive in arrived:
             self.note(step.step + 1, step.peer)
-            one.work.wait()
+            receive.work.wait()
             place = self.room(step.first, step.last)
-            if one.part.data_ptr() != place.data_ptr():
-                place.copy_(one.part)
+            if receive.part.data_ptr() != place.data_ptr():
+                place.copy_(receive.part)
 
     def _add(self, step: Sum, arrived: list[_Coming]) -> None:
         total = place = self.room(step.first, step.last)
@@ -276,11 +276,11 @@ class _Run:
         if step.place == len(arrived):
             self._settle(step.after)
             torch.add(total, place, out=place)
-        self.rooms.give(one.room for one in arrived)
+        self.rooms.give(receive.room for receive in arrived)
 
 
 def chunks_of(program: Program) -> list[Value]:
-    """The pieces of the tensor that a program is about, in order.
+    """Return the chunks of a program's tensor, in order.
 
     Raises:
         ProgramError: its values are not `chunk(0)`, `chunk(1)` and so on.
@@ -288,19 +288,19 @@ def chunks_of(program: Program) -> list[Value]:
     values = list(program.pieces)
     if values != [Value("chunk", (i,)) for i in range(len(values))]:
         raise ProgramError(
-            f"{program.name} is about {', '.join(map(str, values[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
+            f"{program.name} has the values {', '.join(map(str, values[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
         )
     return values
 
 
 def _moved(program: Program) -> list[Value]:
-    """What its messages carry, in order."""
+    """Return the values that a program's messages carry, in order."""
     return sorted({action.value for row in program.actions for action in row})  # type: ignore[union-attr]
 
 
 def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
-    """Receives right after step `at` that need not wait for anything to begin."""
-    ordered: list[Take | Sum] = []
+    """Return the receives right after step `at` that can be posted at once."""
+    receives: list[Take | Sum] = []
     first = steps[at]
     used = [(first.first, first.last)]
     for step in steps[at + 1 :]:
@@ -309,12 +309,12 @@ def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
         if any(step.first < last and first < step.last for first, last in used):
             break
         used.append((step.first, step.last))
-        ordered.append(step)
-    return ordered
+        receives.append(step)
+    return receives
 
 
 def _cut(flat: Tensor, places: int, unit: int = 1) -> Room:
-    """Places of a flat tensor; `unit`: elements that stay together."""
+    """Return the view of places of a flat tensor; `unit`: number of elements that are not separated."""
     lengths = [piece(flat.numel() // unit, places, i)[1] * unit for i in range(places)]
     starts = [0, *accumulate(lengths)]
     return lambda first, last: flat[starts[first] : starts[last]]
@@ -325,5 +325,5 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """The same memory as bytes: what is only moved may be of any type."""
+    """Return the same memory as bytes, so that tensors of any type can be moved."""
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

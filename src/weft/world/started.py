@@ -1,7 +1,7 @@
-"""Who started this process as one of several ranks. In: environment variables. Out: the same under torchrun's names.
+"""Detect the launcher of this process as one of several ranks. In: environment variables. Out: the same under torchrun's names.
 
-torchrun, Open MPI's mpirun, that of MPICH and Intel MPI (Hydra), and srun. An mpirun inside a SLURM job is asked before srun: there all
-ranks of a host inherit the batch script's own number.
+torchrun, Open MPI's mpirun, that of MPICH and Intel MPI (Hydra), and srun. An mpirun inside a SLURM job takes precedence over srun: there
+all ranks of a host inherit the batch script's own number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PORTS = (20000, 20000)  # first, count
 
 
 class Starter(NamedTuple):
-    """The variables of one; `local_size`: ranks of this host, where it says so."""
+    """The environment variables of a launcher; `local_size`: number of ranks on this host, if it sets one."""
 
     rank: str
     size: str
@@ -38,26 +38,26 @@ STARTERS = (
 
 
 def starter_of(environment: Mapping[str, str]) -> Starter | None:
-    """Who started this process; None where it is the only one."""
-    return next((one for one in STARTERS if one.rank in environment), None)
+    """Return the launcher of this process; None for a single process."""
+    return next((launcher for launcher in STARTERS if launcher.rank in environment), None)
 
 
 def started_rank(environment: Mapping[str, str]) -> int | None:
-    """The number of this rank; None where nobody started several.
+    """Return the number of this rank; None for a single process.
 
     >>> started_rank({"PMI_RANK": "3"}), started_rank({})
     (3, None)
     """
-    who = starter_of(environment)
-    return int(environment[who.rank]) if who is not None else None
+    launcher = starter_of(environment)
+    return int(environment[launcher.rank]) if launcher is not None else None
 
 
 def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of whoever started the ranks, under torchrun's names; where all are on one host, with an address to meet at."""
-    env, who = dict(environment), starter_of(environment)
-    if who is None or who is TORCHRUN:
+    """Return the launcher's variables under torchrun's names; with a rendezvous address if all ranks are on one host or under SLURM."""
+    env, launcher = dict(environment), starter_of(environment)
+    if launcher is None or launcher is TORCHRUN:
         return env
-    env |= {ours: env[theirs] for ours, theirs in zip(TORCHRUN, who, strict=True) if theirs in env}
+    env |= {target: env[source] for target, source in zip(TORCHRUN, launcher, strict=True) if source in env}
     if "SLURM_RESTART_COUNT" in env:
         env["TORCHELASTIC_RESTART_COUNT"] = env["SLURM_RESTART_COUNT"]
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
@@ -65,16 +65,16 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
     if nodes:
         env.setdefault("MASTER_ADDR", first_host(nodes))
-    elif who is not SRUN and env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE"):
+    elif launcher is not SRUN and env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE"):
         env.setdefault("MASTER_ADDR", "127.0.0.1")
-        job = starting_process(os.getpid(), who.rank)
+        job = starting_process(os.getpid(), launcher.rank)
     # Jobs that share a node must not share a port.
     env.setdefault("MASTER_PORT", str(first + job % count))
     return env
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list.
+    """Return the first host of a SLURM node list.
 
     >>> first_host("node[007-010,12],login1")
     'node007'
@@ -86,7 +86,7 @@ def first_host(nodes: str) -> str:
 
 
 def starting_process(pid: int, variable: str) -> int:
-    """The process that gave `variable` to a process: its nearest ancestor without it; 0: none."""
+    """Return the process that set `variable` for a process: its nearest ancestor without it; 0: none."""
     try:
         variables = _has(pid, variable)
         while variables:
@@ -94,7 +94,7 @@ def starting_process(pid: int, variable: str) -> int:
             variables = _has(pid, variable)
             if not variables:
                 return pid
-    except (OSError, ValueError, IndexError):  # no /proc, or somebody else's process
+    except (OSError, ValueError, IndexError):  # no /proc, or another user's process
         pass
     return 0
 

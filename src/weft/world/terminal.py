@@ -1,6 +1,6 @@
-"""A terminal, or a pipe, that may go away while a run goes on. In: a descriptor. Out: a text stream that then writes nothing.
+"""Output to a terminal or a pipe that may be closed during a run. In: a descriptor. Out: a text stream that then drops its output.
 
-A closed window asks the run to stop, and must not end what saves because of it. Not modelled: input.
+A closed window asks the run to stop, and must not abort the save that follows. Not modelled: input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-ASKING = (signal.SIGHUP, signal.SIGUSR1)  # to stop, beside SIGTERM and Ctrl-C: the terminal is gone, a batch system's time is up
+ASKING = (signal.SIGHUP, signal.SIGUSR1)  # stop requests besides SIGTERM and Ctrl-C: closed terminal, end of a batch job's time
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
@@ -29,6 +29,6 @@ class _Lasting(io.FileIO):
 
 
 def lasting(descriptor: int) -> TextIO:
-    """A stream to `descriptor`, which stays open; what is written when nobody reads there any more is dropped."""
+    """Return a stream to `descriptor`, which stays open; output is dropped once the other end is closed."""
     raw = _Lasting(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=sys.stdout.encoding, errors="replace", line_buffering=True)

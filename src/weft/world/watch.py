@@ -1,6 +1,6 @@
-"""The launcher's watch over running ranks. In: the ranks' processes and their record. Out: their results, or one error: the first cause.
+"""The launcher's supervision of running ranks. In: the ranks' processes and their record. Out: their results, or the first cause as error.
 
-A rank that lost its peer is never the first cause while another rank failed by itself. Ranks that hang are those that `world/hangs` names.
+A peer loss is never the first cause if another rank failed by its own error. `world/hangs` detects ranks that hang.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from weft.world.regroup import Ended, Event, Fail, Fork, Hung, Joined, Kill, Ove
 from weft.world.stuck import listed
 from weft.world.terminal import ASKING
 
-SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
-LOST_S = 1.5  # the first cause of a lost connection comes within this
+SETTLE_S = 0.05  # time for other ranks that failed by their own errors at the same moment
+LOST_S = 1.5  # time for the first cause of a peer loss
 POLL_S = 0.1
 STARTED_S = 300.0  # from its fork to its function a rank takes tenths of a second, beyond the import of the user's module
-DUMP_S = 1.0  # for a rank to write down where it stands
+DUMP_S = 1.0  # for a rank to dump its stack
 LOG_LINES = 15
 
 
 class Children(Protocol):
-    """The ranks' processes. `keepers`: other processes that they need, by id."""
+    """The ranks' processes. `support_processes`: other processes that they need, id -> description."""
 
     pids: list[int]
     keepers: dict[int, str]
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
-        """(rank, exit code) of ranks that ended, after at most `wait_s`; a negative code is a signal's number."""
+        """Return (rank, exit code) of ranks that ended, after at most `wait_s`; a negative code is a signal's number."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL for every rank that lives."""
+        """Kill every living rank by SIGKILL."""
         ...
 
     def fork(self, rank: int, generation: int) -> None:
-        """Lets a new process be a rank that has ended."""
+        """Start a new process as a rank that has ended."""
         ...
 
 
 @dataclass(slots=True)
 class Stops:
-    """How often the launcher was told to stop, and by which signal first. A terminal that goes away may say so twice."""
+    """Number of stop requests to the launcher, and the first signal. A closed terminal may send two."""
 
     count: int = 0
     first: int = 0
@@ -71,18 +71,18 @@ class Stops:
 
 @contextmanager
 def caught_signals() -> Iterator[Stops]:
-    """Counts what asks this process to end instead of obeying it; in a thread, where that is impossible, counts nothing. What the process
-    ignores (nohup), or answers itself, stays as it is."""
+    """Context that counts signals to stop instead of obeying them; outside the main thread, where that is impossible, it counts none.
+    Signals that the process ignores (nohup), or handles itself, are left alone."""
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    asking = [number for number in ASKING if signal.getsignal(number) == signal.SIG_DFL]
-    before = {number: signal.signal(number, stops) for number in (signal.SIGTERM, signal.SIGINT, *asking)}
+    unhandled = [number for number in ASKING if signal.getsignal(number) == signal.SIG_DFL]
+    handlers = {number: signal.signal(number, stops) for number in (signal.SIGTERM, signal.SIGINT, *unhandled)}
     try:
         yield stops
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
@@ -94,15 +94,15 @@ class _Failure:
     error_class: str = ""
     lost: bool = False
     second_hand: bool = False
-    native: bool = False  # the process ended without a word
+    native: bool = False  # the process ended without a failure file
     stack: tuple[str, ...] = ()
     traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it. `saved`: the steps in the newest checkpoint, -1
-    where there is none. `together`: as of `regroup.State`."""
+    """Policy for replacing failed ranks: up to `max_losses` times at one step; `report` receives messages. `num_saved_steps` returns the
+    number of steps in the newest checkpoint, -1 without one. `replaces_all`: as of `RecoveryState`."""
 
     most: int = 5
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
@@ -120,10 +120,10 @@ def supervise(
     shown: bool,
     recovery: Recovery | None = None,
 ) -> list[Any]:
-    """Waits for all ranks and returns their results in order. `limits`: how long what may last (None: for ever).
+    """Wait for all ranks and return their results in order. `limits`: time limits of hang detection (None: none).
 
-    Raises RankError (which is also of the failed rank's own class, where that is a WeftError) for the first cause, RunError or
-    KeyboardInterrupt where it was stopped. No rank lives afterwards. `shown`: rank 0's output went to the terminal already.
+    Raises RankError (also of the failed rank's own class, if that is a WeftError) for the first cause, RunError or KeyboardInterrupt
+    if it was stopped. No rank lives afterwards. `is_output_shown`: rank 0's output went to the terminal already.
     """
     record = Reader(folder / "record")
     try:
@@ -154,7 +154,7 @@ class _Supervisor:
         self.state = State(record.num_ranks, recovery.most if recovery else 0, record.generation, bool(recovery and recovery.together))
 
     def run(self, num_ranks: int) -> list[Any]:
-        """Until all have returned."""
+        """Supervise until all ranks have returned, and return their results."""
         while len(self.ended) < num_ranks:
             for rank, code in self.children.events(self._pause_s):
                 self._end(rank, code)
@@ -189,17 +189,17 @@ class _Supervisor:
             self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if failure.lost or failure.second_hand else SETTLE_S))
 
     def _replaces(self, failure: _Failure) -> bool:
-        """Whether another process takes the place of a rank that ended so: of one that was killed, not of one that says why it failed."""
+        """Return whether to replace a rank with this failure: one that was killed, not one that failed by its own error."""
         returned = any(code == 0 for code in self.ended.values())
         return (failure.native or failure.lost) and not (self.failures or returned)
 
     def _look(self, now: float) -> None:
-        """At the ranks that live."""
+        """Check the living ranks for hangs."""
         statuses = self.record.statuses()
         if self.recovery is not None and self.state.stage is not Stage.RUNNING:
             self._regroup(statuses, now)
-        gone = {**self.ended, **dict.fromkeys(self.state.missing, 0)}
-        hang = self.watch.look(statuses, gone, self.children.pids, now) if self.limits is not None else None
+        ended = {**self.ended, **dict.fromkeys(self.state.missing, 0)}
+        hang = self.watch.look(statuses, ended, self.children.pids, now) if self.limits is not None else None
         if now - max(self.forked_s, self.watch.awake_s) > STARTED_S:
             _check_started(statuses, self.ended, self.children.pids, self.folder)
         if hang is None:
@@ -221,12 +221,12 @@ class _Supervisor:
 
     def _advance(self, event: Event) -> None:
         assert self.recovery is not None
-        before = self.state.stage
+        previous = self.state.stage
         self.state, todo = advance(self.state, event)
         for instruction in todo:
             match instruction:
                 case Publish(generation):
-                    self.published_s = self.watch.awake_s = time.monotonic()  # who waited for the lost rank is no hang itself
+                    self.published_s = self.watch.awake_s = time.monotonic()  # ranks that waited for the failed one do not hang
                     self.record.publish(generation)
                 case Fork(rank, generation):
                     self.forked_s = time.monotonic()
@@ -239,8 +239,8 @@ class _Supervisor:
                     self.recovery.say(text)
                 case Fail(rank, why):
                     raise RankError("\n".join([why, *_output(self.folder, rank)]), rank)
-        if self.state.stage is Stage.RUNNING and before is not Stage.RUNNING and self.state.generation > self.record.generation:
-            self.recovery.say(f"all ranks are together again after {time.monotonic() - self.published_s:.2f} s")
+        if self.state.stage is Stage.RUNNING and previous is not Stage.RUNNING and self.state.generation > self.record.generation:
+            self.recovery.say(f"all ranks have rejoined after {time.monotonic() - self.published_s:.2f} s")
 
 
 def stopped(stops: Stops, grace_s: float) -> BaseException:
@@ -251,10 +251,10 @@ def stopped(stops: Stops, grace_s: float) -> BaseException:
 
 
 def _failure(folder: Path, rank: int, code: int) -> _Failure | None:
-    """Why `rank`, which ended with `code`, failed; None where it returned."""
-    told = folder / f"failure-{rank}"
-    if told.exists():
-        data = json.loads(told.read_text())
+    """Return the failure of `rank`, which ended with `code`; None if it returned."""
+    path = folder / f"failure-{rank}"
+    if path.exists():
+        data = json.loads(path.read_text())
         text = data["message"] if data["kept"] else f"{data['type']}: {data['message']}"
         lost, second_hand, stack = data["lost"], data["second_hand"], tuple(data["frames"])
         return _Failure(rank, data["time"], text, data["kept"], lost, second_hand, stack=stack, traceback=data["traceback"])
@@ -283,9 +283,9 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
     first = min(failures, key=lambda failure: (failure.lost, failure.second_hand, failure.time_s))
     lines = [f"rank {first.rank} {first.message}" if first.native else f"rank {first.rank} failed: {first.message}"]
     if first.lost:
-        gone = [rank for rank, code in ended.items() if code == 0]
-        if gone:
-            lines[0] += f"; rank {listed(gone)} had returned: every member of a group must take part in each of its collectives"
+        returned = [rank for rank, code in ended.items() if code == 0]
+        if returned:
+            lines[0] += f"; rank {listed(returned)} had returned: every member of a group must take part in each of its collectives"
     if not first.error_class or first.lost:
         lines += [f"  at {frame}" for frame in first.stack]
     if first.native or first.lost:
@@ -299,7 +299,7 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
 
 
 def _check_started(statuses: list[Status], ended: dict[int, int], pids: list[int], folder: Path) -> None:
-    """Raises RankError, with where it stands, for a rank that has not come to its function: a lock that was held when it was forked."""
+    """Raise RankError with its stack for a rank that has not reached its function, probably for a lock that was held at its fork."""
     waiting = [s for s in statuses if s.rank not in ended and s.phase in ("absent", "starting")]
     if not waiting:
         return
@@ -327,7 +327,7 @@ def _output(folder: Path, rank: int) -> list[str]:
 
 
 def _stack(folder: Path, rank: int) -> list[str]:
-    """Where a rank that faulthandler has ended stood, the innermost first."""
+    """Return the stack of a rank that faulthandler has dumped, innermost first."""
     path = log_file(str(folder), rank)
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     at = next((i for i, line in enumerate(lines) if "most recent call first" in line), None)
@@ -336,7 +336,7 @@ def _stack(folder: Path, rank: int) -> list[str]:
 
 @cache
 def _class(name: str) -> type[RankError]:
-    """RankError that is also the errors' class `name`, with its exit code: `except` finds it under either."""
+    """Return a class that is RankError and also the errors' class `name`, with its exit code, for `except` with either."""
     error: type[WeftError] = getattr(errors, name)
     if issubclass(error, RankError) or error in (WeftError, RunError):
         return RankError

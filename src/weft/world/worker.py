@@ -1,8 +1,8 @@
-"""One thread that does a group's work in the order in which it was given. In: functions. Out: `Job`s, to wait for.
+"""A background thread that runs a group's jobs in submission order. In: functions. Out: `WorkerJob`s, to wait for.
 
-Collectives of several steps go on while backward computes only if somebody takes each step when the one before has ended. Over gloo a
-message that has come cannot even be seen without waiting for it (`is_completed` of a receive stays false until `wait`), so that hooks
-cannot drive them. A thread that waits holds neither the interpreter nor a core.
+Multi-step collectives overlap backward only if something starts each step when the previous one has ended. Over gloo a received message
+cannot be detected without waiting for it (`is_completed` of a receive stays false until `wait`), so that hooks cannot drive them. A thread
+that waits holds neither the interpreter nor a core.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-END_S = 1.0  # for what is under way at the interpreter's end; others may be gone
+END_S = 1.0  # for running jobs at the interpreter's end; peers may have ended
 
 
 class Job:
-    """Work that was given to a `Worker`."""
+    """A function that was submitted to a `BackgroundWorker`."""
 
     __slots__ = ("_do", "_ended", "_error")
 
@@ -26,7 +26,7 @@ class Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Called once, by the worker."""
+        """Run the function; called once, by the worker."""
         do, self._do = self._do, None
         assert do is not None
         try:
@@ -36,18 +36,18 @@ class Job:
         self._ended.set()
 
     def wait(self) -> None:
-        """Returns when it has ended; raises what it raised."""
+        """Return when it has ended; raise what it raised."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
 
 class Worker:
-    """Does jobs one after the other, in one thread of its own, which begins with the first and ends with this object.
+    """Runs jobs in sequence in a thread of its own, which starts with the first job and ends with this object.
 
     >>> worker, done = Worker(), []
     >>> jobs = [worker.do(lambda i=i: done.append(i)) for i in range(3)]
@@ -61,7 +61,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None], now: bool = False) -> Job:
-        """Starts `work` after all that was given before. `now`: who asks will wait, so it is done at once where nothing is under way."""
+        """Run `work` after all earlier jobs. `inline`: the caller will wait, so run it in the calling thread if no job is unfinished."""
         job = Job(work)
         if self._left.enter() and now:
             _run(job, self._left)
@@ -76,7 +76,7 @@ class Worker:
 
 
 class _Left:
-    """How many jobs have not ended."""
+    """The number of jobs that have not ended."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -84,7 +84,7 @@ class _Left:
         self.running = threading.Lock()
 
     def enter(self) -> bool:
-        """Counts one more; whether it is the only one."""
+        """Count one more; return whether it is the only one."""
         with self._guard:
             self._count += 1
             return self._count == 1
@@ -94,21 +94,21 @@ class _Left:
             self._count -= 1
 
 
-def _run(job: Job, left: _Left) -> None:
-    with left.running:
+def _run(job: Job, unfinished: _Left) -> None:
+    with unfinished.running:
         job.run()
-    left.leave()
+    unfinished.leave()
 
 
 def _let_end(jobs: SimpleQueue[Job | None], thread: weakref.ref[threading.Thread]) -> None:
-    """At the interpreter's end. A thread that comes back from C++ to an interpreter that has ended aborts the process (one in twelve that
-    left a loop of DDP's at once)."""
+    """End the thread at the interpreter's exit. One that returns from C++ to a finalised interpreter aborts the process (one in twelve
+    runs that left a DDP loop at once)."""
     jobs.put(None)
-    if (still := thread()) is not None:
-        still.join(END_S)
+    if (living_thread := thread()) is not None:
+        living_thread.join(END_S)
 
 
-def _serve(jobs: SimpleQueue[Job | None], left: _Left) -> None:
+def _serve(jobs: SimpleQueue[Job | None], unfinished: _Left) -> None:
     while (job := jobs.get()) is not None:
-        _run(job, left)
+        _run(job, unfinished)
         del job

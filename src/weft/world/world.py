@@ -1,6 +1,6 @@
-"""The ranks of one run as one rank sees them. In: a store in which they meet. Out: `World`, made once per process and passed on.
+"""The ranks of one run as seen by one rank. In: the rendezvous store. Out: `World`, created once per process and passed on.
 
-Every key in the store lies under the run's generation, so that ranks of a new attempt never read a dead attempt's addresses.
+Every key in the store has the run's generation as prefix, so that ranks of a new attempt never read a failed attempt's addresses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 from weft.world.terminal import ASKING
 
-TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
-ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost, or has ended
+TRANSPORT = "WEFT_TRANSPORT"  # the environment variable, which launchers pass on
+ASK_S = 0.5  # interval at which a wait in a store checks for failed or ended ranks
 LOOK_S = 0.05
 CHECK_S = 0.001
-REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
+REGROUP_S = 10.0  # for the launcher to announce that it replaces a failed rank
 TRANSPORTS = ("", "gloo", SHARED, "portable", mpi.MPI)
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
@@ -44,45 +44,45 @@ __all__ = ["Group", "LostPeer", "Work", "World"]
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """What a rank has that goes on after the loss of another, or in its place: memory that outlives it, what was prepared for it, and
-    how to make the world of a generation."""
+    """Recovery context of a surviving or replaced rank: persistent memory, the result of `prepare`, and a function that creates the world
+    of a generation."""
 
     memory: Kept
     prepared: Any
-    make: Callable[[int], World] | None  # None: nobody replaces a rank
+    make: Callable[[int], World] | None  # None: failed ranks are not replaced
 
 
 class Meeting(Protocol):
-    """How ranks that something else started have met, and meet again after a loss (`world/join`)."""
+    """Rendezvous of ranks with an external launcher, also after a rank has failed (`world/join`)."""
 
     @property
     def again(self) -> Callable[[], Any]:
-        """What connects to the store once more."""
+        """Function that opens another connection to the store."""
         ...
 
     def listen(self) -> socket.socket:
-        """Where a rank waits for the others."""
+        """Return a socket on which this rank can serve the others."""
         ...
 
     def world(self, rank: int, num_ranks: int, store: Any, **options: Any) -> World:
-        """The world of ranks that meet in `store`."""
+        """Return the world of ranks that share `store`."""
         ...
 
     def meet(self, who: tuple[int, int], where: tuple[socket.socket | None, str, int], wait_s: float, **options: Any) -> World:
-        """The world of those who are left."""
+        """Return the world of the surviving ranks."""
         ...
 
 
 class World:
     """`num_ranks` processes, of which this is `rank`.
 
-    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective may
-    take before it fails by itself. `threads` is what each rank computes with; without `may_add_threads` never with more. With
-    `catch_sigterm` the first look at `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport`
+    `store` is the rendezvous store (None for one rank); `host` the address that gloo connects over; `timeout_s` the time limit of a
+    collective. `threads` is the number of each rank's compute threads; without `may_add_threads` it is never raised. With
+    `catch_sigterm` the first access to `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport`
     is that of tensors on the host: gloo; shared_memory (or portable: without the C library) for every group whose members share a host;
-    empty for shared memory where all ranks share one; mpi for MPI, where mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for
-    gloo, and boxes of so many neighbours as if each were a host. With both at once a rank that waits in gloo does nothing for those
-    that wait for it in shared memory, so what mixes them does so in a thread of its own.
+    empty for shared memory if all ranks share one; mpi for MPI, if mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for gloo,
+    with simulated hosts of so many neighbouring ranks. With both at once a rank that waits in gloo makes no progress for those that wait
+    for it in shared memory, so collectives that mix them run in a thread of their own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -108,7 +108,7 @@ class World:
         if not 0 <= rank < num_ranks:
             raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
         if num_ranks > 1 and store is None:
-            raise UsageError(f"{num_ranks} ranks without a store cannot meet; start them by weft.launch, torchrun or srun")
+            raise UsageError(f"{num_ranks} ranks need a store to connect; start them by weft.launch, torchrun or srun")
         self.rank = rank
         self.num_ranks = num_ranks
         self.local_rank = rank if local_rank is None else local_rank
@@ -119,9 +119,9 @@ class World:
         self.recorder = recorder or Recorder(generation=generation)
         self.pace = Pace(self.recorder)
         self.survivor: Survivor | None = None
-        self.joined: Meeting | None = None  # where something else started the ranks
-        self.lost_why = ""  # why this world is over
-        self.before: tuple[Recorder, ...] = ()  # of the worlds that this rank was in: a signal may have reached one of them
+        self.joined: Meeting | None = None  # if an external launcher started the ranks
+        self.lost_why = ""  # why this world has failed
+        self.before: tuple[Recorder, ...] = ()  # of this rank's previous worlds: a signal may have reached one of them
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s
@@ -143,7 +143,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], device: str = "auto") -> World:
-        """The world that torchrun or srun started this process in (`os.environ`), or a world of one rank.
+        """Return the world that torchrun or srun started this process in (`os.environ`), or a world of one rank.
 
         Raises UsageError for a variable that is missing or wrong, RunError for a port in use or an address that does not answer.
         """
@@ -161,9 +161,9 @@ class World:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was told to stop (SIGTERM, Ctrl-C, the end of a terminal, SIGUSR1): save, then return.
+        """True if the run was asked to stop (SIGTERM, Ctrl-C, the end of a terminal, SIGUSR1): save, then return.
 
-        Ranks may see it at different times: agree before acting on it, `world.maximum([world.stopping])`.
+        Ranks may see it at different times: agree before acting on it, `world.all_reduce_max([world.stopping])`.
         """
         if self._catch_sigterm:
             self._catch_sigterm = False
@@ -172,16 +172,16 @@ class World:
         return self.recorder.stopping or any(recorder.stopping for recorder in self.before)
 
     def regrouped(self, error: BaseException) -> World:
-        """The world of the next generation, after `error` has ended the step under way on this rank; this world is closed.
+        """Return the world of the next generation, after `error` has ended this rank's current step; this world is closed.
 
-        Raises `error` where it is not the loss of a rank, or nobody replaces that one.
+        Raises `error` if it is no peer loss, or failed ranks are not replaced.
         """
         if self.survivor is None or self.survivor.make is None or not self.is_lost_in(error):
             raise error
         self.close()
-        until = time.monotonic() + REGROUP_S
+        deadline = time.monotonic() + REGROUP_S
         while not self._is_over:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise error
             time.sleep(1e-3)
         world = self.survivor.make(self.recorder.generation_now)
@@ -190,52 +190,52 @@ class World:
         return world
 
     def is_lost_in(self, error: BaseException) -> bool:
-        """Whether `error` is the loss of another rank, or came after one."""
+        """Return whether `error` is a peer loss, or came after one."""
         return is_lost(error) or self._is_over
 
     @property
     def _is_over(self) -> bool:
-        """Whether a rank was lost, and this world with it."""
+        """True if a rank of this world has failed, and the world with it."""
         return bool(self.lost_why) or self.recorder.generation_now != self.generation
 
     def abandon(self, why: str) -> None:
-        """This world is over, `why`; whoever waits in it, in any thread, gets a LostPeer. Called by a thread that watches."""
+        """Mark this world as failed, `why`; its waits, in any thread, raise a LostPeer. Called by a monitoring thread."""
         self.lost_why = why
         for group in tuple(self._groups.values()):
             group.abandon()
 
     def abandon_lost(self) -> bool:
-        """`abandon` where the launcher has said that a rank is lost. Returns whether it has."""
+        """Call `abandon` if the launcher has announced a failed rank; return whether it has."""
         if self._is_over and not self.lost_why:
-            self.abandon("another rank is lost")
+            self.abandon("another rank has failed")
         return self._is_over
 
     def close(self) -> None:
-        """Ends all connections: those that wait for this rank are told, and so leave theirs."""
+        """Close all connections, which aborts the waits of ranks that wait for this one."""
         for group in self._groups.values():
             group.close()
 
     def _ask(self, key: str, store: Any = None) -> bytes:
-        """What a store has under `key`, once it is there. Raises LostPeer where a rank is lost meanwhile."""
+        """Return a store's value of `key`, once it is there. Raises LostPeer if a rank fails meanwhile."""
         store = self._store if store is None else store
-        until = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         while not self._answered(store, key, ASK_S, key):
-            if time.monotonic() > until:
-                raise LostPeer(f"Timed out after {self._timeout_s:g} s: nobody told rank {self.rank} {key}")
+            if time.monotonic() > deadline:
+                raise LostPeer(f"Timed out after {self._timeout_s:g} s: no rank has set {key}, for which rank {self.rank} waits")
         return bytes(store.get(key))
 
     def beat(self) -> None:
-        """Tells the launcher that this rank makes progress; a thread of the rank does so by itself."""
+        """Write a heartbeat for the launcher; a thread of the rank does so automatically."""
         self.recorder.beat()
 
     def synchronize(self) -> None:
-        """Returns when this rank's device has done all that it was given; at once on processors."""
+        """Return when this rank's device has finished its work; at once on CPUs."""
         synchronize(self.device)
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """The group of `ranks`, in their order; the same object every time. Only members may ask, and only members take part.
+        """Return the group of `ranks`, in their order; the same object every time. Only members call it.
 
-        Raises UsageError where this rank is not a member.
+        Raises UsageError if this rank is not a member.
         """
         key = tuple(ranks)
         group = self._groups.get(key)
@@ -246,7 +246,7 @@ class World:
         return group
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum of `values` over all ranks, each of which gives as many: a vote, a broadcast and a barrier at once."""
+        """Return the element-wise maximum of `values`, equally many on all ranks: a vote, a broadcast and a barrier at once."""
         if self.num_ranks == 1:
             return list(values)
         numbers = torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device)
@@ -254,14 +254,14 @@ class World:
         return [int(value) for value in numbers.tolist()]
 
     def gathered_numbers(self, values: Sequence[int]) -> list[list[int]]:
-        """The values of all ranks, none below 0, in their order; every rank calls it with as many."""
-        mine, nothing = list(values), [0] * len(values)
-        everyone = range(self.num_ranks)
-        told = self.maximum([n for rank in everyone for n in (mine if rank == self.rank else nothing)])
-        return [told[rank * len(mine) : (rank + 1) * len(mine)] for rank in everyone]
+        """Return the values of all ranks, none below 0, in their order; every rank calls it with equally many."""
+        own, zeros = list(values), [0] * len(values)
+        ranks = range(self.num_ranks)
+        gathered = self.maximum([n for rank in ranks for n in (own if rank == self.rank else zeros)])
+        return [gathered[rank * len(own) : (rank + 1) * len(own)] for rank in ranks]
 
     def gathered(self, text: str) -> list[str]:
-        """The texts of all ranks, in their order; every rank calls it."""
+        """Return the texts of all ranks, in their order; every rank calls it."""
         if self._store is None:
             return [text]
         self._questions += 1
@@ -270,29 +270,29 @@ class World:
         return [self._ask(f"{name}/{rank}").decode() for rank in range(self.num_ranks)]
 
     def tell(self, what: str) -> None:
-        """Every rank may know from now on."""
+        """Set a flag that all ranks can read."""
         if self._store is not None:
             self._store.set(f"word/{what}", "")
 
     def is_told(self, what: str, wait_s: float) -> bool:
-        """Whether any rank has told, after at most `wait_s`. Raises LostPeer where a rank is lost meanwhile."""
+        """Return whether any rank has set a flag, after at most `wait_s`. Raises LostPeer if a rank fails meanwhile."""
         if self._store is None:
             return True
-        until = time.monotonic() + wait_s
-        while not self._store.check([f"word/{what}"]):  # a wait in the store that is out of time writes into the output
+        deadline = time.monotonic() + wait_s
+        while not self._store.check([f"word/{what}"]):  # a store's own wait prints a message when it times out
             if self._is_over:
-                raise LostPeer(f"rank {self.rank} waits, and another rank is lost")
-            if time.monotonic() > until:
+                raise LostPeer(f"rank {self.rank} waits, and another rank has failed")
+            if time.monotonic() > deadline:
                 return False
             time.sleep(LOOK_S)
         return True
 
     def transport_of(self, sizes: Sequence[int]) -> str:
-        """That of a world whose boxes have these sizes."""
+        """Return the `transport` argument of a world whose (simulated) hosts have these sizes."""
         return f"boxes={','.join(map(str, sizes))}" if self._boxes else self._transport
 
     def first(self, num_ranks: int) -> World:
-        """The world of the first so many ranks, of which this is one; the others take no part."""
+        """Return the world of the first `num_ranks` ranks, which include this one; the others are not in it."""
         if num_ranks == self.num_ranks:
             return self
         assert self.joined is not None
@@ -304,7 +304,7 @@ class World:
         )  # fmt: skip
 
     def beside(self, name: str) -> World:
-        """The same ranks with connections of their own, between hosts over gloo, for what goes on while they train."""
+        """Return a world of the same ranks with separate gloo connections, for communication during training."""
         assert self.joined is not None
         assert self._store is not None
         return self.joined.world(
@@ -313,9 +313,9 @@ class World:
         )  # fmt: skip
 
     def told(self, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on every rank; the others do not call it, and wait for as long as a collective may take.
+        """Broadcast the text that `make` returns on rank 0; the others do not call it, and wait for at most a collective's time limit.
 
-        Raises what rank 0 raised, on every rank; RunError where rank 0 does not answer in time.
+        Raises what rank 0 raised, on every rank; RunError if rank 0 does not answer in time.
         """
         if self._store is None:
             return make()
@@ -329,11 +329,11 @@ class World:
                 raise
             self._store.set(key, json.dumps(["", text]))
             return text
-        until, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
-        while not self._answered(self._store, key, min(ASK_S, until - time.monotonic()), what):
+        deadline, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
+        while not self._answered(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
             if self.recorder.ended(0) and not self._answered(self._store, key, 0.0, what):  # it may have answered, and returned, since
                 raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
         kind, text = json.loads(self._store.get(key))
         if kind:
@@ -341,13 +341,13 @@ class World:
         return str(text)
 
     def _answered(self, store: Any, key: str, wait_s: float, what: str) -> bool:
-        """Whether a store has `key`, after at most `wait_s`. Raises LostPeer where who waits for `what` loses a rank or the store."""
-        if self.joined is None:  # a file of this host, into which looking costs little
-            until = time.monotonic() + wait_s
+        """Return whether a store has `key`, after at most `wait_s`. Raises LostPeer if a rank or the store fails during the wait."""
+        if self.joined is None:  # a file on this host, which is cheap to poll
+            deadline = time.monotonic() + wait_s
             while not store.check([key]):
                 if self._is_over:
-                    raise LostPeer(f"rank {self.rank} waits for {what}, and another rank is lost")
-                if time.monotonic() >= until:
+                    raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed")
+                if time.monotonic() >= deadline:
                     return False
                 time.sleep(CHECK_S)
             return True
@@ -357,22 +357,22 @@ class World:
             raise LostPeer(f"rank {self.rank} waits for {what}, and lost the store: {error}; did rank 0 end?") from error
         except RuntimeError as error:  # not there yet
             if self._is_over:
-                raise LostPeer(f"rank {self.rank} waits for {what}, and another rank is lost") from error
+                raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed") from error
             return False
         return True
 
     def _open(self, ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:
-        """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
+        """Open (transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
         if self._is_over:
-            raise LostPeer(f"rank {self.rank} connects with ranks {list(ranks)}, and another rank is lost: {self.lost_why}")
+            raise LostPeer(f"rank {self.rank} connects with ranks {list(ranks)}, and another rank has failed: {self.lost_why}")
         index = ranks.index(self.rank)
         name = "group/" + ",".join(map(str, ranks)) + str(connection)
         if self._transport == mpi.MPI:
             return mpi.MpiChannel(ranks, name, self._timeout_s), mpi.MPI
         if self.device.type == "cuda" and dist.is_nccl_available():
-            places = {self._ask(f"place/{rank}") for rank in ranks}
-            if len(places) == len(ranks):
+            gpus = {self._ask(f"place/{rank}") for rank in ranks}
+            if len(gpus) == len(ranks):
                 if connection.direction is not None:
                     index, ranks = int(index == connection.direction[1]), connection.direction
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
@@ -383,7 +383,7 @@ class World:
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
 
     def boxes(self, ranks: tuple[int, ...]) -> Boxes:
-        """`ranks` by the host that they are on, in the order in which hosts come."""
+        """Return `ranks` by host, in the order in which hosts first appear."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self._host_of(rank), []).append(rank)
@@ -416,14 +416,14 @@ class World:
         return self._shared.open(store, index, ranks)
 
     def _engine(self) -> SharedMemory:
-        """What drives shared memory in one thread: a lane has a thread, and so an engine, of its own."""
+        """Create the shared-memory engine of one thread: each side connection has a thread, and so an engine, of its own."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return SharedMemory(self.num_ranks > num_cores, self._timeout_s, native=self._transport != "portable")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A store in which who waits hears of a lost rank."""
+    """A store whose waits fail when a rank of the world has failed."""
 
     world: World
     store: Any
@@ -436,7 +436,7 @@ class Asked:
 
 
 def _box_sizes(transport: str, num_ranks: int) -> tuple[int, ...]:
-    """The sizes in `boxes=2` (all of one size) or `boxes=2,3,1`; none for other transports."""
+    """Return the sizes in `boxes=2` (all of one size) or `boxes=2,3,1`; none for other transports."""
     text = transport.removeprefix("boxes=")
     if text == transport:
         return ()
@@ -449,6 +449,6 @@ def _box_sizes(transport: str, num_ranks: int) -> tuple[int, ...]:
 
 
 def _place(device: torch.device) -> str:
-    """The host and the physical GPU: two ranks with the same place share a GPU."""
+    """Return the host and the physical GPU: two ranks with equal locations share a GPU."""
     properties = torch.cuda.get_device_properties(device)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"

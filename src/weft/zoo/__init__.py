@@ -1,1 +1,1 @@
-"""Models of the papers, in plain PyTorch, and the resolver of MODEL. Every model file has Config, Model, SIZES, example_batch, loss."""
+"""Published models in plain PyTorch, and the resolver of MODEL. A model file has a configuration, a module, sizes, batches and a loss."""

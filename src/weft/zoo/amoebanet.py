@@ -1,7 +1,7 @@
-"""AmoebaNet-D (Real et al. 2018) as GPipe trained it (Huang et al. 2019, table 1). In: `pixels` BCHW. Out: logits BV.
+"""AmoebaNet-D (Real et al. 2018) as GPipe trained it (Huang et al. 2019, table 1). Input: `pixels` BCHW. Output: logits BV.
 
-A cell reads the two before it and sums five pairs of operations; normal cells join states 0, 3, 4 and 6, as the authors' code does where
-the paper has 4, 5 and 6: with these the parameters are as many as GPipe says. The batch has `labels` B as well.
+A cell reads the two previous cells and sums five pairs of operations; normal cells concatenate states 0, 3, 4 and 6, as in the authors'
+code (the paper has 4, 5 and 6): with these the number of parameters is GPipe's. The batch has `labels` B as well.
 
 Shape letters: B batch, C channels, H and W image, V classes.
 """
@@ -21,7 +21,7 @@ from weft.zoo import shared_layers
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `layers` normal cells in three groups, with a cell that halves the image between these; `filters` as GPipe counts them."""
+    """Sizes. `layers` normal cells in three groups, with reduction cells between them; `filters` as GPipe counts them."""
 
     layers: int = 18
     filters: int = 208
@@ -37,21 +37,21 @@ class Config:
 
 
 def _convs(channels: int, *kernels: tuple[int, int], out: int = 0, stride: int = 1) -> nn.Sequential:
-    """Activation, convolution and norm for each of the kernels; several go through a quarter of the channels."""
+    """Stack activation, convolution and norm for each kernel; several kernels use a bottleneck of a quarter of the channels."""
     inner, parts = channels // 4 if len(kernels) > 1 else channels, list[nn.Module]()
     for i, (height, width) in enumerate(kernels):
         last = i == len(kernels) - 1
-        into = (out or channels) if last else inner
+        out_channels = (out or channels) if last else inner
         down, right = (stride if k > 1 or len(kernels) == 1 else 1 for k in (height, width))
         conv = nn.Conv2d(
-            channels if i == 0 else inner, into, (height, width), (down, right), (height // 2, width // 2), bias=False
+            channels if i == 0 else inner, out_channels, (height, width), (down, right), (height // 2, width // 2), bias=False
         )  # fmt: skip
-        parts += [nn.ReLU(), conv, nn.BatchNorm2d(into)]
+        parts += [nn.ReLU(), conv, nn.BatchNorm2d(out_channels)]
     return nn.Sequential(*parts)
 
 
 class Halved(nn.Module):
-    """Every second place and the places between, half of the channels each: BCHW -> BCHW of half the size."""
+    """Factorized reduction: even and odd pixels through half of the channels each, BCHW -> BCHW of half the size."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ _OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "conv 3": lambda c, stride: _convs(c, (1, 1), (3, 3), (1, 1), stride=stride),
     "conv 7": lambda c, stride: _convs(c, (1, 1), (1, 7), (7, 1), (1, 1), stride=stride),
 }
-# (which state, which operation), two by two; then the states that are joined. Real et al. 2018, figure 5.
+# Pairs of (input state, operation); then the states that are concatenated. Real et al. 2018, figure 5.
 _NORMAL = (
     ((1, "conv 1"), (1, "max 3")), ((1, "same"), (0, "conv 7")), ((0, "conv 1"), (0, "conv 7")), ((2, "max 3"), (2, "same")),
     ((1, "mean 3"), (5, "conv 1")),
@@ -87,7 +87,7 @@ _JOINED, _JOINED_SMALLER = (0, 3, 4, 6), (4, 5, 6)
 
 
 class Cell(nn.Module):
-    """(the last state, the one before) -> (the next one, the last). `smaller` halves the image; `was_smaller`: the cell before did."""
+    """(last state, previous state) -> (next state, last state). `smaller`: a reduction cell; `was_smaller`: the previous cell was one."""
 
     def __init__(self, before: int, channels: int, out: int, smaller: bool, was_smaller: bool) -> None:
         super().__init__()
@@ -95,18 +95,18 @@ class Cell(nn.Module):
         self.joined: tuple[int, ...] = _JOINED_SMALLER if smaller else _JOINED
         self.last = _convs(channels, (1, 1), out=out)
         self.before = Halved(before, out) if was_smaller else _convs(before, (1, 1), out=out) if before != out else nn.Identity()
-        of = [one for pair in self.pairs for one in pair]
-        self.operations = nn.ModuleList(_OPERATIONS[name](out, 2 if smaller and state < 2 else 1) for state, name in of)
+        operands = [operand for pair in self.pairs for operand in pair]
+        self.operations = nn.ModuleList(_OPERATIONS[name](out, 2 if smaller and state < 2 else 1) for state, name in operands)
 
     def forward(self, last_BCHW: Tensor, before_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         states = [self.last(last_BCHW), self.before(before_BCHW)]
-        for i, ((left, _), (right, _)) in enumerate(self.pairs):
-            states.append(self.operations[2 * i](states[left]) + self.operations[2 * i + 1](states[right]))
+        for i, ((first, _), (second, _)) in enumerate(self.pairs):
+            states.append(self.operations[2 * i](states[first]) + self.operations[2 * i + 1](states[second]))
         return torch.cat([states[i] for i in self.joined], 1), last_BCHW
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random images and classes: `pixels` BCHW, `labels` B."""
+    """Return random images and classes: `pixels` BCHW, `labels` B."""
     return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018) with its masked language model: an encoder of post-norm blocks, decoder tied to the embeddings.
 
-In: `input_ids` and `token_type_ids` (which of two sentences) BS. Out: logits BSV. The batch has `labels` BS as well: the hidden token
-where one is masked, -100 elsewhere. Not modelled: next-sentence prediction, padding.
+Input: `input_ids` and `token_type_ids` (which of two sentences) BS. Output: logits BSV. The batch has `labels` BS as well: the original
+token where one is masked, -100 elsewhere. Not supported: next-sentence prediction, padding.
 
 Shape letters: B batch, S sequence, D model, V vocabulary.
 """
@@ -21,7 +21,7 @@ EPS = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. The feed-forward width is 4 x hidden; `mask_id` is the token that hides others."""
+    """Sizes. The feed-forward width is 4 x hidden; `mask_id` is the mask token."""
 
     vocabulary: int = 30522
     sequence: int = 512
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`input_ids` and `token_type_ids` BS -> logits BSV; `labels` are the loss's."""
+    """Map `input_ids` and `token_type_ids` BS to logits BSV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens, 15 % of them hidden: `input_ids`, `token_type_ids` and `labels`, BS. The second sentence starts anywhere."""
+    """Return random tokens, 15 % of them masked: `input_ids`, `token_type_ids`, `labels`, BS. The second sentence starts at random."""
     ids_BS = shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed)
     labels_BS = shared_layers.some_labels(ids_BS, seed + 1)
     start_B = torch.randint(1, config.sequence + 1, (batch_size, 1), generator=torch.Generator().manual_seed(seed + 2))
@@ -101,5 +101,5 @@ def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, T
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the hidden tokens of the whole batch, in nats."""
+    """Mean cross-entropy of the masked tokens of the global batch, in nats."""
     return shared_layers.token_loss(output, batch["labels"])

@@ -1,9 +1,9 @@
-"""ConvLSTM (Shi et al. 2015): the next frames of a sequence of images. In: `video` BTCHW. Out: logits BNCHW.
+"""ConvLSTM (Shi et al. 2015): the next frames of a sequence of images. Input: `video` BTCHW. Output: logits BNCHW.
 
-An encoder of ConvLSTM layers reads the frames; a forecaster begins with its states, in the opposite order, and reads nothing. What all of
-the forecaster's states hold makes a frame through a convolution of one place. The batch has `labels` BNCHW as well: the frames that follow.
+An encoder of ConvLSTM layers reads the frames; a forecaster starts from its states, in the opposite order, without input. A 1x1 convolution
+of all hidden states of the forecaster makes a frame. The batch has `labels` BNCHW as well: the frames that follow.
 
-Shape letters: B batch, T frames, N frames to come, C channels, H and W image.
+Shape letters: B batch, T input frames, N predicted frames, C channels, H and W image.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = tuple[Tensor, Tensor]  # hidden BCHW, cell BCHW
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `hidden` channels of each layer of the encoder; `steps` frames are read and as many predicted; `colours`: 4 x 4 places."""
+    """Sizes. `hidden` channels of each layer of the encoder; `steps` frames are read and as many predicted; `colours`: 4 x 4 pixels."""
 
     hidden: tuple[int, ...] = (128, 64, 64)
     kernel: int = 5
@@ -35,12 +35,12 @@ class Config:
 
     @property
     def classes(self) -> int:
-        """Of a label: a place is zero or one."""
+        """Number of classes of a label: a pixel is zero or one."""
         return 2
 
 
 class Cell(nn.Module):
-    """One layer's step: gates of input, forgetting, cell and output, three of which look at the cell, channel by channel."""
+    """One step of a layer: input, forget, cell and output gates, three with peephole connections to the cell, by channel."""
 
     def __init__(self, channels: int, hidden: int, kernel: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Cell(nn.Module):
 
 
 class Model(nn.Module):
-    """`video` BTCHW -> logits BNCHW; `labels` are the loss's."""
+    """Map `video` BTCHW to logits BNCHW; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class Model(nn.Module):
                 states[i] = cell(x, states[i])
                 x = states[i][0]
         states.reverse()
-        told = []
+        predictions = []
         for _ in range(self.config.steps):
-            above: Tensor | None = None
+            layer_input: Tensor | None = None
             for i, cell in enumerate(self.forecaster):
-                states[i] = cell(above, states[i])
-                above = states[i][0]
-            told.append(self.head(torch.cat([hidden for hidden, _ in states], 1)))
-        return torch.stack(told, 1)
+                states[i] = cell(layer_input, states[i])
+                layer_input = states[i][0]
+            predictions.append(self.head(torch.cat([hidden for hidden, _ in states], 1)))
+        return torch.stack(predictions, 1)
 
 
 SIZES = {
@@ -95,12 +95,12 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random frames of zeros and ones, which repeat: `video` BTCHW, `labels` BNCHW."""
+    """Return random frames of zeros and ones, which repeat: `video` BTCHW, `labels` BNCHW."""
     draw = torch.Generator().manual_seed(seed)
     video = torch.rand((batch_size, config.steps, config.colours, config.image, config.image), generator=draw).round()
     return {"video": video, "labels": video.clone()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of places that are zero or one, in nats."""
+    """Mean binary cross-entropy of the pixels, in nats."""
     return F.binary_cross_entropy_with_logits(output, batch["labels"])

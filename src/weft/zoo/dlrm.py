@@ -1,9 +1,9 @@
-"""DLRM (Naumov et al. 2019), a recommendation model. In: `dense` BF, `sparse` BT. Out: logits B.
+"""DLRM (Naumov et al. 2019), a recommendation model. Input: `dense` BF, `sparse` BT. Output: logits B.
 
-Numbers go through layers, categories through a table each; products of every two of the vectors and the numbers' vector go through more
-layers. The batch has `labels` B as well: clicked or not.
+Dense features go through an MLP, each sparse feature through an embedding table; the dot products of all pairs of these vectors, with the
+dense one, go through a second MLP. The batch has `labels` B as well: clicked or not.
 
-Shape letters: B batch, F numbers, T tables, D width, P pairs.
+Shape letters: B batch, F dense features, T tables, D width, P pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CRITEO = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `tables`: rows of each; `bottom` and `top`: widths of the layers of numbers and of pairs, the last of `bottom` is `width`."""
+    """Sizes. `tables`: rows of each; `bottom` and `top`: widths of the two MLPs, the last of `bottom` is `width`."""
 
     tables: tuple[int, ...] = CRITEO
     numbers: int = 13
@@ -42,19 +42,19 @@ class Config:
 
     @property
     def classes(self) -> int:
-        """Of a label: clicked or not."""
+        """Number of classes of a label: clicked or not."""
         return 2
 
 
 def _layers(*widths: int) -> nn.Sequential:
     parts: list[nn.Module] = []
-    for before, behind in pairwise(widths):
-        parts += [nn.Linear(before, behind), nn.ReLU()]
+    for in_width, out_width in pairwise(widths):
+        parts += [nn.Linear(in_width, out_width), nn.ReLU()]
     return nn.Sequential(*parts)
 
 
 class Model(nn.Module):
-    """`dense` BF and `sparse` BT, a row of each table -> logits B; `labels` are the loss's."""
+    """Map `dense` BF and `sparse` BT (a row of each table) to logits B; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random numbers and rows, and clicks: `dense` BF, `sparse` BT, `labels` B."""
+    """Return random features and clicks: `dense` BF, `sparse` BT, `labels` B."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.stack([torch.randint(n, (batch_size,), generator=draw) for n in config.tables], 1)
     dense = torch.randn((batch_size, config.numbers), generator=draw)

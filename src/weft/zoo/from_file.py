@@ -1,7 +1,7 @@
-"""`path/file.py:factory`: a model of the user's own. In: the text. Out: `Resolved`.
+"""Resolve `path/file.py:factory`, a user's own model.
 
-The factory returns a module, `(module, batch)` or `(module, batch, loss)`. It is called once without memory to learn its batch and
-loss (the same on every rank: the seed is fixed), and again by `make`. Not modelled: factories that take arguments.
+The factory returns a module, `(module, batch)` or `(module, batch, loss)`. It is called once on fake tensors for its batch and loss (the
+same on every rank: the seed is fixed), and once more by each `make`. Factories with arguments are not supported.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from weft.zoo.resolved import Loss, Resolved
 
 
 def from_file(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
-    """The model that a factory in a Python file makes. `batch` takes the first samples of the factory's own batch.
+    """Resolve the model that a factory in a Python file makes. `batch` takes the first samples of the factory's own batch.
 
     Raises:
-        ModelError: a missing file or factory, a file or factory that raises, an answer that is no model, more samples than there are.
+        ModelError: a missing file or factory, a file or factory that raises, a result that is no model, more samples than there are.
     """
     if sequence is not None:
         raise ModelError(f"--sequence {sequence} does not apply to {text}: its factory makes the batch; change it there")
     path, factory = load(text)
 
-    def made() -> tuple[nn.Module, Any, Loss | None]:
+    def call_factory() -> tuple[nn.Module, Any, Loss | None]:
         with _beside(path.parent):
             try:
-                answer = factory()
+                result = factory()
             except ModelError:
                 raise
             except (Exception, SystemExit) as error:
                 raise ModelError(f"{text} raises {said(error)}; {_remedy(error)}") from error
-        return _parts(text, answer)
+        return _parts(text, result)
 
-    faked, real, first = _batch_of(text, made)
+    faked, real, first = _batch_of(text, call_factory)
     loss = None if first is None else Losses(first)
     num_samples = _num_samples(text, faked)
 
     def make() -> nn.Module:
-        module, _, its = made()
+        module, _, module_loss = call_factory()
         if loss is not None:
-            loss.add(module, its)
+            loss.add(module, module_loss)
         return module
 
     def first_of(size: int, default: Callable[[], Any]) -> Any:
@@ -72,7 +72,7 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
 
 
 def load(text: str) -> tuple[Path, Callable[..., Any]]:
-    """(its file, the function or class) of `file.py:name`. Raises `ModelError`, with the names that are there."""
+    """Return the file and the function or class of `file.py:name`. Raises `ModelError`, with the names that the file has."""
     file, _, name = text.rpartition(":") if not text.endswith(".py") else (text, "", "")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
@@ -115,7 +115,7 @@ def _defined_in(value: object, module: ModuleType) -> bool:
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[None]:
-    """Let the file import its siblings. A sibling of that name from an earlier model's folder, no longer importable, gives way."""
+    """A block in which the file can import its siblings; stale modules of those names from an earlier model's folder are dropped."""
     for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
         name = file.parent.name if file.name == "__init__.py" else file.stem
         loaded = sys.modules.get(name)
@@ -135,10 +135,10 @@ def _importable(file: Path) -> bool:
     return any(Path(entry or ".").resolve() == root for entry in sys.path) or "site-packages" in file.parts
 
 
-def _parts(text: str, answer: Any) -> tuple[nn.Module, Any, Loss | None]:
-    module, batch, loss = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
-    if not isinstance(module, nn.Module) or (isinstance(answer, tuple) and len(answer) > 3):
-        got = f"({', '.join(type(a).__name__ for a in answer)})" if isinstance(answer, tuple) else type(answer).__name__
+def _parts(text: str, result: Any) -> tuple[nn.Module, Any, Loss | None]:
+    module, batch, loss = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+    if not isinstance(module, nn.Module) or (isinstance(result, tuple) and len(result) > 3):
+        got = f"({', '.join(type(a).__name__ for a in result)})" if isinstance(result, tuple) else type(result).__name__
         raise ModelError(f"{text} returns {got}; return a torch.nn.Module, (module, batch) or (module, batch, loss)")
     if loss is not None and not callable(loss):
         raise ModelError(f"{text} returns a loss of type {type(loss).__name__}; it must be a function of (output, batch)")
@@ -150,10 +150,10 @@ def _parts(text: str, answer: Any) -> tuple[nn.Module, Any, Loss | None]:
 
 
 def _batch_of(text: str, make: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Callable[[], Any], Loss | None]:
-    """The factory's batch without values, what makes it real, and the loss. The module is not made real, and the user's random state
-    stays as it was.
+    """Return the factory's fake batch, a function that materializes it, and the loss; the module stays fake.
 
-    Values are made when they are asked for: what the model draws before its batch is drawn for them, which planning need not wait for.
+    The user's random state is preserved. The batch is materialized on demand: this replays the draws of the model that come before its
+    batch, which planning need not wait for.
     """
     deferred = Deferred()
 
@@ -178,12 +178,12 @@ def _batch_of(text: str, make: Callable[[], tuple[nn.Module, Any, Loss | None]])
 
 def _num_samples(text: str, batch: Any) -> int:
     sizes: list[int] = []
-    others = list(dict.fromkeys(type(leaf).__name__ for _, leaf in leaves(batch) if not isinstance(leaf, torch.Tensor)))
+    other_types = list(dict.fromkeys(type(leaf).__name__ for _, leaf in leaves(batch) if not isinstance(leaf, torch.Tensor)))
     _map(batch, lambda leaf: sizes.append(leaf.shape[0]) if leaf.dim() else None)
     if batch is not None and not sizes:
-        held = f", it holds {', '.join(others)}" if others else ""
+        contents = f", it holds {', '.join(other_types)}" if other_types else ""
         raise ModelError(
-            f"{text} returns a batch without tensors that have samples in dimension 0{held}; make tensors of it, for example with "
+            f"{text} returns a batch without tensors that have samples in dimension 0{contents}; make tensors of it, for example with "
             "torch.as_tensor"
         )
     if sizes and not sizes[0]:
@@ -192,7 +192,7 @@ def _num_samples(text: str, batch: Any) -> int:
 
 
 def _map(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nesting with every tensor changed."""
+    """Apply `change` to every tensor of a nested batch."""
     if batch is None:
         return None
     return rebuild(batch, {path: change(leaf) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(batch)})

@@ -1,6 +1,6 @@
 """GPT (Radford et al. 2019; Brown et al. 2020): a decoder of pre-norm blocks, learned positions, tied embeddings.
 
-In: `input_ids` BS. Out: logits BSV. The batch has `labels` BS as well, each the *next* token (-100: not counted).
+Input: `input_ids` BS. Output: logits BSV. The batch has `labels` BS as well, each the *next* token (-100: ignored).
 
 Shape letters: B batch, S sequence, D model, V vocabulary.
 """
@@ -40,7 +40,7 @@ class Config:
 
     @property
     def num_parameters(self) -> int:
-        """In closed form: 12 D^2 + 13 D a layer at the usual inner width (Narayanan et al. 2021, eq. 2, and the biases)."""
+        """Number of parameters: 12 D^2 + 13 D a layer at the usual inner width (Narayanan et al. 2021, eq. 2, and the biases)."""
         hidden, inner = self.hidden, self.inner or 4 * self.hidden
         layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden
         tables = self.vocabulary * (1 if self.tied else 2) + (self.sequence if self.positions == "learned" else 0)
@@ -65,8 +65,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV; `labels` are the loss's. `position_ids` BS, where given, begin at 0 with every document of a sample,
-    and tokens attend to those of their own."""
+    """Map `input_ids` BS to logits BSV; `labels` are read by the loss only. `position_ids` BS, if given, restart at 0 at every document of
+    a sample, and attention is masked to the same document."""
 
     cos: Tensor
     sin: Tensor
@@ -106,17 +106,17 @@ class Model(nn.Module):
 
 
 def _gpt3(hidden: int, layers: int, heads: int) -> Config:
-    """Brown et al. 2020, table 2.1. 50,257 tokens are padded to 51,200, so that they can be cut (as Megatron-LM does)."""
+    """Return a size of Brown et al. 2020, table 2.1. Vocabulary 50,257 padded to 51,200, to be sharded (as in Megatron-LM)."""
     return Config(vocabulary=51200, sequence=2048, hidden=hidden, layers=layers, heads=heads)
 
 
 def _alpa(hidden: int, layers: int, heads: int) -> Config:
-    """Zheng et al. 2022 (Alpa), the table of GPT models."""
+    """Return a size of the table of GPT models of Zheng et al. 2022 (Alpa)."""
     return Config(vocabulary=51200, sequence=1024, hidden=hidden, layers=layers, heads=heads)
 
 
 def _megatron(hidden: int, layers: int, heads: int) -> Config:
-    """Narayanan et al. 2021, table 1; 22B: Korthikanti et al. 2022, table 3."""
+    """Return a size of Narayanan et al. 2021, table 1; 22B: Korthikanti et al. 2022, table 3."""
     return Config(vocabulary=51200, sequence=2048, hidden=hidden, layers=layers, heads=heads)
 
 
@@ -148,7 +148,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
     return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
@@ -164,7 +164,7 @@ def generate(
 ) -> Tensor:  # fmt: skip
     """Continue prompts: BS -> B(S+num_tokens). `logits_of` is any function from ids BS to logits BSV that takes up to `sequence` tokens.
 
-    `temperature` 0 takes the likeliest token; otherwise tokens are drawn, with logits divided by it.
+    `temperature` 0 takes the likeliest token (greedy); otherwise tokens are sampled, with logits divided by it.
 
     Raises:
         ModelError: an empty prompt, or a negative temperature.

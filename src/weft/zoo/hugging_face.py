@@ -1,8 +1,7 @@
-"""`hf:config.json`: a Hugging Face model from its configuration file; `hf:folder`: with the pretrained weights that lie beside it, or,
-where there is a network, `hf:name` of the hub. In: the text. Out: `Resolved`.
+"""Resolve Hugging Face models: `hf:config.json` (a configuration), `hf:folder` (with the pretrained weights in it), `hf:name` (the hub).
 
-The class is the first of the file's `architectures`, or the usual head of its kind of model. Not modelled: audio and multi-modal inputs,
-weights that would be unpickled, configurations whose code lies in another repository.
+The class is the first of the file's `architectures`, or the usual head of its kind of model. Not supported: audio and multi-modal inputs,
+weights that would be unpickled, configurations with code in another repository.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _HEADS = (
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 )
 _TWO_STACKS_HEADS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
-# Encoders that have a causal head as well, but are known by another.
+# Encoders that have a causal head as well, but are usually trained with a masked one.
 _MASKED = frozenset(("albert", "bert", "big_bird", "camembert", "convbert", "electra", "ernie", "megatron-bert", "roberta", "roformer"))
-# Endings of the classes whose batches can be made up.
+# Endings of the classes for which example batches can be generated.
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")
 _OUTPUT_TEXT = ("ForConditionalGeneration",)
 _MASKED_TOKENS = ("ForMaskedLM",)
@@ -45,10 +44,10 @@ _CLASSES = ("ForSequenceClassification", "ForTokenClassification", "ForImageClas
 
 
 def from_config(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
-    """The model of a `config.json`. `sequence` is the tokens of a sample, by default the model's own limit, 512 at most.
+    """Resolve the model of a `config.json`. `sequence` is the tokens of a sample, by default the model's own limit, 512 at most.
 
     Raises:
-        ModelError: `transformers` is missing, the file cannot be read or means no model that can be trained here.
+        ModelError: `transformers` is missing, the file cannot be read or names no model that can be trained here.
     """
     file = text.removeprefix("hf:")
     library = _library(text)
@@ -98,7 +97,7 @@ def _configuration(library: Any, file: str) -> Any:
     if kind not in auto.CONFIG_MAPPING_NAMES:
         near = nearest(kind, auto.CONFIG_MAPPING_NAMES, fallback="; another version may know it, or use file.py:factory")
         raise ModelError(f"{file}: model_type {kind} is unknown to transformers {library.__version__}{near}")
-    values.setdefault("experts_implementation", "eager")  # which every dtype has; what runs in its place says `weft.capture.experts`
+    values.setdefault("experts_implementation", "eager")  # supports every dtype; a capture replaces it by `weft.capture.experts`
     try:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
@@ -107,7 +106,7 @@ def _configuration(library: Any, file: str) -> Any:
 
 
 def _of_hub(library: Any, name: str) -> Any:
-    """The configuration of a model of the hub, or of its cache on this machine."""
+    """Return the configuration of a model of the hub, or of its cache on this machine."""
     try:
         config = library.AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -120,7 +119,7 @@ def _of_hub(library: Any, name: str) -> Any:
 
 
 def _pretrained(kind: Any, weights: str, config: Any) -> nn.Module:
-    """The model with its weights, in float32, whatever they are stored in; nothing is unpickled."""
+    """Load a model with its weights converted to float32; nothing is unpickled."""
     logs = importlib.import_module("transformers.utils.logging")
     bars = logs.is_progress_bar_enabled()
     logs.disable_progress_bar()
@@ -141,7 +140,7 @@ def _for_training(config: Any) -> Any:
 
 
 def _class(library: Any, config: Any, file: str) -> Any:
-    """The class that the file names first, or the one with the usual head."""
+    """Return the class that the file names first, or the one with the usual head."""
     for name in config.architectures or ():
         cls = getattr(library, name, None)
         if cls is None:
@@ -158,7 +157,7 @@ def _class(library: Any, config: Any, file: str) -> Any:
 
 
 def _inputs(config: Any, kind: Any, file: str, sequence: int | None) -> Callable[[int], dict[str, Tensor]]:
-    """What makes a batch of n samples, by what the class calls its main input and by what it learns."""
+    """Return a function that makes a batch of n samples, chosen by the main input and the training task of the class."""
     name, takes = kind.__name__, getattr(kind, "main_input_name", "input_ids")
     if not name.endswith((*_NEXT_TOKEN, *_OUTPUT_TEXT, *_MASKED_TOKENS, *_CLASSES)):
         endings = ", ".join(f"...{ending}" for ending in (*_NEXT_TOKEN, *_OUTPUT_TEXT, *_MASKED_TOKENS, *_CLASSES))

@@ -1,6 +1,6 @@
-"""GoogLeNet (Szegedy et al. 2015): Inception modules, each of four branches. In: `pixels` BCHW. Out: logits BV.
+"""GoogLeNet (Szegedy et al. 2015): Inception modules, each of four branches. Input: `pixels` BCHW. Output: logits BV.
 
-Batch norm stands behind every convolution (Ioffe and Szegedy 2015); the two classifiers half-way are left out. The batch has `labels` B
+Batch norm follows every convolution (Ioffe and Szegedy 2015); the two auxiliary classifiers are left out. The batch has `labels` B
 as well.
 
 Shape letters: B batch, C channels, H and W image, V classes.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from weft.zoo import shared_layers
 from weft.zoo.resnet import ConvNorm
 
-# Szegedy et al. 2015, table 1: filters of 1x1; of the 1x1 before 3x3, and of 3x3; of the 1x1 before 5x5, and of 5x5; behind the pool.
+# Szegedy et al. 2015, table 1: filters of 1x1; of the 1x1 before 3x3, and of 3x3; of the 1x1 before 5x5, and of 5x5; after the pool.
 MODULES = (
     (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64),
     (192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64), (112, 144, 288, 32, 64, 64),
@@ -28,7 +28,7 @@ POOLED = (2, 7)  # modules before which the image is halved
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `modules`: the first so many of the published nine. `thinner`: every number of filters is divided by it."""
+    """Sizes. `modules`: the number used of the published nine. `thinner`: divisor of every number of filters."""
 
     modules: int = 9
     thinner: int = 1
@@ -41,7 +41,7 @@ class Config:
 
 
 class Module(nn.Module):
-    """Four branches of unlike work side by side: BCHW -> BCHW."""
+    """Four parallel branches, concatenated: BCHW -> BCHW."""
 
     def __init__(self, channels: int, filters: tuple[int, ...]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Module(nn.Module):
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Model(nn.Module):
         self.before = nn.Sequential(ConvNorm(few, few, 1), ConvNorm(few, channels, 3))
         layers = []
         for filters in MODULES[: config.modules]:
-            mine = tuple(max(1, n // config.thinner) for n in filters)
-            layers.append(Module(channels, mine))
-            channels = mine[0] + mine[2] + mine[4] + mine[5]
+            widths = tuple(max(1, n // config.thinner) for n in filters)
+            layers.append(Module(channels, widths))
+            channels = widths[0] + widths[2] + widths[4] + widths[5]
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(channels, config.classes)
 
@@ -91,7 +91,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random images and classes: `pixels` BCHW, `labels` B."""
+    """Return random images and classes: `pixels` BCHW, `labels` B."""
     return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 

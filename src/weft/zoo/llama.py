@@ -1,7 +1,7 @@
 """Llama 3 (Grattafiori et al. 2024): a decoder with RMS norms, rotary positions, grouped-query attention and SwiGLU.
 
-In: `input_ids` BS. Out: logits BSV. The batch has `labels` BS as well, each the *next* token (-100: not counted).
-Not modelled: the longer context of Llama 3.1 (its scaled rotary frequencies).
+Input: `input_ids` BS. Output: logits BSV. The batch has `labels` BS as well, each the *next* token (-100: ignored).
+Not supported: the longer context of Llama 3.1 (its scaled rotary frequencies).
 
 Shape letters: B batch, S sequence, D model, V vocabulary.
 """
@@ -53,8 +53,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV; `labels` are the loss's. `position_ids` BS, where given, begin at 0 with every document of a sample,
-    and tokens attend to those of their own."""
+    """Map `input_ids` BS to logits BSV; `labels` are read by the loss only. `position_ids` BS, if given, restart at 0 at every document of
+    a sample, and attention is masked to the same document."""
 
     cos: Tensor
     sin: Tensor
@@ -91,7 +91,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
     return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 

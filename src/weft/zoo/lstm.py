@@ -1,6 +1,6 @@
-"""A language model of LSTM layers (Zaremba et al. 2014). In: `input_ids` BS. Out: logits BSV.
+"""A language model of LSTM layers (Zaremba et al. 2014). Input: `input_ids` BS. Output: logits BSV.
 
-The batch has `labels` BS as well, each the *next* token. Not modelled: state carried from one batch to the next.
+The batch has `labels` BS as well, each the *next* token. Not supported: state carried from one batch to the next.
 
 Shape letters: B batch, S sequence, D model, V vocabulary.
 """
@@ -30,7 +30,7 @@ class Config:
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV; `labels` are the loss's."""
+    """Map `input_ids` BS to logits BSV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
     return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 

@@ -1,11 +1,11 @@
 """GShard's mixture of experts (Lepikhin et al. 2020) in a GPT: in every second block, each token goes to the best two experts.
 
-In: `input_ids` BS. Out: logits BSV and the weighted balance loss. The batch has `labels` BS as well, each the *next* token.
-With a `capacity` every expert has room for capacity x S / E tokens of each sample, and what comes later than that goes round it: shapes
-do not depend on data, and the work is that of the published models. With capacity 0 room is unlimited: every expert computes every token
-and a mask selects, which is E / top times the work.
+Input: `input_ids` BS. Output: logits BSV and the weighted balance loss. The batch has `labels` BS as well, each the *next* token.
+With a `capacity` factor every expert takes at most capacity x S / E tokens of each sample, and tokens over capacity are dropped: shapes do
+not depend on data, and the work is that of the published models. With capacity 0 there is no limit: every expert computes every token and
+a mask selects, which is E / top times the work.
 
-Shape letters: B batch, S sequence, N = B x S tokens, D model, E experts, C places of an expert, F feed-forward, V vocabulary.
+Shape letters: B batch, S sequence, N = B x S tokens, D model, E experts, C capacity of an expert, F feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from weft.zoo import shared_layers
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `inner` is the feed-forward width, 0 for 8 x hidden; `top` the experts of a token; `balance` weighs the balance loss.
+    """Sizes. `inner` is the feed-forward width, 0 for 8 x hidden; `top` the experts of a token; `balance` weights the balance loss.
 
-    `capacity`: tokens that an expert takes of a sample, against an even share of one expert a token; 0 for all that come.
+    `capacity`: the capacity factor, relative to an even share with one expert a token; 0 for no limit.
     """
 
     vocabulary: int = 32000
@@ -50,12 +50,12 @@ class Config:
 
     @property
     def places(self) -> int:
-        """Tokens of a sample that an expert has room for; 0 for all."""
+        """Maximum number of tokens of a sample that an expert takes; 0 for no limit."""
         return math.ceil(self.capacity * self.sequence / self.experts)
 
 
 class Experts(nn.Module):
-    """A gate and E feed-forward layers: BSD -> BSD, and how unevenly the tokens are spread (a scalar, 1 where evenly)."""
+    """A gate and E feed-forward layers: BSD -> BSD, and the load imbalance (a scalar, 1 when balanced)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -85,18 +85,18 @@ class Experts(nn.Module):
         return torch.bmm(F.gelu(torch.bmm(x_END, self.up)), self.down)
 
     def _dispatched(self, x_BSD: Tensor, weight_BSE: Tensor, which_BST: Tensor) -> Tensor:
-        """Tokens to their experts' places, through these, and back with their weights (Lepikhin et al. 2020, algorithm 1, section 3.1).
+        """Dispatch tokens to experts, apply these, and combine by gate weight (Lepikhin et al. 2020, algorithm 1, section 3.1).
 
-        First choices are served before second ones, earlier tokens before later; a sample is the group.
+        First choices are dispatched before second ones, earlier tokens before later; a sample is the group.
         """
         batch, _, hidden = x_BSD.shape
-        taken_B1E = torch.zeros_like(weight_BSE[:, :1])
+        used_B1E = torch.zeros_like(weight_BSE[:, :1])
         places_C = torch.arange(self.places, device=x_BSD.device)
         sent_BSEC = torch.zeros_like(weight_BSE).unsqueeze(-1) * places_C
         for choice in range(self.top):
             chosen_BSE = torch.zeros_like(weight_BSE).scatter(-1, which_BST[..., choice : choice + 1], 1.0)
-            place_BSE = torch.cumsum(chosen_BSE, dim=1) - chosen_BSE + taken_B1E
-            taken_B1E = taken_B1E + chosen_BSE.sum(1, keepdim=True)
+            place_BSE = torch.cumsum(chosen_BSE, dim=1) - chosen_BSE + used_B1E
+            used_B1E = used_B1E + chosen_BSE.sum(1, keepdim=True)
             sent_BSEC = sent_BSEC + chosen_BSE.unsqueeze(-1) * (place_BSE.unsqueeze(-1) == places_C).to(x_BSD.dtype)
         sent_BSX = sent_BSEC.flatten(2)  # X = E x C
         x_BXD = torch.bmm(sent_BSX.transpose(1, 2), x_BSD)
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`input_ids` BS -> logits BSV and the weighted balance loss (a scalar); `labels` are the loss's."""
+    """Map `input_ids` BS to logits BSV and the weighted balance loss (a scalar); `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Model(nn.Module):
 
 
 def _alpa(hidden: int, layers: int, experts: int) -> Config:
-    """Zheng et al. 2022 (Alpa), the table of GShard MoE models, with GShard's room for two experts a token."""
+    """Return a size of the table of GShard MoE models of Zheng et al. 2022 (Alpa), with GShard's capacity for two experts a token."""
     return Config(hidden=hidden, layers=layers, experts=experts, capacity=2.0)
 
 
@@ -176,7 +176,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
     return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 

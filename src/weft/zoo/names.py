@@ -1,4 +1,4 @@
-"""The zoo by name: every family's module, and every size's. In: a name with arguments. Out: its module and configuration.
+"""Find a zoo model by name: a family or a published size, with arguments that change its configuration.
 
 `gpt-39b`; `gpt:layers=12,hidden=768` (a family's defaults with some changed); `gpt-39b:layers=4` (a size with some changed).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,50 +33,44 @@ from weft.zoo import (
 )
 
 
-class Family(Protocol):
-    """What every model file has."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The contents of a model file: `example_batch(config, batch_size, seed=0)` is deterministic, `loss(output, batch)` a scalar."""
 
-    @property
-    def Config(self) -> Callable[..., Any]: ...
-
-    @property
-    def Model(self) -> Callable[[Any], nn.Module]: ...
-
-    @property
-    def SIZES(self) -> dict[str, Any]: ...
-
-    def example_batch(self, config: Any, batch_size: int, seed: int = 0) -> dict[str, Tensor]: ...
-
-    def loss(self, output: Any, batch: dict[str, Tensor]) -> Tensor: ...
+    Config: Callable[..., Any]
+    Model: Callable[[Any], nn.Module]
+    SIZES: dict[str, Any]
+    example_batch: Callable[..., dict[str, Tensor]]
+    loss: Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt": cast(Family, gpt),
-    "llama": cast(Family, llama),
-    "bert": cast(Family, bert),
-    "t5": cast(Family, t5),
-    "vit": cast(Family, vit),
-    "moe": cast(Family, moe),
-    "lstm": cast(Family, lstm),
-    "resnet": cast(Family, resnet),
-    "wide-resnet": cast(Family, wide_resnet),
-    "resnet-v2": cast(Family, resnet_v2),
-    "unet": cast(Family, unet),
-    "inception": cast(Family, inception),
-    "amoebanet-d": cast(Family, amoebanet),
-    "unet3d": cast(Family, unet3d),
-    "convlstm": cast(Family, convlstm),
-    "dlrm": cast(Family, dlrm),
+    "gpt": Family(gpt.Config, gpt.Model, gpt.SIZES, gpt.example_batch, gpt.loss),
+    "llama": Family(llama.Config, llama.Model, llama.SIZES, llama.example_batch, llama.loss),
+    "bert": Family(bert.Config, bert.Model, bert.SIZES, bert.example_batch, bert.loss),
+    "t5": Family(t5.Config, t5.Model, t5.SIZES, t5.example_batch, t5.loss),
+    "vit": Family(vit.Config, vit.Model, vit.SIZES, vit.example_batch, vit.loss),
+    "moe": Family(moe.Config, moe.Model, moe.SIZES, moe.example_batch, moe.loss),
+    "lstm": Family(lstm.Config, lstm.Model, lstm.SIZES, lstm.example_batch, lstm.loss),
+    "resnet": Family(resnet.Config, resnet.Model, resnet.SIZES, resnet.example_batch, resnet.loss),
+    "wide-resnet": Family(wide_resnet.Config, resnet.Model, wide_resnet.SIZES, resnet.example_batch, resnet.loss),
+    "resnet-v2": Family(resnet_v2.Config, resnet_v2.Model, resnet_v2.SIZES, resnet.example_batch, resnet.loss),
+    "unet": Family(unet.Config, unet.Model, unet.SIZES, unet.example_batch, unet.loss),
+    "inception": Family(inception.Config, inception.Model, inception.SIZES, inception.example_batch, inception.loss),
+    "amoebanet-d": Family(amoebanet.Config, amoebanet.Model, amoebanet.SIZES, amoebanet.example_batch, amoebanet.loss),
+    "unet3d": Family(unet3d.Config, unet3d.Model, unet3d.SIZES, unet3d.example_batch, unet3d.loss),
+    "convlstm": Family(convlstm.Config, convlstm.Model, convlstm.SIZES, convlstm.example_batch, convlstm.loss),
+    "dlrm": Family(dlrm.Config, dlrm.Model, dlrm.SIZES, dlrm.example_batch, dlrm.loss),
 }
 
 
 def sizes() -> dict[str, tuple[Family, Any]]:
-    """Every size by name, with the family that builds it."""
+    """Return every published size by name, with the family that builds it."""
     return {name: (family, config) for family in FAMILIES.values() for name, config in family.SIZES.items()}
 
 
 def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
-    """The family and configuration that a zoo name means; `sequence` replaces the configuration's.
+    """Return the family and configuration of a zoo name; `sequence` replaces the configuration's.
 
     Raises:
         ModelError: an unknown name, argument or value, with the nearest known one; a sequence for a model that has none.
@@ -101,7 +95,7 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
 
 
 def nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str:
-    """The end of a message: `; did you mean a or b?`, or where none is near the `fallback`, by default all known words."""
+    """Return the end of an error message: `; did you mean a or b?`, or without a close match `fallback` (default: all known words)."""
     words = sorted(words)
     close = difflib.get_close_matches(word, words, n=3, cutoff=0.6)
     if close:

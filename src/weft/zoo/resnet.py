@@ -1,6 +1,6 @@
-"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution; ResNeXt (Xie et al. 2017). In: `pixels` BCHW. Out: logits BV.
+"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution; ResNeXt (Xie et al. 2017).
 
-The batch has `labels` B as well.
+Input: `pixels` BCHW. Output: logits BV. The batch has `labels` B as well.
 
 Shape letters: B batch, C channels, H and W image, V classes.
 """
@@ -18,7 +18,7 @@ from weft.zoo import shared_layers
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `blocks` of each of the stages; `base` channels in the first; `width` widens the 3x3 convolution of a bottleneck,
+    """Sizes. `blocks` of each stage; `base` channels in the first; `width` widens the 3x3 convolution of a bottleneck,
     `groups` divides it."""
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -39,7 +39,7 @@ class Config:
 
 
 class ConvNorm(nn.Module):
-    """Convolution without bias and batch norm; `relu` after it or not. BCHW -> BCHW, the image smaller by `stride`."""
+    """Convolution without bias and batch norm; then ReLU if `relu`. BCHW -> BCHW, the image downsampled by `stride`."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int = 1, relu: bool = True, groups: int = 1) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class ConvNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Convolutions and a way round them, projected where shapes differ: BCHW -> BCHW."""
+    """Convolutions and a shortcut, projected where shapes differ: BCHW -> BCHW."""
 
     def __init__(self, config: Config, channels: int, inner: int, stride: int) -> None:
         super().__init__()
         out = inner * (4 if config.bottleneck else 1)
         if config.bottleneck:
-            into = inner * config.width if config.groups > 1 else inner  # groups are as wide as what they read
+            into = inner * config.width if config.groups > 1 else inner  # a grouped convolution has as many input as output channels
             convs = [
                 ConvNorm(channels, into, 1),
                 ConvNorm(into, inner * config.width, 3, stride, groups=config.groups),
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random images and classes: `pixels` BCHW, `labels` B."""
+    """Return random images and classes: `pixels` BCHW, `labels` B."""
     return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 

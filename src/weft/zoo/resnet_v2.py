@@ -1,6 +1,6 @@
 """ResNet with norms and activations before the convolutions (He et al. 2016), as deep as in HyPar-Flow and GEMS.
 
-In: `pixels` BCHW. Out: logits BV. The batch has `labels` B as well. Depth is 3 stages x 3 convolutions x `blocks`, and two layers more.
+Input: `pixels` BCHW. Output: logits BV. The batch has `labels` B as well. Depth is 3 stages x 3 convolutions x `blocks`, plus two layers.
 
 Shape letters: B batch, C channels, H and W image, V classes.
 """
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.zoo import shared_layers
-from weft.zoo.resnet import example_batch, loss
-
-__all__ = ["SIZES", "Config", "Model", "example_batch", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class Config:
 
 
 class NormConv(nn.Module):
-    """Batch norm, ReLU, convolution without bias: BCHW -> BCHW, the image smaller by `stride`."""
+    """Batch norm, ReLU, convolution without bias: BCHW -> BCHW, the image downsampled by `stride`."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
@@ -52,7 +49,7 @@ def _conv(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class Block(nn.Module):
-    """A bottleneck and a way round it, projected where shapes differ: BCHW -> BCHW."""
+    """A bottleneck and a shortcut, projected where shapes differ: BCHW -> BCHW."""
 
     def __init__(self, channels: int, inner: int, out: int, stride: int) -> None:
         super().__init__()
@@ -65,7 +62,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""MODEL, as users write it, to what can be built: a zoo name, `path/file.py:factory`, or `hf:config.json`.
+"""Resolve MODEL, as users write it: a zoo name, `path/file.py:factory`, or `hf:config.json`.
 
-In: the text. Out: `Resolved`: how to make the module, its example batches, its loss. Nothing is allocated before `make` is called.
-Nothing is downloaded but for `hf:` names of the hub.
+The result says how to make the module, its example batches and its loss. Nothing is allocated before `make` is called, and only `hf:` names
+of the hub are downloaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Resolved", "resolve"]
 
 
 def resolve(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
-    """What MODEL names. `batch` is the default batch size, `sequence` the tokens of a sample where the model has a choice.
+    """Resolve a MODEL text. `batch` is the default batch size, `sequence` the number of tokens of a sample where the model has a choice.
 
     Raises:
         UsageError: `batch` or `sequence` below 1.
-        ModelError: an unknown name, a file that is missing or raises, a configuration that means no model; with the nearest known
+        ModelError: an unknown name, a file that is missing or raises, a configuration without a known model; with the nearest known
             names and the remedy.
 
     >>> resolve("gpt-tiny", batch=2).example()["input_ids"].shape

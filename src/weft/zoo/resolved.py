@@ -1,4 +1,4 @@
-"""What MODEL names, ready to be built. In: nothing. Out: `Resolved`, the type that every way of naming a model ends in."""
+"""The type that every way of naming a model resolves to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Resolved:
 
     `batch(n)` is an example batch of n samples on the CPU, the same at every call; a dict is the module's keyword arguments, a
     tuple its positional ones. `loss(output, batch)` is a scalar; without it the output is the scalar loss or has `.loss`.
-    `classes`: how many it tells apart, where that is known.
-    `form(n)` is a batch of the same shapes whose values nobody may ask for, to be called under a fake mode; by default `batch` is.
+    `classes`: the number of classes, where known.
+    `form(n)` is a batch of the same shapes with undefined values, to be called under a fake mode; by default `batch` is called there.
     """
 
     name: str
@@ -31,5 +31,5 @@ class Resolved:
     classes: int | None = None
 
     def example(self) -> Any:
-        """The batch of the default size."""
+        """Return the example batch of the default size."""
         return self.batch(self.default_batch)

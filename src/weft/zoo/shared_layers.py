@@ -1,6 +1,6 @@
-"""Layers that several models of the zoo share: attention with separate q, k, v, feed-forward layers, positions, initial values.
+"""Layers shared by models of the zoo: attention with separate q, k, v, feed-forward layers, rotary positions, initialisation.
 
-In: activations. Out: activations of the same shape. Not modelled: caches for generation.
+Layers map activations to activations of the same shape. There are no key-value caches for generation.
 
 Shape letters: B batch, S sequence (queries), T keys' sequence, D model, H heads, G key-value heads, K size of a head, F feed-forward.
 """
@@ -20,9 +20,9 @@ from weft.errors import ModelError
 class Attention(nn.Module):
     """Multi-head attention: BSD (and BTD to attend to, by default the same) -> BSD.
 
-    `q`, `k`, `v` are separate, with the heads outermost in their outputs, so that heads can be cut. With `kv_heads` < `heads`, groups
+    `q`, `k`, `v` are separate, with the heads outermost in their outputs, so that heads can be sharded. With `kv_heads` < `heads`, groups
     of query heads share keys and values (Ainslie et al. 2023). `rotary` is cos_SK and sin_SK, or B1SK; `bias` is added to the scores
-    (HST), or says what is seen (B1ST).
+    (HST), or a boolean mask (B1ST).
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Attention(nn.Module):
         k_BGTK = self.k(memory_BTD).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
         v_BGTK = self.v(memory_BTD).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
         if rotary is not None:
-            q_BHSK, k_BGTK = rotate(q_BHSK, *rotary), rotate(k_BGTK, *rotary)
+            cos_SK, sin_SK = rotary
+            q_BHSK, k_BGTK = rotate(q_BHSK, cos_SK, sin_SK), rotate(k_BGTK, cos_SK, sin_SK)
         mixed_BHSK = F.scaled_dot_product_attention(
             q_BHSK, k_BGTK, v_BGTK, attn_mask=bias, dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal and bias is None, scale=self.scale, enable_gqa=self.kv_heads != self.heads,
@@ -82,24 +83,24 @@ class GatedFeedForward(nn.Module):
 
 
 def rotary_tables(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos_SK and sin_SK of rotary positions (Su et al. 2021, eq. 34), the two halves of K rotated together."""
+    """Return cos_SK and sin_SK of rotary positions (Su et al. 2021, eq. 34), for the half-split layout of K."""
     frequency_K = theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     angle_SK = torch.outer(torch.arange(sequence).double(), frequency_K).repeat(1, 2)
     return angle_SK.cos().to(torch.get_default_dtype()), angle_SK.sin().to(torch.get_default_dtype())
 
 
 def at_positions(tables: tuple[Tensor, Tensor], sequence: int, positions_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first `sequence` rows of rotary tables, or those at the positions of every sample, B1SK."""
+    """Return the first `sequence` rows of rotary tables, or the rows at the positions of every sample, B1SK."""
     cos, sin = tables
     return (cos[:sequence], sin[:sequence]) if positions_BS is None else (cos[positions_BS].unsqueeze(1), sin[positions_BS].unsqueeze(1))
 
 
 def document_mask(positions_BS: Tensor) -> Tensor:
-    """Whether a token (S) may see another (T), B1ST: those of its own document up to itself. A document begins where a position is 0."""
+    """Return the causal mask within documents, B1ST: True where token S attends to token T. A document begins where a position is 0."""
     document_BS = (positions_BS == 0).cumsum(1)
     place_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
-    seen_BST = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)) & (place_S.unsqueeze(1) >= place_S)
-    return seen_BST.unsqueeze(1)
+    visible_BST = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)) & (place_S.unsqueeze(1) >= place_S)
+    return visible_BST.unsqueeze(1)
 
 
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
 
 
 def initialise(module: nn.Module, std: float = 0.02) -> None:
-    """Weights of linear layers and embeddings from N(0, std), their biases 0. Norms keep torch's own 1 and 0."""
+    """Draw weights of linear layers and embeddings from N(0, std), biases 0. Norms keep torch's own 1 and 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=std)
@@ -118,7 +119,7 @@ def initialise(module: nn.Module, std: float = 0.02) -> None:
 
 
 def initialise_residual(module: nn.Module, layers: int, std: float = 0.02) -> None:
-    """Projections back into the residual stream from N(0, std / sqrt(2 layers)): its variance does not grow with depth.
+    """Draw projections into the residual stream from N(0, std / sqrt(2 layers)): its variance does not grow with depth.
 
     Radford et al. 2019, section 2.3.
     """
@@ -133,16 +134,16 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def random_tokens(size: tuple[int, int], vocabulary: int, seed: int) -> Tensor:
-    """Token numbers, int64, whose frequencies fall as in text (small numbers are frequent), so that there is something to learn."""
+    """Return token ids, int64, with a skewed distribution (small ids are frequent), so that there is something to learn."""
     uniform = torch.rand(size, generator=torch.Generator().manual_seed(seed))
     return (uniform * uniform * vocabulary).long().clamp_(max=vocabulary - 1)
 
 
 def check_sizes(config: Any, may_be_zero: tuple[str, ...] = ()) -> None:
-    """Refuse counts below 1 (below 0 where they `may_be_zero`), and shares outside of their range. Raises ModelError."""
+    """Refuse counts below 1 (below 0 for fields of `may_be_zero`), and dropout outside of [0, 1). Raises ModelError."""
     for field in fields(config):
         value = getattr(config, field.name)
-        least = 0 if field.name in may_be_zero else 1
+        minimum = 0 if field.name in may_be_zero else 1
         if isinstance(value, bool | str):
             continue
         if field.name == "dropout":
@@ -151,8 +152,8 @@ def check_sizes(config: Any, may_be_zero: tuple[str, ...] = ()) -> None:
         elif isinstance(value, float):
             if value < 0:
                 raise ModelError(f"{field.name} = {value} must not be negative")
-        elif any(count < least for count in (value if isinstance(value, tuple) else (value,))):
-            raise ModelError(f"{field.name} = {value} must be at least {least}")
+        elif any(count < minimum for count in (value if isinstance(value, tuple) else (value,))):
+            raise ModelError(f"{field.name} = {value} must be at least {minimum}")
 
 
 def check_heads(hidden: int, heads: int) -> None:
@@ -162,24 +163,24 @@ def check_heads(hidden: int, heads: int) -> None:
 
 
 def random_classes(size: int, num_classes: int, seed: int) -> Tensor:
-    """A class for every sample, int64 of shape [size]."""
+    """Return a random class for every sample, int64 of shape [size]."""
     return torch.randint(num_classes, (size,), generator=torch.Generator().manual_seed(seed))
 
 
 def some_labels(ids_BS: Tensor, seed: int, share: float = 0.15) -> Tensor:
-    """The ids at `share` of the places (Devlin et al. 2018: 15 %), -100 at the others; at least one a sample counts."""
+    """Return the ids at a `share` of random positions (Devlin et al. 2018: 15 %), -100 elsewhere; at least one label a sample."""
     uniform = torch.rand(ids_BS.shape, generator=torch.Generator().manual_seed(seed))
     chosen = uniform <= uniform.kthvalue(max(1, round(share * ids_BS.shape[1])), dim=1, keepdim=True).values
     return ids_BS.masked_fill(~chosen, -100)
 
 
 def random_text(vocabulary: int, sequence: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
     tokens = random_tokens((batch_size, sequence + 1), vocabulary, seed)
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 def random_images(size: tuple[int, int, int, int], classes: int, seed: int) -> dict[str, Tensor]:
-    """Pixels of mean 0 and variance 1, and a class for every image: `pixels` of shape `size`, `labels` B."""
+    """Return pixels of mean 0 and variance 1, and a class for every image: `pixels` of shape `size`, `labels` B."""
     pixels = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     return {"pixels": pixels, "labels": random_classes(size[0], classes, seed + 1)}

@@ -1,7 +1,7 @@
 """T5 1.0 (Raffel et al. 2019): an encoder and a decoder, RMS norms, relative position biases, embeddings shared by all three.
 
-In: `input_ids` BS and `decoder_input_ids` BT. Out: logits BTV. The batch has `labels` BT as well (-100: not counted).
-Not modelled: padding. As published, attention scores are not scaled, and no linear layer has a bias.
+Input: `input_ids` BS and `decoder_input_ids` BT. Output: logits BTV. The batch has `labels` BT as well (-100: ignored).
+Not supported: padding. As published, attention scores are not scaled, and no linear layer has a bias.
 
 Shape letters: B batch, S input sequence, T output sequence, D model, H heads, K size of a head, F feed-forward, V vocabulary.
 """
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from weft.zoo import shared_layers
 
-BUCKETS, FARTHEST = 32, 128  # relative positions share a bias by bucket; those beyond FARTHEST share the last
+BUCKETS, FARTHEST = 32, 128  # relative positions share a bias by bucket; those at FARTHEST or beyond share the last
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `layers` counts those of the encoder, and again those of the decoder; both sequences have `sequence` tokens."""
+    """Sizes. `layers` of the encoder, and as many of the decoder; both sequences have `sequence` tokens."""
 
     vocabulary: int = 32128
     sequence: int = 512
@@ -38,9 +38,9 @@ class Config:
 
 
 def bucket(offset: int, both_ways: bool) -> int:
-    """Which bias serves a key `offset` tokens after its query: exact near by, logarithmic further away (appendix of the paper's code).
+    """Return the bucket of a key `offset` tokens after its query: exact for small distances, then logarithmic (the paper's code).
 
-    Half the buckets are for keys after the query where it sees `both_ways`; otherwise these all share bucket 0.
+    With `both_ways` (bidirectional attention) half the buckets are for keys after the query; otherwise these all share bucket 0.
     """
     count, first = (BUCKETS // 2, BUCKETS // 2 if offset > 0 else 0) if both_ways else (BUCKETS, 0)
     distance = abs(offset) if both_ways else max(-offset, 0)
@@ -52,7 +52,7 @@ def bucket(offset: int, both_ways: bool) -> int:
 
 
 class RelativeBias(nn.Module):
-    """Biases of a stack's attention scores, HST, the same in all its layers; a decoder's hide what comes later."""
+    """Biases of a stack's attention scores, HST, shared by all its layers; a decoder's are causally masked."""
 
     buckets: Tensor
     later: Tensor
@@ -131,7 +131,7 @@ class Stack(nn.Module):
 
 
 class Model(nn.Module):
-    """`input_ids` BS and `decoder_input_ids` BT -> logits BTV; `labels` are the loss's."""
+    """Map `input_ids` BS and `decoder_input_ids` BT to logits BTV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Model(nn.Module):
         self.head.weight = self.tokens.weight
 
     def _initialise(self) -> None:
-        """Standard deviations that make up for the missing scale of the attention scores (as the published code has them)."""
+        """Initialise with standard deviations that make up for the missing scale of the attention scores (as in the published code)."""
         hidden, inner = self.config.hidden, self.config.inner
         attention = self.config.heads * self.config.head_dim
         std_of = {
@@ -182,7 +182,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random tokens: `input_ids` BS, `labels` BT, and `decoder_input_ids` BT, the labels one later, after token 0."""
+    """Return random tokens: `input_ids` BS, `labels` BT, and `decoder_input_ids` BT (the labels shifted right, after token 0)."""
     labels_BT = shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed + 1)
     return {
         "input_ids": shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed),

@@ -1,4 +1,4 @@
-"""U-Net (Ronneberger et al. 2015) for segmentation, with padded convolutions and batch norm. In: `pixels` BCHW. Out: logits BVHW.
+"""U-Net (Ronneberger et al. 2015) for segmentation, with padded convolutions and batch norm. Input: `pixels` BCHW. Output: logits BVHW.
 
 The batch has `labels` BHW as well: the class of every pixel.
 
@@ -39,7 +39,7 @@ def _pair(channels: int, out: int) -> nn.Sequential:
 
 
 class Up(nn.Module):
-    """Double the image, put the skipped one beside it, convolve: BCHW and its half-sized twice-as-deep -> BCHW."""
+    """Upsample by 2, concatenate the skip connection, convolve: half-sized B(2C)HW and the skip BCHW -> BCHW."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Up(nn.Module):
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BVHW; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BVHW; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random images, and classes that go with their brightness: `pixels` BCHW, `labels` BHW."""
+    """Return random images, and classes that follow their brightness: `pixels` BCHW, `labels` BHW."""
     batch = shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
     rank_BHW = batch["pixels"].mean(1).sigmoid()
     return {"pixels": batch["pixels"], "labels": (rank_BHW * config.classes).long().clamp_(max=config.classes - 1)}

@@ -1,6 +1,6 @@
-"""3D U-Net (Çiçek et al. 2016) for segmentation of volumes, with padded convolutions. In: `voxels` BCZHW. Out: logits BVZHW.
+"""3D U-Net (Çiçek et al. 2016) for segmentation of volumes, with padded convolutions. Input: `voxels` BCZHW. Output: logits BVZHW.
 
-Norms have no parameters and convolutions have biases, as the authors' framework has them. The batch has `labels` BZHW as well: the class
+Norms have no parameters and convolutions have biases, as in the authors' framework. The batch has `labels` BZHW as well: the class
 of every voxel.
 
 Shape letters: B batch, C channels, Z, H and W volume, V classes.
@@ -38,13 +38,13 @@ class Config:
 
 def _pair(channels: int, inner: int, out: int) -> nn.Sequential:
     parts: list[nn.Module] = []
-    for before, behind in ((channels, inner), (inner, out)):
-        parts += [nn.Conv3d(before, behind, 3, padding=1), nn.BatchNorm3d(behind, affine=False), nn.ReLU()]
+    for in_channels, out_channels in ((channels, inner), (inner, out)):
+        parts += [nn.Conv3d(in_channels, out_channels, 3, padding=1), nn.BatchNorm3d(out_channels, affine=False), nn.ReLU()]
     return nn.Sequential(*parts)
 
 
 class Up(nn.Module):
-    """Double the volume, put the skipped one beside it, convolve."""
+    """Upsample by 2, concatenate the skip connection, convolve."""
 
     def __init__(self, channels: int, skipped: int) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Up(nn.Module):
 
 
 class Model(nn.Module):
-    """`voxels` BCZHW -> logits BVZHW; `labels` are the loss's."""
+    """Map `voxels` BCZHW to logits BVZHW; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         widths = [2 * config.base * 2**level for level in range(config.depth + 1)]
         pairs = [(config.colours, config.base, widths[0]), *((c, c, 2 * c) for c in widths[:-1])]
-        *down, bottom = (_pair(*sizes) for sizes in pairs)
+        *down, bottom = (_pair(channels, inner, out) for channels, inner, out in pairs)
         self.down, self.bottom = nn.ModuleList(down), bottom
         self.up = nn.ModuleList(Up(2 * width, width) for width in reversed(widths[:-1]))
         self.head = nn.Conv3d(widths[0], config.classes, 1)
@@ -89,7 +89,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random volumes, and classes that go with their brightness: `voxels` BCZHW, `labels` BZHW."""
+    """Return random volumes, and classes that follow their brightness: `voxels` BCZHW, `labels` BZHW."""
     draw = torch.Generator().manual_seed(seed)
     voxels = torch.randn((batch_size, config.colours, config.planes, config.image, config.image), generator=draw)
     classes = (voxels.mean(1).sigmoid() * config.classes).long().clamp_(max=config.classes - 1)

@@ -1,6 +1,6 @@
 """ViT (Dosovitskiy et al. 2020): patches of an image as tokens, an encoder of pre-norm blocks, a head on the class token.
 
-In: `pixels` BCHW. Out: logits BV. The batch has `labels` B as well.
+Input: `pixels` BCHW. Output: logits BV. The batch has `labels` B as well.
 
 Shape letters: B batch, C colours, H and W image, P patches and one class token, D model, V classes.
 """
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+    """Map `pixels` BCHW to logits BV; `labels` are read by the loss only."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ SIZES = {
 
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random images and classes: `pixels` BCHW, `labels` B."""
+    """Return random images and classes: `pixels` BCHW, `labels` B."""
     return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 

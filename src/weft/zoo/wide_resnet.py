@@ -1,6 +1,6 @@
 """Wide ResNet (Zagoruyko & Komodakis 2016) as Alpa trains it: a ResNet with more channels and a wider 3x3 convolution.
 
-In: `pixels` BCHW. Out: logits BV. The batch has `labels` B as well.
+Input: `pixels` BCHW. Output: logits BV. The batch has `labels` B as well.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 from weft.zoo import resnet
-from weft.zoo.resnet import Model, example_batch, loss
-
-__all__ = ["SIZES", "Config", "Model", "example_batch", "loss"]
 
 Config = partial(resnet.Config, base=160, width=2)
 _DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 def _alpa(depth: int, base: int, width: int) -> resnet.Config:
-    """Zheng et al. 2022 (Alpa), the table of Wide-ResNet models: depth, channels of the first stage, width factor."""
+    """Return a size of the table of Wide-ResNet models of Zheng et al. 2022 (Alpa): depth, channels of the first stage, width factor."""
     return resnet.Config(blocks=_DEPTHS[depth], base=base, width=width)
 
 

@@ -1,8 +1,7 @@
-"""Functions with a backward of the user's own (`torch.autograd.Function`), as operators of a captured graph.
+"""User-defined `torch.autograd.Function`s as operators of a captured graph: sharding rule, cost, and the call itself.
 
-In: a call that a trace recorded, and what its tensors are. Out: a `Function`: how it can be cut, what it costs, and how it is called.
-Its own `apply` runs on every rank, on that rank's tensors, so that its gradients are the user's, whatever its forward would suggest.
-Not modelled: functions that write what they are given, read tensors that are no arguments, or ask for values: refused by name.
+The function's own `apply` runs on every rank, on that rank's shards, so that gradients are those of the user's backward. Refused by name:
+functions that write their inputs, read tensors that are no arguments, or depend on values.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Specs = tuple[Tensor, ...]
 
 
 def function_of(call: Call, specs: Specs, cache: dict[tuple[Call, Specs], tuple[Function, Joint]]) -> tuple[Function, Joint]:
-    """What a call on tensors like `specs` is, and what it does. `cache`: those of one capture, in which equal calls are followed once.
+    """Return the `Function` of a call on tensors like `specs`, and its joint graph. `cache`: results for equal calls of one capture.
 
     Raises:
-        ModelError: the function does what no graph of operators holds, by name.
+        ModelError: the function does something that a graph of operators does not represent; the message names it.
     """
     if (call, specs) not in cache:
         cache[call, specs] = _function_of(call, specs)
@@ -39,10 +38,10 @@ def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
     learns = tuple(t.is_float or t.dtype.startswith("complex") for t in specs)
     traced = joint(call, specs, learns)
     reached = tuple(gradient is not None for gradient in traced.gradients)
-    if reached != learns:  # those it has no gradient for are not asked for one
+    if reached != learns:  # inputs that get no gradient must not require one
         learns, traced = reached, joint(call, specs, reached)
     if traced.operators != joint(call, specs, learns).operators:
-        raise refusal(call, "computes otherwise when it is called again; what it computes may follow from its arguments alone")
+        raise refusal(call, "computes something else when it is called again; its result must depend on its arguments alone")
     full = _ways(call, specs, learns)
 
     def cut(places: Places, n: int) -> list[tuple[Joint, Joint]]:
@@ -53,37 +52,37 @@ def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
 
 
 def check_cut(function: Function, specs: Specs, cuts: Sequence[tuple[str, int, Mapping[int, int]]], site: str) -> None:
-    """Raise LayoutError where a function does not compute, on the pieces that one rank will have, what it computes of the whole.
+    """Raise LayoutError if a function on the shards of one rank does not compute shards of its result on global tensors.
 
-    `cuts`: one axis after the other, (axis, parts, [number of a tensor] -> dimension that is cut). The rule was tried with few sizes; code
-    may take another way at others.
+    `shardings`: for each axis in turn, (axis, number of shards, [number of a tensor] -> sharded dimension). The rule was inferred at few
+    sizes; code may branch on others.
     """
-    call, at = call_of(function), [specs]
+    call, specs_by_axis = call_of(function), [specs]
     for _, n, places in cuts:
-        at.append(_pieces(at[-1], places, n))
-    for (axis, n, places), (before, after) in zip(cuts, pairwise(at), strict=True):
+        specs_by_axis.append(_pieces(specs_by_axis[-1], places, n))
+    for (axis, n, places), (before, after) in zip(cuts, pairwise(specs_by_axis), strict=True):
         pairs = _pairs(call, _ways(call, before, function.learns), after, function.learns)
         if not pairs or any(follow(a, b, places, n) is None for a, b in pairs):
             shapes = ", ".join(str(list(t.shape)) for t in after)
             raise LayoutError(
-                f"{site} computes otherwise on pieces of {shapes}, as {axis}={n} would have them, than on the whole; use fewer ranks there"
+                f"{site} computes something else on shards of {shapes}, as under {axis}={n}, than on global tensors; use fewer ranks there"
             )
 
 
 def call_of(function: Function) -> Call:
-    """The call as it was recorded."""
+    """Return the call as it was recorded."""
     return Call(function.cls, function.arguments, function.keywords, function.key)
 
 
 def _ways(call: Call, specs: Specs, learns: tuple[bool, ...]) -> list[Joint]:
-    """How it runs with a gradient for all of its outputs, and for each alone, where there are several: the others may be read by nobody."""
+    """Return the joint graphs with gradients for all outputs, and for each single one if there are several: others may be unused."""
     traced = joint(call, specs, learns)
     seeded = [i for i, seed in enumerate(traced.seeds) if seed is not None]
     return [traced, *(joint(call, specs, learns, i) for i in seeded if len(seeded) > 1)]
 
 
 def _pairs(call: Call, full: Sequence[Joint], pieces: Specs, learns: tuple[bool, ...]) -> list[tuple[Joint, Joint]]:
-    """The same on pieces, beside each; nothing where it does not run on such pieces."""
+    """Pair each joint graph with its trace on shards; empty if the function fails on such shards."""
     try:
         cut = _ways(call, pieces, learns)
     except ModelError:
@@ -92,22 +91,22 @@ def _pairs(call: Call, full: Sequence[Joint], pieces: Specs, learns: tuple[bool,
 
 
 def _pieces(specs: Specs, places: Places, n: int) -> Specs:
-    def piece(i: int, t: Tensor) -> Tensor:
+    def shard(i: int, t: Tensor) -> Tensor:
         if i not in places:
             return t
         return Tensor(tuple(size // n if d == places[i] else size for d, size in enumerate(t.shape)), t.dtype)
 
-    return tuple(piece(i, t) for i, t in enumerate(specs))
+    return tuple(shard(i, t) for i, t in enumerate(specs))
 
 
 def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, rule: Rule) -> Function:
     name = call.cls.__name__
     function = Function(name, call.cls, call.arguments, call.keywords, call.key, learns, rule)
     outs = [traced.tensors[v] for v in traced.outputs]
-    moved = float(sum(t.size_bytes for t in (*specs, *outs)))
+    io_bytes = float(sum(t.size_bytes for t in (*specs, *outs)))
 
     if traced.operators is None:
-        return replace(function, bytes=moved, backward_bytes=moved, keeps=tuple(range(len(specs))))
+        return replace(function, bytes=io_bytes, backward_bytes=io_bytes, keeps=tuple(range(len(specs))))
     tensors = dict(traced.tensors)
     forward, backward = traced.operators[: traced.num_forward], traced.operators[traced.num_forward :]
     flops = [sum(operator_flops(op, tensors) for op in part) for part in (forward, backward)]
@@ -115,8 +114,8 @@ def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, r
     root: dict[str, str] = {}
     for op in traced.operators:
         root.update((v, root.get(op.inputs[0], op.inputs[0])) for v in op.outputs if kind_of(op) == "view" and op.inputs)
-    early = {*traced.inputs, *(v for op in forward for v in op.outputs)}
-    saved = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in early)
+    forward_values = {*traced.inputs, *(v for op in forward for v in op.outputs)}
+    saved = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in forward_values)
     numbers = {root.get(v, v): i for i, v in reversed(list(enumerate((*traced.inputs, *traced.outputs))))}
     return replace(
         function,
@@ -133,13 +132,13 @@ def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], traced: Joint, r
 
 
 def _working_bytes(traced: Joint, backward: Sequence[Operator], root: Mapping[str, str]) -> float:
-    """The most bytes that lie there while backward runs beside the gradients that it is given and makes, each freed after its last use."""
+    """Peak bytes of backward's temporaries, each freed after its last use; gradients of inputs and outputs are not counted."""
     ends = {root.get(v, v) for v in (*traced.seeds, *traced.gradients) if v is not None}
     sizes = {root.get(v, v): traced.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
     last = {root.get(v, v): i for i, op in enumerate(backward) for v in (*op.outputs, *op.inputs)}
-    here = most = 0.0
+    live = peak = 0.0
     for i, op in enumerate(backward):
-        here += sum(sizes.get(v, 0) for v in op.outputs)
-        most = max(most, here)
-        here -= sum(size for v, size in sizes.items() if last[v] == i)
-    return most
+        live += sum(sizes.get(v, 0) for v in op.outputs)
+        peak = max(peak, live)
+        live -= sum(size for v, size in sizes.items() if last[v] == i)
+    return peak

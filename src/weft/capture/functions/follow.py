@@ -1,13 +1,13 @@
-"""The factor rule of a user's own function, followed through its forward and its backward.
+"""Infer the factor (sharding) rule of a user's autograd.Function by propagating placements through its forward and backward.
 
-In: the function's operators on whole tensors, and on pieces of them. Out: which dimensions can be cut so that the same code, run on every
-rank's pieces alone, makes pieces (or summands) of what it makes of the whole, gradients included.
+The joint graphs on global tensors and on shards are compared. A dimension can be sharded if the same code, run on each rank's shards
+alone, computes shards (or partial sums) of the global results, gradients included.
 
-Nothing is guessed: a dimension is cut only where the same operators come out on the pieces as on the whole, one by one, with the same
-constants, and each of them hands on, by its own factor rule, pieces, summands or what is whole. So a size that the code reads as a number
-is seen, as a constant that differs; where it only scales what passes (a mean, a division by the number of rows) that is followed, too.
+Nothing is guessed: the operators on shards must equal those on global tensors one by one, with equal constants, and each must preserve
+placements (shard, partial, replicated) by its own factor rule. So a size that the code reads as a number shows as a differing constant; if
+it only scales a linear value (a mean, a division by the number of rows) the scale is tracked, too.
 
-Not modelled: what would need a collective inside of the function; such a dimension stays whole.
+A dimension that would need a collective inside of the function stays unsharded.
 """
 
 from __future__ import annotations
@@ -24,60 +24,58 @@ from weft.ops import Op, by_elements, draws, record_of, rule_of
 from weft.ops.linear import together
 from weft.ops.rule import BLOCKED, Labels, Rule
 
-AVERAGE, SUMMANDS = "average", "summands"  # what cutting a label leaves that no output has
-
+AVERAGE, SUMMANDS = "average", "summands"  # how sharding a label that no output has leaves the outputs
 
 
 class Form(NamedTuple):
-    """How a piece's value lies to the whole's: R the same, P a summand, S the piece of dimension `dim`; times n**power besides."""
+    """Placement of a shard's value: R replicated, P partial sum, S sharded on dimension `dim`; scaled by n**power."""
 
     kind: str
     dim: int = -1
     power: int = 0
 
 
-Places = Mapping[int, int]  # number of an input -> the dimension of it that is cut
-Cut = Callable[[Places, int], Sequence[tuple[Joint, Joint]]]  # cut into n: the function on whole tensors and on pieces, each way it may run
+Places = Mapping[int, int]  # number of an input -> its sharded dimension
+Cut = Callable[[Places, int], Sequence[tuple[Joint, Joint]]]  # n shards -> pairs of joint graphs (global, shard)
 
 
 def rule_by_following(full: Joint, cut: Cut) -> Rule:
-    """The factor rule; labels are f0, f1, ... in the order of the outputs' dimensions."""
+    """Infer the factor rule; labels are f0, f1, ... in the order of the outputs' dimensions."""
     inputs, outputs = ([list((BLOCKED,) * len(full.tensors[v].shape)) for v in group] for group in (full.inputs, full.outputs))
     kernels: dict[str, str] = {}
     count = 0
     for places in _candidates(full):
         size = next(full.tensors[full.inputs[i]].shape[d] for i, d in places.items())
-        ways = _ways(size)
-        rules = [_both(pairs, places, n) for n in ways for pairs in (cut(places, n),)]
-        if not rules or rules[0] is None or any(one != rules[0] for one in rules):
+        results = [_both(cut(places, n), places, n) for n in _ways(size)]
+        if not results or results[0] is None or any(result != results[0] for result in results):
             continue
         label = f"f{count}"
         count += 1
         for i, dim in places.items():
             inputs[i][dim] = label
-        for row, form in zip(outputs, rules[0], strict=True):
+        for row, form in zip(outputs, results[0], strict=True):
             if form.kind == "S":
                 row[form.dim] = label
-        if any(form.kind == "P" for form in rules[0]):
-            kernels[label] = AVERAGE if rules[0][0].power else SUMMANDS
+        if any(form.kind == "P" for form in results[0]):
+            kernels[label] = AVERAGE if results[0][0].power else SUMMANDS
     return Rule(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), kernels)
 
 
 def _ways(size: int) -> list[int]:
-    """Numbers of pieces that a rule is tried with: the fewest and the most, where pieces are still larger than 1."""
-    able = [n for n in range(2, min(size, 4096) + 1) if size % n == 0]
-    large = [n for n in able if size // n > 1]
-    return sorted({able[0], *large[-1:]}) if able else []
+    """Return the numbers of shards to try a rule with: the fewest, and the most with shards larger than 1."""
+    divisors = [n for n in range(2, min(size, 4096) + 1) if size % n == 0]
+    proper = [n for n in divisors if size // n > 1]
+    return sorted({divisors[0], *proper[-1:]}) if divisors else []
 
 
 def _both(pairs: Sequence[tuple[Joint, Joint]], places: Places, n: int) -> list[Form] | None:
-    """What the outputs are where all ways in which it may run agree; None otherwise."""
+    """Return the placements of the outputs if all pairs of joint graphs agree; None otherwise."""
     forms: list[list[Form] | None] = [follow(full, piece, places, n) for full, piece in pairs]
-    return forms[0] if forms and all(one is not None and one == forms[0] for one in forms) else None
+    return forms[0] if forms and all(placements is not None and placements == forms[0] for placements in forms) else None
 
 
 def _candidates(full: Joint) -> list[dict[int, int]]:
-    """Sets of dimensions of inputs that go together by the rules of the operators that they go through."""
+    """Return the candidate sets of input dimensions, joined by the rules of the operators that read them."""
     joined = Joined[tuple[str, int]]()
     tensors = dict(full.tensors)
     for op in full.operators or ():
@@ -92,22 +90,22 @@ def _candidates(full: Joint) -> list[dict[int, int]]:
                 joined.add([(value, dim), (gradient, dim)])
     ends = [(v, d) for v in (*full.outputs, *full.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
     groups: dict[tuple[str, int], dict[int, int]] = {joined.root(at): {} for at in ends}
-    twice = set()
+    repeated = set()
     for i, value in enumerate(full.inputs):
         for dim, size in enumerate(tensors[value].shape):
             if size > 1:
                 group = groups[joined.root((value, dim))]
                 if i in group:
-                    twice.add(joined.root((value, dim)))
+                    repeated.add(joined.root((value, dim)))
                 group[i] = dim
-    sized = [(at, group) for at, group in groups.items() if group and at not in twice]
+    sized = [(at, group) for at, group in groups.items() if group and at not in repeated]
     return [g for _, g in sized if len({tensors[full.inputs[i]].shape[d] for i, d in g.items()}) == 1]
 
 
 def follow(full: Joint, piece: Joint, places: Places, n: int) -> list[Form] | None:
-    """What the outputs of a piece are to the whole's; None where that is not known, or gradients are not what they must be.
+    """Return the placements of the outputs; None if they cannot be inferred, or gradients have other placements than required.
 
-    The gradient of an input that is cut must be its piece, and that of one that is whole a summand.
+    The gradient of a sharded input must be its shard, and the gradient of a replicated input a partial sum.
     """
     if full.operators is None or piece.operators is None or len(full.operators) != len(piece.operators):
         return None
@@ -138,14 +136,14 @@ def follow(full: Joint, piece: Joint, places: Places, n: int) -> list[Form] | No
     if outputs is None:
         return None
     for i, gradient in enumerate(full.gradients):
-        want = Form("S", places[i]) if i in places else Form("P")
-        if gradient is not None and forms[gradient] != want and not (gradient in zeros and forms[gradient].kind != "S"):
+        expected = Form("S", places[i]) if i in places else Form("P")
+        if gradient is not None and forms[gradient] != expected and not (gradient in zeros and forms[gradient].kind != "S"):
             return None
     return outputs
 
 
 def is_linear(joint: Joint) -> bool:
-    """Whether backward makes summands of summands, as the backward of every operator does; one that clips gradients does not."""
+    """Return whether backward maps partial sums to partial sums (is linear), unlike one that clips gradients."""
     if joint.operators is None:
         return False
     forms = {v: Form("R") for v in (*joint.inputs, *joint.literals)} | {seed: Form("P") for seed in joint.seeds if seed is not None}
@@ -159,7 +157,7 @@ def is_linear(joint: Joint) -> bool:
 
 
 def _zeros(joint: Joint) -> set[str]:
-    """Values that are zero everywhere: whole, pieces and summands at once."""
+    """Return the values that are zero everywhere, which fit every placement."""
     names = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
         record = record_of(op)
@@ -170,7 +168,7 @@ def _zeros(joint: Joint) -> set[str]:
 
 
 def _outputs(full: Joint, forms: dict[str, Form]) -> list[Form] | None:
-    """Forms of the outputs, each a piece or a summand, and of the gradients that come back for them."""
+    """Return the placements of the outputs, each a shard or a partial sum, and set those of their gradients."""
     forms_out = [forms[v] for v in full.outputs]
     scaled = {form.power for form in forms_out}
     if any(form.kind == "R" for form in forms_out) or not (
@@ -184,7 +182,7 @@ def _outputs(full: Joint, forms: dict[str, Form]) -> list[Form] | None:
 
 
 def _expected(full: Joint, piece: Joint, forms: Mapping[str, Form], values: Sequence[str], n: int) -> bool:
-    """Whether pieces have the shapes that their forms say."""
+    """Return whether shards have the shapes of their placements."""
     for value in values:
         shape, form = list(full.tensors[value].shape), forms[value]
         if form.kind == "S":
@@ -205,7 +203,7 @@ def _step(
     zeros: set[str],
     n: int,
 ) -> list[Form] | None:
-    """What one operator makes; None where it is not known."""
+    """Return the placements of an operator's outputs; None if they cannot be inferred."""
     record = record_of(op)
     if (op.target, op.outputs, op.inputs) != (other.target, other.outputs, other.inputs) or any(v not in forms for v in op.inputs):
         return None
@@ -223,38 +221,38 @@ def _step(
         return None
     power += scale
     if cut:
-        (label, *others) = cut
-        if others or not label or rule is None or any(label in row for form, row in read if form.kind != "S"):
+        (label, *further) = cut
+        if further or not label or rule is None or any(label in row for form, row in read if form.kind != "S"):
             return None
         return _pieces(op, rule, label, [form for form, _ in read], power)
     if any(form.kind == "P" for form, _ in read):
         rounds = any(tensors[v].is_float for v in op.inputs) and not all(tensors[v].is_float for v in op.outputs)
-        return None if rounds else [Form("P", power=power)] * len(op.outputs)  # it passes: `_power` has seen to that
-    placed = [_replicated(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
-    # Ranks with pieces of something draw numbers of their own.
-    return None if draws(op) and any(form.kind == "R" for form in placed) else placed
+        return None if rounds else [Form("P", power=power)] * len(op.outputs)  # linear: checked by `_output_power`
+    results = [_replicated(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
+    # Ranks draw different random numbers.
+    return None if draws(op) and any(form.kind == "R" for form in results) else results
 
 
 def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) -> list[Form] | None:
-    """An operator that is cut on a label."""
+    """Return the placements of the outputs of an operator that is sharded on a label."""
     if any(form.kind == "P" for form in read):
         return None
     kernel, record = rule.kernels.get(label), record_of(op)
     if kernel is not None and not (kernel == "average" and record.linear):
         return None
-    placed = []
+    placements = []
     for row in rule.outputs:
         if label in row:
-            placed.append(Form("S", row.index(label), power))
-        elif record.contracts and record.linear:  # of a mean each piece's is n times too large
-            placed.append(Form("P", power=power + (kernel == "average")))
+            placements.append(Form("S", row.index(label), power))
+        elif record.contracts and record.linear:  # a mean over a shard is n times too large
+            placements.append(Form("P", power=power + (kernel == "average")))
         else:
             return None
-    return placed
+    return placements
 
 
 def _replicated(record: Op, rule: Rule | None, full: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
-    """Of whole tensors: whole as well, or a piece of what is alike all along a dimension."""
+    """Return the placement of an output of replicated inputs: replicated, or sharded along a dimension of equal entries."""
     differ = [d for d, (a, b) in enumerate(zip(full, piece, strict=False)) if a != b]
     if len(differ) == 1 and len(full) == len(piece):
         labels: Labels = rule.outputs[row] if rule is not None else ()
@@ -266,20 +264,20 @@ def _replicated(record: Op, rule: Rule | None, full: tuple[int, ...], piece: tup
 
 
 def _power(op: Operator, forms: Mapping[str, Form], zeros: set[str]) -> int | None:
-    """The power of n by which what comes out is scaled, of those of what goes in; None where a summand or a scaled value cannot pass."""
+    """Return the power of n that scales the output; None if the operator is not linear in a scaled or partial input."""
     ins = [forms[v] for v in op.inputs]
     if not any(form.power or form.kind == "P" for form in ins):
         return 0
-    summands = sum(form.kind == "P" for form in ins)
+    num_partial = sum(form.kind == "P" for form in ins)
     carried = together(op, zeros)
     if carried is not None:
-        passing = {(forms[v].power, forms[v].kind == "P") for v in carried}
-        beside = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
-        return passing.pop()[0] if len(passing) == 1 and not any(f.power or f.kind == "P" for f in beside) else None
-    how = record_of(op).linear
-    if how == "each":
-        return sum(form.power for form in ins) if summands < 2 else None
-    if how == "numerator" and "rounding_mode" not in dict(op.kwargs):
+        scales = {(forms[v].power, forms[v].kind == "P") for v in carried}
+        other_forms = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
+        return scales.pop()[0] if len(scales) == 1 and not any(f.power or f.kind == "P" for f in other_forms) else None
+    linearity = record_of(op).linear
+    if linearity == "each":
+        return sum(form.power for form in ins) if num_partial < 2 else None
+    if linearity == "numerator" and "rounding_mode" not in dict(op.kwargs):
         if len(ins) == 1:
             return ins[0].power if isinstance(op.args[0], Ref) else None
         return ins[0].power - ins[1].power if ins[1].kind != "P" else None
@@ -287,11 +285,11 @@ def _power(op: Operator, forms: Mapping[str, Form], zeros: set[str]) -> int | No
 
 
 def _scale_power(op: Operator, other: Operator, n: int) -> int | None:
-    """The power of n by which a constant factor differs between the piece and the whole, 0 where all constants are equal, else None."""
+    """Return the power of n by which a constant factor differs on shards, 0 if all constants are equal, else None."""
     record = record_of(op)
-    if record.shape_at is not None:  # which differs between the whole and a piece
-        rest = record.shape_at + 1
-        return 0 if (op.args[rest:], op.kwargs) == (other.args[rest:], other.kwargs) else None
+    if record.shape_at is not None:  # the shape argument differs on shards
+        start = record.shape_at + 1
+        return 0 if (op.args[start:], op.kwargs) == (other.args[start:], other.kwargs) else None
     if (op.args, op.kwargs) == (other.args, other.kwargs):
         return 0
     factor = record.linear == "each" and by_elements(op)

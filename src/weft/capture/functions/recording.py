@@ -1,8 +1,8 @@
-"""A call of a user's own `torch.autograd.Function` as one operator of what is traced, in place of the operators of its forward.
+"""Record calls of a user's `torch.autograd.Function` as one operator of the trace, in place of the operators of its forward.
 
-In: the class and what `apply` is called with. Out: a `Call`, and the operator `weft::function` in the trace, which has its number.
-`torch.export` alone would take the operators of forward, differentiate those, and lose the backward that the user wrote.
-Not modelled: tensors inside of lists or dicts, to which autograd gives no gradient.
+`apply` becomes a `FunctionCall`, and the operator `weft::function` in the trace, which has its number. `torch.export` alone would trace and
+differentiate the operators of forward, and lose the user's backward. Tensors inside of lists or dicts, to which autograd gives no gradient,
+are refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE, tree_flatten
 from weft.errors import ModelError
 from weft.model.graph import Slot
 
-BASE: Any = torch.autograd.Function.__mro__[1]  # from which every function has `apply`, also under another name that a module gave it
+BASE: Any = torch.autograd.Function.__mro__[1]  # the owner of `apply` of every function, also if a module saved it under another name
 _LITERALS = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device, type(None))
 
 
 @dataclass(frozen=True)
 class Call:
-    """`cls.apply(*arguments, **keywords)` with a `Slot` in place of each tensor; `key` is what two equal calls have alike."""
+    """`cls.apply(*arguments, **keywords)` with a `Slot` in place of each tensor; `key` compares calls."""
 
     cls: Any
     arguments: tuple[object, ...] = field(compare=False)
@@ -34,24 +34,24 @@ class Call:
     key: tuple[object, ...]
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """Call it with these tensors, as torch has it."""
+        """Call the function with these tensors by torch's own `apply`."""
         args, kwargs = self.given(tensors)
         return plainly(self.cls, *args, **kwargs)
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """What it is called with, with these tensors in their places."""
+        """Return the arguments and keywords with these tensors in their slots."""
         args = [tensors[a.number] if isinstance(a, Slot) else a for a in self.arguments]
         return args, {k: tensors[a.number] if isinstance(a, Slot) else a for k, a in self.keywords}
 
 
 class Record:
-    """The calls of one trace, in order, what each of them returned (a tensor's number, or what else it is), parameters replaced, and
-    buffers that the model has made in its call."""
+    """Record of one trace: function calls in order, their results (a `Slot` for a tensor, any other value itself), replaced parameters, and
+    buffers that the model made in its call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.returned: list[Any] = []
-        self.replaced: list[str] = []  # names of parameters in whose place the model put others
+        self.replaced: list[str] = []  # names of parameters that the model replaced
         self.buffers: dict[str, Any] = {}  # buffers by name
 
 
@@ -60,7 +60,7 @@ _RECORD: ContextVar[Record | None] = ContextVar("weft_functions", default=None)
 
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """While something is traced: calls of the operator belong to this record."""
+    """A block of a trace, in which calls of the operator are added to this record."""
     token = _RECORD.set(record)
     try:
         yield
@@ -69,29 +69,29 @@ def recording(record: Record) -> Iterator[None]:
 
 
 def plainly(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`apply` as torch has it."""
+    """Call torch's own `apply`."""
     return super(BASE, cls).apply(*args, **kwargs)
 
 
 def recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `cls.apply` returns, in a trace that holds it as one operator.
+    """Return the result of `cls.apply`, recorded in the trace as one operator.
 
     Raises:
-        ModelError: what it is called with cannot be written down, by name.
+        ModelError: an argument cannot be recorded; the message names it.
     """
     record = _RECORD.get()
     assert record is not None, "no trace is under way"
     tensors: list[Tensor] = []
 
-    def place(a: Any) -> object:
+    def to_slot(a: Any) -> object:
         if isinstance(a, Tensor):
             tensors.append(a)
             return Slot(len(tensors) - 1)
         _check(cls, a)
         return a
 
-    arguments = tuple(place(a) for a in args)
-    keywords = tuple((k, place(a)) for k, a in kwargs.items())
+    arguments = tuple(to_slot(a) for a in args)
+    keywords = tuple((k, to_slot(a)) for k, a in kwargs.items())
     key = (*(_word(a) for a in arguments), *((k, _word(a)) for k, a in keywords))
     record.calls.append(Call(cls, arguments, keywords, key))
     record.returned.append(None)
@@ -109,9 +109,9 @@ def _check(cls: Any, a: Any) -> None:
     for item in tree_flatten(a)[0]:
         owner = getattr(item, "__self__", item)
         if isinstance(owner, nn.Module) or isinstance(item, Tensor):
-            what = f"a module ({type(owner).__name__})" if isinstance(owner, nn.Module) else "a tensor inside of another argument"
+            kind = f"a module ({type(owner).__name__})" if isinstance(owner, nn.Module) else "a tensor inside of another argument"
             raise ModelError(
-                f"the model gives {cls.__name__}, a function with a backward of its own, {what}, of which a captured graph would not know "
+                f"the model gives {cls.__name__}, a function with a backward of its own, {kind}, of which a captured graph would not know "
                 "what is read; give it each tensor as an argument"
             )
         if hasattr(item, "__array__") and not isinstance(item, _LITERALS):
@@ -119,7 +119,7 @@ def _check(cls: Any, a: Any) -> None:
 
 
 def _word(a: Any) -> object:
-    """Something that can be compared and hashed, the same for what is the same; objects that are no values are themselves alone."""
+    """Return a hashable key, equal for equal plain values; other objects are compared by identity."""
     if isinstance(a, Slot):
         return a
     if isinstance(a, tuple | list):
@@ -144,20 +144,20 @@ def _made(tensors: list[Tensor], number: int) -> list[Tensor]:
         with torch.no_grad():
             out = call(list(tensors))
     except (*NO_FAKE, *DATA_DEPENDENT) as error:
-        raise refusal(call, f"asks in forward for what only values can tell ({type(error).__name__}), as item() does") from error
+        raise refusal(call, f"reads values of tensors in forward ({type(error).__name__}), as item() does") from error
     except ModelError:
         raise
     except Exception as error:
         raise refusal(call, f"cannot be run on tensors without values ({told(error)})") from error
     outputs: list[Tensor] = []
 
-    def place(y: Any) -> Any:
+    def to_slot(y: Any) -> Any:
         if isinstance(y, Tensor):
             outputs.append(torch.empty_like(y))
             return Slot(len(outputs) - 1)
         return y
 
-    record.returned[number] = tuple(place(y) for y in out) if isinstance(out, tuple) else place(out)
+    record.returned[number] = tuple(to_slot(y) for y in out) if isinstance(out, tuple) else to_slot(out)
     if not outputs:
         raise refusal(call, "returns no tensor")
     if any(not isinstance(n, int) for y in outputs for n in y.shape):
@@ -166,12 +166,12 @@ def _made(tensors: list[Tensor], number: int) -> list[Tensor]:
 
 
 def refusal(call: Call, why: str) -> ModelError:
-    """What says that a function cannot be captured."""
+    """Make the error for a function that cannot be captured."""
     return ModelError(f"the model uses {call.cls.__name__}, a function with a backward of its own, that {why}")
 
 
 def told(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error message."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
 
 

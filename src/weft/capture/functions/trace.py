@@ -1,9 +1,7 @@
-"""Forward and backward of a user's own function as operators, at given shapes.
+"""Trace forward and backward of a user's torch.autograd.Function to a joint graph of operators, at given shapes.
 
-In: a `Call` and what its tensors are. Out: a `Joint`: torch's own autograd runs forward and then backward on tensors without memory, and
-every operator of both is written down. So everything that autograd gives a function is there: what it saves, gradients that are asked for
-or not, several outputs, either style of context.
-Not modelled: what depends on values; that is refused by name.
+torch's own autograd runs forward and then backward on fake tensors, and every operator of both is recorded. So all of autograd is covered:
+saved tensors, gradients that are needed or not, several outputs, either style of context. Data-dependent functions are refused by name.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from weft.errors import ModelError
 from weft.model.graph import Operator, Tensor
 
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
-_ONE_AT_A_TIME = Lock()  # torch.fx keeps what it patches in a global
-_MOST = 256  # numbers of a tensor that a function writes into its code
+_ONE_AT_A_TIME = Lock()  # torch.fx has its patches in a global
+_MOST = 256  # elements of a tensor literal in the function's code
 
 
 @dataclass(frozen=True)
 class Joint:
-    """One call, forward and backward. `operators` are free of writes, or None where they could not be made so.
+    """One call, forward and backward. `operators` are functional, or None if they could not be functionalized.
 
-    `seeds`: the gradients of outputs, None for those that are given none; `gradients`: those of inputs, None where there is none.
-    `num_forward` operators stand before backward; `literals` are values of small tensors that the code makes of numbers.
-    `shared`: of each output, the number of the input in whose memory it lies, -1 for none.
+    `seeds`: the gradients of outputs, None for those without; `gradients`: the gradients of inputs, None for those without.
+    The first `num_forward` operators are forward's; `literals` are values of small tensors that the code makes of numbers.
+    `aliased_inputs`: for each output, the number of the input that it aliases, -1 for none.
     """
 
     inputs: tuple[str, ...]
@@ -51,10 +49,10 @@ class Joint:
 
 
 def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int = -1) -> Joint:
-    """Trace a call on tensors like `specs`, of which those that `learns` says ask for a gradient; of the outputs `only` one is given one.
+    """Trace a call on tensors like `specs`; `requires_grad`: of each input; `only_output`: the one output with a gradient, -1 for all.
 
     Raises:
-        ModelError: the function does what no graph of operators holds, by name.
+        ModelError: the function does something that a graph of operators does not represent; the message names it.
     """
     from weft.capture.kept.written import packed, unpacked
 
@@ -82,7 +80,7 @@ def _tensors_of(out: Any) -> list[torch.Tensor]:
 
 def _joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int) -> Joint:
     def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [x.detach().requires_grad_(asked) for x, asked in zip(tensors, learns, strict=True)]
+        return [x.detach().requires_grad_(needs_grad) for x, needs_grad in zip(tensors, learns, strict=True)]
 
     with fake_mode(), torch.enable_grad():
         inputs = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in specs]
@@ -95,9 +93,9 @@ def _joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only
             inputs = leaves(tensors)
             outputs = _tensors_of(call(inputs))
         roots = [y for y, is_seeded in zip(outputs, seeded, strict=True) if is_seeded]
-        asked = [x for x in inputs if x.requires_grad]
-        here = [torch.ops.aten.alias.default(seed) for seed in seeds]  # they say where backward begins
-        grads = iter(torch.autograd.grad(roots, asked, here, allow_unused=True) if roots and asked else [None] * len(asked))
+        trained = [x for x in inputs if x.requires_grad]
+        aliases = [torch.ops.aten.alias.default(seed) for seed in seeds]  # they mark where backward begins
+        grads = iter(torch.autograd.grad(roots, trained, aliases, allow_unused=True) if roots and trained else [None] * len(trained))
         return outputs, [next(grads) if x.requires_grad else None for x in inputs]
 
     module = make_fx(both)(inputs, [seed for seed in seeds if seed is not None])
@@ -119,15 +117,15 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
             reader.remember(node.name, value)
     results = next(node.args[0] for node in module.graph.nodes if node.op == "output")
     num_outputs = len(seeded)
-    places = [node.name for node in placeholders[num_inputs:]]
-    start = _start(module, set(places))
-    _refuse_writes(call, module, placeholders, results[:num_outputs], start)
+    seeds = [node.name for node in placeholders[num_inputs:]]
+    in_backward = _start(module, set(seeds))
+    _refuse_writes(call, module, placeholders, results[:num_outputs], in_backward)
     operators: list[Operator] | None
     try:
         reader.read(module.graph, module)
-        silent = Memory(reader.storages(), frozenset(), frozenset(), frozenset())
-        backward = {op.name for op in reader.operators if op.name in start}
-        functional = make_functional(reader.operators, reader.tensors, silent, exists)
+        aliasing = Memory(reader.storages(), frozenset(), frozenset(), frozenset())
+        backward = {op.name for op in reader.operators if op.name in in_backward}
+        functional = make_functional(reader.operators, reader.tensors, aliasing, exists)
         operators, rename = functional if functional is not None else (None, {})
     except (Aliased, ModelError):
         operators, rename, backward = None, {}, set()
@@ -145,27 +143,27 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
                 needed.append(op)
         operators = needed[::-1]
         num_forward = next((i for i, op in enumerate(operators) if op.name in backward), len(operators))
-    arriving = iter(places)
+    seed_names = iter(seeds)
     storages = reader.storages()
     inputs = tuple(node.name for node in placeholders[:num_inputs])
-    lies = {storages[v]: i for i, v in reversed(list(enumerate(inputs)))}
+    input_of_storage = {storages[v]: i for i, v in reversed(list(enumerate(inputs)))}
     outputs = tuple(str(value_of(node)) for node in results[:num_outputs])
     return Joint(
         inputs,
         outputs,
-        tuple(next(arriving) if is_seeded else None for is_seeded in seeded),
+        tuple(next(seed_names) if is_seeded else None for is_seeded in seeded),
         tuple(value_of(node) for node in results[num_outputs:]),
         None if operators is None else tuple(operators),
         num_forward,
         dict(reader.tensors),
         literals,
-        tuple(lies.get(storages.get(reader.name(node.name), -1), -1) for node in results[:num_outputs]),
+        tuple(input_of_storage.get(storages.get(reader.name(node.name), -1), -1) for node in results[:num_outputs]),
     )
 
 
 def _values(held: torch.Tensor) -> object:
-    """What stands in a tensor that the code makes of numbers; something equal to nothing else where that is not known."""
-    constant = getattr(held, "constant", None)  # of a tensor without memory
+    """Return the value of a tensor literal; without one, an object that equals nothing else."""
+    constant = getattr(held, "constant", None)  # of a fake tensor
     held = held if constant is None else constant
     try:
         return (str(held.dtype), held.tolist()) if held.numel() <= _MOST else object()
@@ -174,7 +172,7 @@ def _values(held: torch.Tensor) -> object:
 
 
 def _start(module: Any, seeds: set[str]) -> set[str]:
-    """Names of the operators of backward: those from where the gradients of outputs come in."""
+    """Return the names of backward's operators: all from the first that reads a gradient of an output."""
     names: set[str] = set()
     for node in module.graph.nodes:
         if names or any(n.name in seeds for n in node.all_input_nodes):
@@ -183,21 +181,22 @@ def _start(module: Any, seeds: set[str]) -> set[str]:
 
 
 def _refuse_writes(call: Call, module: Any, placeholders: list[Any], outputs: list[Any], backward: set[str]) -> None:
-    """Raise ModelError where something is written that others hold, or ranks talk to one another."""
+    """Raise ModelError if the function writes its inputs or returned outputs in place, or communicates."""
 
     def memory(node: Any) -> int:
         value = node.meta.get("val")
         return id(value.untyped_storage()) if isinstance(value, torch.Tensor) else 0
 
-    held = {memory(node) for node in placeholders}
-    memories = {memory(node) for node in outputs}
+    input_memory = {memory(node) for node in placeholders}
+    output_memory = {memory(node) for node in outputs}
     for node in module.graph.nodes:
         if node.op != "call_function" or not hasattr(node.target, "_schema"):
             continue
         if str(node.target).split(".")[0] in ("c10d", "_c10d_functional", "_dtensor"):
-            raise refusal(call, f"talks to other ranks ({node.target})")
+            raise refusal(call, f"communicates with other ranks ({node.target})")
         for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
             written = spec.alias_info is not None and spec.alias_info.is_write
             for item in arg if isinstance(arg, tuple | list) else (arg,):
-                if written and isinstance(item, torch.fx.Node) and memory(item) in held | (memories if node.name in backward else set()):
+                protected = input_memory | (output_memory if node.name in backward else set())
+                if written and isinstance(item, torch.fx.Node) and memory(item) in protected:
                     raise refusal(call, f"writes into a tensor that it is given, or has handed out ({node.target}); write into a copy")

@@ -1,4 +1,4 @@
-"""Models without memory: build any module on fake tensors, and make real only what a rank keeps."""
+"""Deferred initialisation: build any module on fake tensors, and materialize only the shards of a rank."""
 
 from weft.capture.init.deferred import Deferred, building
 from weft.capture.init.factory_losses import Losses, loss_of, realize_loss

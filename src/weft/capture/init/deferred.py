@@ -1,8 +1,8 @@
-"""`with Deferred()`: a block of the user's code that builds modules on fake CPU tensors.
+"""Deferred initialisation: `with DeferredInit()` is a block of user code that builds modules on fake CPU tensors.
 
-In: any code that makes modules. Out: the outermost modules made, their fake mode, and the recording that `materialize` replays.
-Code that asks for a number (`.item()`, `if mask.any()`) gets the true one. Requests for another device are built on the CPU.
-Not modelled: initial values that are drawn on an accelerator; modules made by `copy.deepcopy` alone are not outermost.
+It has the outermost modules made, their fake mode, and the recording that `materialize_shards` replays. Code that reads a number
+(`.item()`, `if mask.any()`) gets the true one. Tensors requested on another device are built on the CPU. Not supported: initial values
+drawn on an accelerator; modules made by `copy.deepcopy` alone are not outermost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from weft.errors import ModelError
 
 
 class Deferred:
-    """A block in which modules are built on fake tensors of `fake_mode`; `roots` are the outermost ones, known at its end.
+    """A block in which modules are built on fake tensors of `fake_mode`; `roots` are the outermost ones, set at its end.
 
-    The state of torch's random generator after the block is that before it; `materialize` advances it.
+    The block restores the state of torch's random generator; `materialize_shards` advances it.
 
     >>> from weft.capture.init import materialize
     >>> state = torch.manual_seed(0)
@@ -51,14 +51,14 @@ class Deferred:
         return self.recording.fake_mode
 
     def is_fake(self, value: object) -> bool:
-        """Whether this block made the tensor."""
+        """Return whether this block made the tensor."""
         return self.recording.is_fake(value)
 
     def value(self, fake: torch.Tensor) -> torch.Tensor:
-        """A real copy of one of the block's tensors, with the value that it had at the end of the block.
+        """Return a real copy of one of the block's tensors, with its value at the end of the block.
 
         Raises:
-            ModelError: the block has not made it, or an operator cannot be replayed.
+            ModelError: the tensor is not of this block, or an operator cannot be replayed.
         """
         real: torch.Tensor = self.recording.values(fake.detach())
         return real
@@ -80,7 +80,7 @@ class Deferred:
             hook.remove()
         if error[0] is None:
             self.roots = self._outermost()
-            if len(self.roots) > 1:  # modules that were thrown away may still wait for the collector
+            if len(self.roots) > 1:  # discarded modules may wait for garbage collection
                 self.roots = ()
                 gc.collect()
                 self.roots = self._outermost()
@@ -88,8 +88,8 @@ class Deferred:
 
     def _see(self, module: nn.Module, name: str, item: object) -> None:
         for m in (module, item):
-            if isinstance(m, nn.Module) and ((seen := self._seen.get(id(m))) is None or seen() is not m):
-                self._seen.pop(id(m), None)  # one that was thrown away lay there, earlier in the order
+            if isinstance(m, nn.Module) and ((recorded := self._seen.get(id(m))) is None or recorded() is not m):
+                self._seen.pop(id(m), None)  # a discarded module had this id, earlier in the order
                 self._seen[id(m)] = weakref.ref(m)
 
     def _outermost(self) -> tuple[nn.Module, ...]:
@@ -107,9 +107,9 @@ class Deferred:
 
 @contextmanager
 def building(finish: Callable[[nn.Module, Deferred], None]) -> Iterator[Deferred]:
-    """A `Deferred` block that hands the one model built in it to `finish(model, deferred)` at its end.
+    """A `DeferredInit` block that passes the one model built in it to `finish(model, deferred)` at its end.
 
-    Outermost modules without parameters (a loss) do not count beside one that has some. After an exception `finish` is not called.
+    Outermost modules without parameters (a loss) are ignored if one has some. After an exception `finish` is not called.
 
     Raises:
         ModelError: no model was built in the block, or several.

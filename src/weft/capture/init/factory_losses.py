@@ -1,8 +1,7 @@
-"""Losses that a factory makes beside its model. In: what each call of the factory made. Out: the loss that belongs to a model.
+"""Losses that a factory returns with its model, found again by model.
 
-A loss may read its own model (a penalty on weights) and tensors made with it (class weights), so that each model has a loss of its own.
-
-Not modelled: tensors deep inside of objects that a loss holds, other than modules, containers, functions and plain attributes.
+A loss may read its own model (a penalty on weights) and tensors made with it (class weights), so each model has a loss of its own. Fake
+tensors are found in modules, containers, functions and plain attributes of a loss, not deeper inside of other objects.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Losses:
-    """A loss for every model of one factory. Called by itself it is the first one, which holds no fake tensors."""
+    """The losses of all models of one factory. Called directly it is the first loss, which has no fake tensors."""
 
     def __init__(self, first: Loss) -> None:
         self._first = first
         self._of: WeakKeyDictionary[nn.Module, Loss] = WeakKeyDictionary()
 
     def add(self, model: nn.Module, loss: Loss | None) -> None:
-        """Note the loss that was made beside `model`."""
+        """Register the loss that was made with `model`."""
         if loss is not None:
             self._of[model] = loss
 
     def of(self, model: nn.Module) -> Loss:
-        """The loss that was made beside `model`; the first one for a model that the factory did not make."""
+        """Return the loss made with `model`; the first loss for a model that the factory did not make."""
         return self._of.get(model, self._first)
 
     def __call__(self, output: Any, batch: Any) -> torch.Tensor:
@@ -46,17 +45,17 @@ class Losses:
 
 
 def loss_of(loss: Loss | None, model: nn.Module) -> Loss | None:
-    """The loss to call with the outputs of `model`."""
+    """Return the loss to call with the outputs of `model`."""
     return loss.of(model) if isinstance(loss, Losses) else loss
 
 
 def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
-    """The loss with real tensors where it holds fakes of `deferred`, in its closure, its attributes or its modules.
+    """Replace fake tensors of `deferred` in a loss (its closure, attributes and modules) by real ones, and return it.
 
-    `model` stays as it is. Functions and objects are changed in place.
+    `model` is not changed. Functions and objects are changed in place.
 
     Raises:
-        ModelError: a tensor whose value cannot be made; a parameter of the model that the loss holds by itself, or one of its own.
+        ModelError: a tensor that cannot be materialized; the loss references a parameter of the model directly, or has its own.
     """
     modules, weights = set(model.modules()), {id(p): name for name, p in model.named_parameters()}
     return _Realizing(deferred, modules, weights).real(loss)  # type: ignore[no-any-return]
@@ -64,7 +63,7 @@ def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
 
 @dataclass(frozen=True)
 class _Realizing:
-    """A loss beside a model with modules `modules` and parameters `weights` (names by identity); `seen`: what was looked into."""
+    """Materializes a loss of a model with `modules` and `weights` (parameter names by id); `visited`: visited objects."""
 
     deferred: Deferred
     modules: set[nn.Module]
@@ -97,13 +96,13 @@ class _Realizing:
         return item
 
     def inside(self, item: Any) -> None:
-        """Put real tensors where a function or an object holds fake ones."""
+        """Replace the fake tensors of a function or an object."""
         if isinstance(item, MethodType):
             self.real(item.__self__) if isinstance(item.__self__, nn.Module) else self.inside(item.__self__)
         elif id(item) not in self.seen and isinstance(item, FunctionType):
             self.seen[id(item)] = item
             for cell in item.__closure__ or ():
-                with contextlib.suppress(ValueError):  # empty: a name that is bound later
+                with contextlib.suppress(ValueError):  # an empty cell: the name is bound later
                     cell.cell_contents = self.real(cell.cell_contents)
             item.__defaults__, item.__kwdefaults__ = self.real(item.__defaults__), self.real(item.__kwdefaults__)
         elif id(item) not in self.seen and not isinstance(item, type) and type(getattr(item, "__dict__", None)) is dict:
@@ -112,10 +111,10 @@ class _Realizing:
 
 
 def _refuse_learned(module: nn.Module) -> None:
-    """Raise ModelError where a module that the loss holds has parameters that are to be trained."""
-    learned = [name for name, p in module.named_parameters() if p.requires_grad]
-    if learned:
+    """Raise ModelError if a module of the loss has trainable parameters."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    if names:
         raise ModelError(
-            f"the loss has a parameter of its own, {learned[0]} of {type(module).__name__}, which would not be trained; make it a part of "
+            f"the loss has a parameter of its own, {names[0]} of {type(module).__name__}, which would not be trained; make it a part of "
             "the model, whose forward returns the loss"
         )

@@ -1,7 +1,6 @@
-"""From a deferred module to real initial values, one tensor at a time.
+"""Materialize a deferred module's initial values, one full tensor at a time, and store only the shards of a rank.
 
-In: a module built in a `Deferred` block, and `take`, which keeps a piece of each full tensor or nothing. Out: the pieces by name.
-Not modelled: where pieces lie; `take` may move them.
+`take` returns the shard of a full tensor, or None; it may move the shard to another device.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ Take = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 def materialize(deferred: Deferred, module: nn.Module, take: Take, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The pieces of a deferred module's parameters and buffers that `take(name, full)` returns, by name; None keeps nothing.
+    """Return the shards of a deferred module's parameters and buffers, by name: the results of `take(name, full)` that are not None.
 
     `take` is called once for each tensor, under its first name where it is tied, with its initial value on the CPU, in an order that
-    depends on the user's program alone; only a few full tensors are alive at a time. What it returns is cloned if it is a part of `full`.
-    `dtype` converts floating-point tensors first. The module is not changed. torch's random generator moves on to where plain
-    construction leaves it, unless it has been used or seeded since the block.
+    depends on the user's program alone; only a few full tensors are alive at a time. Its result is cloned if it is a view of `full`.
+    `dtype` converts floating-point tensors first. The module is not changed. torch's random generator is advanced as by plain
+    construction, unless it has been used or seeded since the block.
 
     Raises:
         ModelError: a tensor that has no value (meta device, another block), or an operator that cannot be replayed.
     """
     recording, tape = deferred.recording, deferred.recording.tape
     named = dict(_named(module))
-    pieces: dict[str, torch.Tensor | None] = {}
+    shards: dict[str, torch.Tensor | None] = {}
     units: dict[int, list[tuple[str, View]]] = {}
     for name, tensor in named.items():
         if not isinstance(tensor, Fake):
-            pieces[name] = _piece(take, name, tensor, dtype)
+            shards[name] = _piece(take, name, tensor, dtype)
         elif not deferred.is_fake(tensor) or tensor.device.type == "meta":
             why = "was made by another block" if tensor.device.type != "meta" else "is on the meta device"
             raise ModelError(f"{name} {why}, so it has no initial value here; {OUTSIDE}")
@@ -52,22 +51,22 @@ def materialize(deferred: Deferred, module: nn.Module, take: Take, dtype: torch.
         storage = replay.value(tape.now(s))
         is_copy = len(units[s]) == 1 and tape.now(s) not in replay.held
         for name, view in units[s]:
-            pieces[name] = _piece(take, name, view.on(storage), dtype, is_copy)
+            shards[name] = _piece(take, name, view.on(storage), dtype, is_copy)
         del storage
     for stream in recording.streams.values():
         if torch.equal(stream.generator.get_state(), stream.states[0]):
             stream.generator.set_state(tape.state(stream, stream.final))
-    return {name: piece for name in named if (piece := pieces[name]) is not None}
+    return {name: shard for name in named if (shard := shards[name]) is not None}
 
 
 def materialize_real(module: nn.Module, take: Take, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """`materialize` for a module that has real tensors: the pieces that `take` keeps, by first name. The module is not changed."""
-    pieces = {name: _piece(take, name, tensor, dtype) for name, tensor in _named(module)}
-    return {name: piece for name, piece in pieces.items() if piece is not None}
+    """Return the shards of a module with real tensors, by first name, as `materialize_shards` does. The module is not changed."""
+    shards = {name: _piece(take, name, tensor, dtype) for name, tensor in _named(module)}
+    return {name: shard for name, shard in shards.items() if shard is not None}
 
 
 def realize(deferred: Deferred, module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make all of a deferred module real, in place, as plain construction makes it: for a rank that keeps everything.
+    """Materialize all of a deferred module in place, with the values of plain construction: for a rank with a full replica.
 
     Tensors that are plain attributes, alone or in lists, tuples and dicts, become real too. Returns the module.
     """
@@ -104,7 +103,7 @@ def realize(deferred: Deferred, module: nn.Module, dtype: torch.dtype | None = N
 
 
 def _with_attributes(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
-    """The new parameter with the Python attributes that the user gave the old one."""
+    """Copy the user's Python attributes of the old parameter to the new one, and return it."""
     attributes = vars(nn.Parameter(torch.empty(0)))
     for key, item in vars(old).items():
         if key not in attributes and key not in _FAKE_ATTRIBUTES:
@@ -121,15 +120,15 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _piece(take: Take, name: str, full: torch.Tensor, dtype: torch.dtype | None, is_copy: bool = False) -> torch.Tensor | None:
-    """What `take` keeps of a tensor, in memory of its own. `is_copy`: nothing else holds `full`, so it can be kept uncopied."""
+    """Return the shard that `take` selects, in its own memory. `is_copy`: nothing else references `full`, so it needs no copy."""
     full = full.detach()
     if dtype is not None and full.is_floating_point() and full.dtype != dtype:
         full, is_copy = full.to(dtype), True
-    piece = take(name, full)
-    if piece is None:
+    shard = take(name, full)
+    if shard is None:
         return None
-    piece = piece.detach()
-    storage = piece.untyped_storage()
-    if storage is full.untyped_storage() and (not is_copy or storage.nbytes() != piece.nbytes):
-        return piece.clone()
-    return piece
+    shard = shard.detach()
+    storage = shard.untyped_storage()
+    if storage is full.untyped_storage() and (not is_copy or storage.nbytes() != shard.nbytes):
+        return shard.clone()
+    return shard

@@ -1,8 +1,7 @@
-"""Records what a program does with tensors while it builds a model, on fake tensors.
+"""Record the tensor operators of a program that builds a model on fake tensors, onto a `Tape`.
 
-In: operators from torch's dispatcher, and the few calls that never reach it. Out: a `Tape` and fake tensors that know their place on it.
-Where the program asks for a number, or for a shape that depends on data, the tape is replayed far enough to answer.
-Not modelled: data pointers; tensors that are not strided.
+Recorded are operators from torch's dispatcher, and the few calls that never reach it. When the program reads a number, or a shape depends
+on data, the tape is replayed far enough for it. Not supported: data pointers; tensors that are not strided.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weft.capture.init.value_bounds import Bounds, bounds_of
 from weft.errors import ModelError, UsageError
 
 OUTSIDE = "build the model outside the block and pass it to weft.parallelize"
-# Operators whose first argument is written in full and not read.
+# Operators that write their first argument in full without reading it.
 _FILLS = {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 # Operators that read the shape of their tensor arguments only.
 _SHAPE_ONLY = {f"{new}_like" for new in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
@@ -32,21 +31,21 @@ _STAYS = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
 
 
 class Recording:
-    """The tape of one block, and where its fake tensors are on it."""
+    """The tape of one block, and the tape's storages of its fake tensors."""
 
     def __init__(self) -> None:
         self.fake_mode = fake_mode()
         self.tape = Tape()
         self.streams: dict[int, Stream] = {}
         self.bounds: dict[Version, Bounds] = {}
-        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by identity; alive, so that no identity is used again
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by id; kept alive so that no id is reused
         self._lifted: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._magic = tuple(random.SystemRandom().getrandbits(32) for _ in range(4))
         self.operators = Operators(self)
         self._requests = Requests(self)
 
     def start(self) -> None:
-        """Record from now on. Raises UsageError the second time."""
+        """Start recording. Raises UsageError the second time."""
         if self.streams:
             raise UsageError("a Deferred block is entered once; make a new Deferred() for another model")
         self.stream(None)
@@ -54,7 +53,7 @@ class Recording:
         self.operators.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Stop recording; each generator is put back to where it was before it was first used."""
+        """Stop recording, and restore each generator to its state before its first use."""
         self.operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._requests.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.tape.values = {}
@@ -64,7 +63,7 @@ class Recording:
             stream.generator.set_state(stream.states[0])
 
     def stream(self, generator: torch.Generator | None) -> Stream:
-        """The draws from a generator; None is torch's own."""
+        """Return the stream of draws of a generator; None is torch's default one."""
         source = torch.default_generator if generator is None else generator
         stream = self.streams.get(id(source))
         if stream is None:
@@ -72,20 +71,20 @@ class Recording:
         return stream
 
     def is_fake(self, value: object) -> bool:
-        """Whether this block made the tensor."""
+        """Return whether this block made the tensor."""
         return isinstance(value, Fake) and value.fake_mode is self.fake_mode
 
     def view(self, fake: torch.Tensor) -> View:
-        """Where on the tape a fake tensor is. Raises ModelError for one that the block has not seen being made."""
+        """Return the view of a fake tensor on the tape's storages. Raises ModelError for one that the block did not make."""
         storage = fake.untyped_storage()
         storage_view = self._storages.get(id(storage))
         if storage_view is None:
-            what = f"{fake.dtype}{list(fake.shape)}"
-            raise ModelError(f"a fake tensor {what} was not made by an operator in this block, so it has no value; {OUTSIDE}")
+            kind = f"{fake.dtype}{list(fake.shape)}"
+            raise ModelError(f"a fake tensor {kind} was not made by an operator in this block, so it has no value; {OUTSIDE}")
         return View(storage_view[0], fake.dtype, tuple(fake.shape), fake.stride(), int(fake.storage_offset()), storage.nbytes())
 
     def new_storage(self, fake: torch.Tensor) -> View | None:
-        """The view of a fake tensor on a storage that was not known before; None where it was."""
+        """Register the storage of a fake tensor and return its view; None if it was registered before."""
         storage = fake.untyped_storage()
         if id(storage) in self._storages:
             return None
@@ -94,7 +93,7 @@ class Recording:
         return self.view(fake)
 
     def lift(self, real: torch.Tensor, fresh: bool = False) -> torch.Tensor:
-        """A fake tensor with the value that a real one has now. A `fresh` one is nobody else's."""
+        """Return a fake tensor with the current value of a real one. A `fresh` one is referenced nowhere else."""
         lifted = self._lifted.get(id(real))
         if lifted is not None and lifted[1] == real._version:
             return lifted[2]
@@ -113,27 +112,27 @@ class Recording:
         return fake
 
     def values(self, tree: Any) -> Any:
-        """The same nesting with real copies of the fake tensors in it, as they are now."""
+        """Return the same nesting with real copies of its fake tensors at their current values."""
         fakes = {id(t): t for t in tree_flatten(tree)[0] if isinstance(t, Fake)}
         with self.operators.paused():
             real = dict(zip(fakes, self.tape.look(self.view(t) for t in fakes.values()), strict=True))
         return tree_map(lambda a: real[id(a)] if isinstance(a, Fake) else a, tree)
 
     def value_bounds(self, fake: Any) -> Bounds | None:
-        """Bounds of the values of a whole fake tensor, where they are known without computing them."""
+        """Return bounds of the values of a fake tensor that covers its storage; None without bounds."""
         view = self.view(fake)
         return self.bounds.get(self.tape.now(view.storage)) if view.covers else None
 
 
 class Requests(TorchFunctionMode):
-    """Calls that never reach the dispatcher: other devices, deep copies, and Python code that reads data."""
+    """Handles calls that never reach the dispatcher: other devices, deep copies, and Python code that reads data."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer one call of torch's Python interface."""
+        """Handle one call of torch's Python interface."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = _on_cpu(kwargs["device"])
@@ -168,7 +167,7 @@ class Requests(TorchFunctionMode):
 
 
 def _on_cpu(device: Any) -> Any:
-    """The device that stands for a requested one: the CPU, but "meta" stays. What is no device stays what it is."""
+    """Return the CPU for a requested device, except "meta"; values that are no device are returned unchanged."""
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         return device
     kind = device.type if isinstance(device, torch.device) else device.split(":")[0] if isinstance(device, str) else "cuda"
@@ -188,7 +187,7 @@ class _Paused:
 
 
 class Operators(DispatchMode):  # type: ignore[no-untyped-call]
-    """Writes operators onto the tape and answers with fake tensors."""
+    """Records operators onto the tape and returns fake tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,7 +195,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         self.is_paused = False
 
     def paused(self) -> _Paused:
-        """A block in which operators run for real."""
+        """Return a block in which operators run without being recorded."""
         return _Paused(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +245,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
     def _record(
         self, func: Any, args: Any, kwargs: Any, out: Any, before: dict[int, View], writes: list[torch.Tensor], stream: Stream | None
     ) -> Op | None:
-        """Put a call onto the tape, unless it only makes views. `before` has where its arguments were."""
+        """Record a call onto the tape, unless it only makes views. `before`: the views of its arguments by id."""
         tape = self._recording.tape
         flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
         fresh = [(i, self._recording.new_storage(t)) for i, t in enumerate(flat) if isinstance(t, Fake)]
@@ -257,22 +256,22 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         written = {id(t): before[id(t)] for t in writes}
         read = [] if name in _SHAPE_ONLY else [view for key, view in before.items() if key not in written]
         overwrites = tuple(written.values()) if name in _FILLS else ()
-        others = [before[id(t)].storage for t in _tensors((args[1:], kwargs))] if overwrites else []
-        if any(not w.covers or w.storage in others for w in overwrites):  # a tensor may be copied onto itself
+        sources = [before[id(t)].storage for t in _tensors((args[1:], kwargs))] if overwrites else []
+        if any(not w.covers or w.storage in sources for w in overwrites):  # a tensor may be copied onto itself
             overwrites = ()
         changes = dict.fromkeys(v.storage for v in written.values() if v not in overwrites)
         reads = dict.fromkeys(v.storage for v in read if v.storage not in changes)
         if before:
             args, kwargs = tree_map(lambda a: before[id(a)] if isinstance(a, torch.Tensor) else a, (args, kwargs))
-        consumed = tuple(map(tape.now, reads)), tuple(map(tape.now, changes))
-        op = Op(func, args, kwargs, *consumed, overwrites, makes, torch.get_default_dtype())
+        read_versions, changed_versions = tuple(map(tape.now, reads)), tuple(map(tape.now, changes))
+        op = Op(func, args, kwargs, read_versions, changed_versions, overwrites, makes, torch.get_default_dtype())
         if stream is not None:
             stream.record(op)
         tape.add(op)
         return op
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Set a tensor to another storage, which writes none. A real storage (of a file that is loaded) becomes a constant."""
+        """Set a tensor to another storage, without a write. A real storage (of a file that is loaded) becomes a constant."""
         tensor, *rest = args
         if rest and isinstance(rest[0], torch.UntypedStorage) and rest[0].device.type == "cpu" and isinstance(tensor, Fake):
             real = torch.empty(0, dtype=tensor.dtype).set_(*rest, **kwargs)
@@ -281,7 +280,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
             return func(tensor, *map(self._lifted, rest), **kwargs)
 
     def _now(self, func: Any, args: Any, kwargs: Any, must_record: bool) -> Any:
-        """Run an operator whose result decides what the program does next, whose shapes depend on data, or that has no shape rule."""
+        """Run an operator at once: the program reads its result, its shapes depend on data, or it has no shape rule."""
         if must_record:
             raise ModelError(f"{func} in the model's constructor has no shape rule, so it cannot be deferred; {OUTSIDE}")
         args, kwargs = self._recording.values((args, kwargs))
@@ -292,7 +291,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda a: self._recording.lift(a, fresh=True) if isinstance(a, torch.Tensor) else a, out)
 
     def _write_real(self, func: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
-        """An operator that writes a tensor that was made outside the block runs at once."""
+        """Run an operator at once that writes a tensor made outside the block."""
         if is_random:
             raise ModelError(f"{func} draws into a tensor that was made outside the block; make it inside, or {OUTSIDE}")
         args, kwargs = self._recording.values((args, kwargs))
@@ -300,7 +299,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results, in order; a few thousand times for a large model."""
+    """Return the tensors of an operator's arguments or results, in order; called a few thousand times for a large model."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -310,11 +309,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operator's schema says it writes."""
+    """Return positions and names of the arguments that an operator writes, by its schema."""
     arguments = func._schema.arguments
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator's schema says it writes."""
+    """Return the tensors that an operator writes, by its schema."""
     return [t for i, name in _writes(func) for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]

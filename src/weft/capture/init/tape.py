@@ -1,17 +1,17 @@
-"""A tape of operators on storages, and its replay on real CPU tensors, one wanted tensor at a time.
+"""A tape of operators on storages, and its replay on real CPU tensors, one requested tensor at a time.
 
-In: operators in the order in which a program called them, each with the storages that it reads, changes, overwrites and makes.
-Out: the real value of any storage after any operator, bit for bit what the program would have had, with no more memory than that value
-needs. Views cost nothing: a tensor argument is (storage, dtype, sizes, strides, offset).
+Operators are recorded in program order, each with the storages that it reads, changes, overwrites and makes. Replay computes the real value
+of any storage after any operator, bitwise equal to the program's, with no more memory than that value needs. Views are free: a tensor
+argument is (storage, dtype, sizes, strides, offset).
 
 [Note: versions] A value is (storage, index of the operator that wrote it last). An operator consumes versions and makes versions, so the
-tape is a graph without mutation. What nothing wanted depends on is never run, and a version whose last consumer changes it is changed in
-place. An operator that overwrites a whole storage does not consume what was there: initial values that are overwritten later die.
+tape is a graph without mutation. Operators that no requested version depends on are never run, and a version is changed in place by its
+last consumer. An operator that overwrites a whole storage does not consume its old version: initial values overwritten later are dead code.
 
-[Note: random streams] Random operators draw from a generator in tape order. The generator's state before each is remembered once known, so
-a tensor can be drawn on its own, in any order and again. To learn the state before operator n, those before it run on scratch memory.
+[Note: random streams] Random operators draw from a generator in tape order. The generator's state before each is cached once computed,
+so a tensor can be drawn separately, in any order and repeatedly. To compute the state before a draw, earlier ones run on scratch memory.
 
-Not modelled: storages written behind the dispatcher's back (through numpy or a data pointer).
+Not supported: writes that bypass the dispatcher (through numpy or a data pointer).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class View:
     size_bytes: int
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The real tensor that this is on a real storage."""
+        """Return the real tensor of this view on a real storage."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
     @property
     def covers(self) -> bool:
-        """Whether it is the whole storage, each byte once."""
+        """Return whether the view covers the storage, each byte once."""
         dense = 1
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size != 1:
@@ -59,10 +59,10 @@ class View:
 
 @dataclass(slots=True)
 class Op:
-    """One call.
+    """One recorded call.
 
-    It consumes the versions of `reads` and `changes` (storages written in part), writes `overwrites` in full, and its output has `makes`:
-    (position in the flat output, view) of every new storage. `draw` is its number among the draws of `stream`.
+    It consumes the versions of `reads` and `modifies` (storages written in part) and writes `overwrites` in full; `creates`: (position in
+    the flat output, view) of every new storage. `draw_index` is its index among the draws of `stream`.
     """
 
     func: Callable[..., Any]
@@ -89,10 +89,10 @@ class Op:
 
 @dataclass(eq=False)
 class Stream:
-    """The draws from one generator. State number k is the state after k draws; number 0 is that at the start.
+    """The draws from one generator. State number k is the state after k draws; number 0 is the initial state.
 
-    `before[n]` is what draw n starts from: a number of a state, or a state that the program set itself. While the program is recorded
-    the generator holds tokens in place of states, see `token`.
+    `positions_before[n]` is the position before draw n: a state number, or a state that the program set itself. During recording
+    the generator contains tokens in place of states, see `install_token`.
     """
 
     generator: torch.Generator
@@ -100,8 +100,8 @@ class Stream:
     states: dict[int, torch.Tensor] = field(default_factory=dict)
     before: list[int | torch.Tensor] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    final: int | torch.Tensor = 0  # where the program leaves the generator
-    shape: torch.Tensor = field(init=False)  # the state that tokens are made from
+    final: int | torch.Tensor = 0  # the position at the end of the program
+    shape: torch.Tensor = field(init=False)  # the template of tokens
 
     def __post_init__(self) -> None:
         if self.generator.device.type != "cpu":
@@ -111,17 +111,17 @@ class Stream:
         self.hold(0)
 
     # A token is a valid state that means "state number k": it survives torch.get_rng_state, set_rng_state and fork_rng, so a program that
-    # saves and restores the generator is followed without its states being known. It keeps the seed, so torch.initial_seed is right.
+    # saves and restores the generator is recorded without computing its states. It has the seed, so torch.initial_seed is right.
     # Layout of a CPU state: seed, two counters (24 bytes), then 624 words of 32 bits, each in 8 bytes.
 
     def hold(self, number: int) -> None:
-        """Put the token of a state into the generator."""
+        """Set the generator to the token of a state."""
         token = self.shape.clone()
         token.view(torch.int64)[3 : 5 + len(self.magic)] = torch.tensor([*self.magic, number & 0xFFFFFFFF, number >> 32])
         self.generator.set_state(token)
 
     def position(self) -> int | torch.Tensor:
-        """What the generator holds: the number of a state, or a state that the program has set."""
+        """Return the generator's position: a state number, or a state that the program has set."""
         state = self.generator.get_state()
         *magic, low, high = state.view(torch.int64)[3 : 5 + len(self.magic)].tolist()
         if tuple(magic) == self.magic:
@@ -130,7 +130,7 @@ class Stream:
         return state
 
     def record(self, op: Op) -> None:
-        """`op` draws next."""
+        """Record `op` as the next draw."""
         op.stream, op.draw = self, len(self.ops)
         self.before.append(self.position())
         self.ops.append(op)
@@ -143,45 +143,45 @@ class Tape:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.last: list[int] = []  # per storage, the operator that wrote it last
-        self.values: dict[Version, torch.UntypedStorage] = {}  # values from the latest look into the tape while it is recorded
-        self.consts: dict[int, torch.UntypedStorage] = {}  # per operator without a function: the value itself
+        self.values: dict[Version, torch.UntypedStorage] = {}  # values of the latest evaluation during recording
+        self.consts: dict[int, torch.UntypedStorage] = {}  # values of the operators that stand for constants
 
     def add(self, op: Op) -> None:
-        """Append an operator; its writes are the last versions from now on."""
+        """Append an operator; its writes become the last versions."""
         for storage in op.writes:
             self.last[storage] = len(self.ops)
         self.ops.append(op)
 
     def now(self, storage: int) -> Version:
-        """The last version of a storage."""
+        """Return the last version of a storage."""
         return storage, self.last[storage]
 
     def constant(self, view: View, value: torch.UntypedStorage) -> None:
-        """A storage with a known value."""
+        """Record a new storage with its value."""
         self.consts[len(self.ops)] = value
         self.add(Op(torch.empty, (), {}, makes=((0, view),)))
 
     def look(self, views: Iterable[View]) -> list[torch.Tensor]:
-        """Real copies of tensors as they are now, while the tape is still recorded."""
-        wanted = list(views)
-        replay = Replay(self, [self.now(v.storage) for v in wanted], keep=True)
-        values = [v.on(replay.value(self.now(v.storage))).clone() for v in wanted]
+        """Return real copies of tensors at their current values, while the tape is still recorded."""
+        requested = list(views)
+        replay = Replay(self, [self.now(v.storage) for v in requested], keep=True)
+        values = [v.on(replay.value(self.now(v.storage))).clone() for v in requested]
         self.values = replay.current
         return values
 
     def state(self, stream: Stream, position: int | torch.Tensor) -> torch.Tensor:
-        """A generator's state at a position; runs the draws before it on scratch where they are not known yet."""
-        todo: list[int] = []
+        """Return a generator's state at a position; draws before it that have not run are run on scratch memory."""
+        pending: list[int] = []
         while not isinstance(position, torch.Tensor):
             if position in stream.states:
                 position = stream.states[position]
             else:
-                todo.append(position - 1)
+                pending.append(position - 1)
                 position = stream.before[position - 1]
         state = position
-        for draw in reversed(todo):
+        for draw in reversed(pending):
             op = stream.ops[draw]
-            if op.reads:  # how much it draws may depend on what it reads
+            if op.reads:  # the number of draws may depend on its inputs
                 Replay(self, (), also=(op,)).run(op)
             else:
                 self.call(op, {})
@@ -189,7 +189,7 @@ class Tape:
         return state
 
     def call(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> list[Any]:
-        """Run one operator on real storages, as the program ran it; scratch memory stands for what is missing. Returns the flat output."""
+        """Run one operator on real storages, scratch memory for missing ones. Returns the flat output."""
 
         def real(arg: Any) -> Any:
             if not isinstance(arg, View):
@@ -202,7 +202,7 @@ class Tape:
         stream = op.stream
         if stream is not None:
             before = self.state(stream, stream.before[op.draw])
-            outside = stream.generator.get_state()
+            outer_state = stream.generator.get_state()
             stream.generator.set_state(before)
         torch.set_default_dtype(op.default_dtype)
         try:
@@ -216,11 +216,11 @@ class Tape:
         finally:
             torch.set_default_dtype(default_dtype)
             if stream is not None:
-                stream.generator.set_state(outside)
+                stream.generator.set_state(outer_state)
         return tree_flatten(out)[0]
 
     def last_draws(self) -> list[int]:
-        """Per operator, the index of the last random operator that its results depend on; -1 for none."""
+        """Return for each operator the index of the last random operator that its results depend on; -1 for none."""
         draws: list[int] = []
         for i, op in enumerate(self.ops):
             draws.append(i if op.stream is not None else max((draws[v] for _, v in op.consumes), default=-1))
@@ -228,7 +228,7 @@ class Tape:
 
 
 class Replay:
-    """Real values of wanted versions, each given out once; holds a value only while something wanted still consumes it."""
+    """Replays requested versions, each returned once; a value is freed after the last consumer that a request depends on."""
 
     def __init__(self, tape: Tape, wanted: Iterable[Version], also: Iterable[Op] = (), keep: bool = False) -> None:
         self.tape = tape
@@ -239,33 +239,33 @@ class Replay:
         self.uses.update(wanted)
         for op in also:
             self.uses.update(op.consumes)
-        todo = [version[1] for version in self.uses if version not in self.held]
-        seen: set[int] = set()
-        while todo:
-            i = todo.pop()
-            if i in seen:
+        pending = [version[1] for version in self.uses if version not in self.held]
+        visited: set[int] = set()
+        while pending:
+            i = pending.pop()
+            if i in visited:
                 continue
-            seen.add(i)
+            visited.add(i)
             for version in self.tape.ops[i].consumes:
                 self.uses[version] += 1
                 if version not in self.held:
-                    todo.append(version[1])
+                    pending.append(version[1])
 
     def value(self, version: Version) -> torch.UntypedStorage:
-        """The storage of a wanted version; the replay holds it no longer unless something else consumes it."""
+        """Return the storage of a requested version; the replay frees it unless another operator consumes it."""
         self._ready([version])
         return self._consume(version)
 
     def _ready(self, versions: Iterable[Version]) -> None:
-        """Run what the versions depend on, in tape order."""
-        todo: set[int] = set()
+        """Run the operators that the versions depend on, in tape order."""
+        pending: set[int] = set()
         stack = [v for s, v in versions if (s, v) not in self.held]
         while stack:
             i = stack.pop()
-            if i not in todo:
-                todo.add(i)
+            if i not in pending:
+                pending.add(i)
                 stack.extend(v for s, v in self.tape.ops[i].consumes if (s, v) not in self.held)
-        order = list(todo)
+        order = list(pending)
         heapq.heapify(order)
         while order:
             i = heapq.heappop(order)
@@ -281,7 +281,7 @@ class Replay:
         return storage
 
     def run(self, op: Op, index: int = -1) -> None:
-        """Run one operator; `index` is its place on the tape, without it the results are dropped."""
+        """Run one operator; `index` is its position on the tape, without it the results are dropped."""
         if index < 0:
             self._ready(op.consumes)
         if index in self.tape.consts:
@@ -292,8 +292,8 @@ class Replay:
             storages[version[0]] = self._consume(version)
         for version in op.changes:
             storage = self._consume(version)
-            others = version in self.held or version in self.tape.values or version in self.current
-            storages[version[0]] = _copy(storage) if others else storage
+            is_shared = version in self.held or version in self.tape.values or version in self.current
+            storages[version[0]] = _copy(storage) if is_shared else storage
         for view in op.overwrites:
             storages[view.storage] = _allocate(view.size_bytes)
         out = self.tape.call(op, storages)
@@ -315,22 +315,22 @@ def _allocate(size_bytes: int) -> torch.UntypedStorage:
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    everything = View(0, torch.uint8, (storage.nbytes(),), (1,), 0, storage.nbytes())
+    all_bytes = View(0, torch.uint8, (storage.nbytes(),), (1,), 0, storage.nbytes())
     storage_copy = _allocate(storage.nbytes())
-    everything.on(storage_copy).copy_(everything.on(storage))
+    all_bytes.on(storage_copy).copy_(all_bytes.on(storage))
     return storage_copy
 
 
 def _storage(tensor: torch.Tensor, view: View, inputs: set[int], op: Op) -> torch.UntypedStorage:
-    """The storage of an operator's output, laid out as it was recorded."""
+    """Return the storage of an operator's output in the recorded layout."""
     if tensor.device.type != "cpu":
         raise ModelError(f"{op.func} in the model's constructor makes a tensor on {tensor.device}, which has no values; make it on the CPU")
     if tuple(tensor.shape) != view.shape or tensor.dtype != view.dtype:
         raise ModelError(f"{op.func} gives {tensor.dtype}{list(tensor.shape)} where {view.dtype}{list(view.shape)} was recorded; build the "
                          "model outside the block and pass it to weft.parallelize")  # fmt: skip
     storage = tensor.untyped_storage()
-    lies_alone = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == view.size_bytes
-    if lies_alone and id(storage) not in inputs:
+    has_layout = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == view.size_bytes
+    if has_layout and id(storage) not in inputs:
         return storage
     storage_copy = _allocate(view.size_bytes)
     view.on(storage_copy).copy_(tensor)

@@ -1,7 +1,6 @@
-"""A fake twin of a module that has real tensors: the same structure without a copy of its data, for tracing.
+"""Copy a real module onto fake CPU tensors for tracing: the same structure without its data.
 
-In: a module and a fake mode. Out: a copy whose tensors are fake CPU tensors of that mode; tied tensors stay tied.
-Not modelled: tensors that share storage without being the same object are separate in the twin.
+Tied tensors stay tied; tensors that share storage without being the same object are separate in the copy.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from weft.errors import ModelError
 
 
 def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
-    """A deep copy of the module on fake CPU tensors of `fake_mode`. The module is not touched and its data not copied.
+    """Return a deep copy of the module on fake CPU tensors of `fake_mode`. The module is not changed and its data not copied.
 
-    `originals` is filled: by `id` of each fake tensor the real one, plain attributes included, whose values a trace needs as constants.
+    `originals` is filled with the real tensor by `id` of each fake one, plain attributes included: a trace needs them as constants.
 
     Raises:
         ModelError: something else in the module cannot be copied.
     """
     twins = _Twins(fake_mode, {} if originals is None else originals)
     memo: dict[int, Any] = {id(t): twins.twin(t) for t in (*module.parameters(), *module.buffers())}
-    # A generator is copied by its state, a tensor that must be real; who draws from one while it is traced is told so.
+    # A generator is not copied, since its state is a real tensor; a trace refuses draws from it.
     memo.update({id(g): g for part in module.modules() for _, g in leaves(dict(vars(part))) if isinstance(g, torch.Generator)})
     try:
         with twins:
@@ -39,7 +38,7 @@ def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch
 
 
 class _Twins(TorchFunctionMode):
-    """Answers copies of tensors that are no parameters or buffers with fake ones too."""
+    """Makes copies of tensors that are no parameters or buffers fake, too."""
 
     def __init__(self, fake_mode: FakeMode, originals: dict[int, torch.Tensor]) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class _Twins(TorchFunctionMode):
         self._originals = originals
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor for a real one."""
+        """Return a fake tensor for a real one."""
         if tensor.layout != torch.strided:
             raise ModelError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot be traced; make it dense")
         with self._fake_mode:
@@ -59,12 +58,12 @@ class _Twins(TorchFunctionMode):
         return fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer one call of torch's Python interface."""
+        """Handle one call of torch's Python interface."""
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
                 memo[id(tensor)] = self.twin(tensor)
             return memo[id(tensor)]
-        if func is torch.Tensor.clone and not isinstance(args[0], Fake):  # a parameter in a list copies itself by a clone of its data
+        if func is torch.Tensor.clone and not isinstance(args[0], Fake):  # a parameter in a list is copied by a clone of its data
             return self.twin(args[0])
         return func(*args, **(kwargs or {}))

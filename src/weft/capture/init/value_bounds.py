@@ -1,8 +1,7 @@
-"""What is known of values without computing them: enough to see that a truncated normal rejects nothing.
+"""Interval analysis of operators: bounds of values without computing them, enough to see that a truncated normal rejects nothing.
 
-In: an operator, its arguments, and the bounds that are known of tensors. Out: bounds (low, high) of what it writes, or None.
-`torch.nn.init.trunc_normal_` asks the values themselves whether any lies outside the interval. With the usual interval of 100 standard
-deviations none can, and a model of any size is planned without drawing one number. Booleans count as 0 and 1. Not modelled: NaN.
+`torch.nn.init.trunc_normal_` reads the values to see whether any lies outside the interval. With the usual interval of 100 standard
+deviations none can, and a model of any size is planned without drawing one number. Booleans are 0 and 1. NaN is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _NORMAL_REACH = 10.0
 
 
 def bounds_of(func: Any, args: Any, bounds: Callable[[Any], Bounds | None]) -> Bounds | None:
-    """The bounds of what `func(*args)` makes or writes. `bounds` gives those of a tensor argument."""
+    """Return the bounds (low, high) of the result of `func(*args)`, or None. `bounds` returns those of a tensor argument."""
     name = str(func).removeprefix("aten.")
     if name == "normal_.default":
         mean = args[1] if len(args) > 1 else 0.0

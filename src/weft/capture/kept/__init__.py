@@ -1,7 +1,7 @@
-"""Captures kept on disk, so that the same model is not traced again when its script starts again: `kept`.
+"""Cache of captures on disk, so that a restarted script does not trace the same model again: `cached_capture`.
 
-In: the model, what it is called with, and a way to capture it. Out: what that makes, or what it made when everything that it depends on was
-the same: the model's code, configuration and modes, the form of the batch, versions. What cannot be told apart is not kept.
+The key is a fingerprint of everything that a capture depends on: the model's code, configuration and modes, the signature of the batch, and
+versions. Models without a fingerprint are not cached.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from weft.capture.nesting import is_value, leaves, tensors_of
 
 
 def kept(model: nn.Module, loss: Loss | None, batch: Any, asked: object, capture: Callable[[], Captured]) -> Captured:
-    """What `capture()` returns, from disk where it is there. `asked`: what else it depends on, plain values."""
+    """Return the result of `capture()`, from disk if cached. `options`: plain values that it depends on as well."""
     store = Store.usual()
     if store is None:
         return capture()
     try:
         tensors = tensors_of(batch)
-        form = [(path, tuple(x.shape), str(x.dtype), x.device.type) for path, x in tensors.items()]
+        specs = [(path, tuple(x.shape), str(x.dtype), x.device.type) for path, x in tensors.items()]
         fixed = [(path, leaf if is_value(leaf) else _refuse(leaf)) for path, leaf in leaves(batch) if path not in tensors]
-        key = fingerprint(model, loss, (type(batch), form, fixed, asked))
-    except Exception:  # also what objects of the user's raise when they are looked at: whether they can be captured, capture says
+        key = fingerprint(model, loss, (type(batch), specs, fixed, asked))
+    except Exception:  # also errors of the user's objects when they are inspected: `capture` reports what cannot be captured
         return capture()
     data = store.read(key)
     captured = None if data is None else written.load(data)

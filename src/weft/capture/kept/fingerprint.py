@@ -1,11 +1,11 @@
-"""What a capture depends on, as one number. In: a module, a loss, plain values. Out: a digest; `CannotTell` where something cannot be told.
+"""Fingerprint of everything that a capture depends on: a module, a loss, plain values. `NotFingerprintable` if it cannot be determined.
 
 The walk goes from the modules over their attributes to their classes, and over the bytecode of every function that these reach to the
-globals that it names; source files of the user's that are met are taken whole. What is installed is known by the packages' versions.
-Values of parameters and buffers are left out, since a graph has none of them.
+globals that it names; the user's source files on the way are hashed in full. Installed packages are identified by their versions. Values
+of parameters and buffers are left out, since a graph has none of them.
 
-Not modelled: a function of an installed package that was replaced and is not called by name from the user's code; what code reads
-from files. Code that reads the environment, opens files, or imports what is not there yet is `CannotTell`.
+Not detected: a monkey-patched function of an installed package that the user's code does not call by name; contents of files that code
+reads. Code that reads the environment, opens files, or imports modules not loaded yet raises `NotFingerprintable`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import nn
 from weft.capture.fakes import Fake
 
 _MOST = 300_000  # objects
-_LARGEST_BYTES = 1 << 24  # of a tensor whose values count
+_LARGEST_BYTES = 1 << 24  # of a tensor whose values are hashed
 _ASKS = {"environ", "getenv", "open", "exec", "eval", "globals", "__import__", "import_module", "input"}
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -42,14 +42,14 @@ _HERE = Path(__file__).parents[2]
 
 
 class CannotTell(Exception):
-    """Something of which nobody can say whether it is the same the next time."""
+    """An object of which it cannot be determined whether it will be equal in the next process."""
 
 
 def fingerprint(model: nn.Module, loss: object, more: object) -> str:
-    """The digest, 64 hexadecimal digits. Raises `CannotTell`, RecursionError.
+    """Return the digest, 64 hexadecimal digits. Raises `NotFingerprintable`, RecursionError.
 
-    >>> one = fingerprint(nn.Linear(2, 2), None, 1)
-    >>> one == fingerprint(nn.Linear(2, 2), None, 1), one == fingerprint(nn.Linear(2, 3), None, 1)
+    >>> digest = fingerprint(nn.Linear(2, 2), None, 1)
+    >>> digest == fingerprint(nn.Linear(2, 2), None, 1), digest == fingerprint(nn.Linear(2, 3), None, 1)
     (True, False)
     """
     walk = _Walk()
@@ -62,7 +62,7 @@ def fingerprint(model: nn.Module, loss: object, more: object) -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What torch does otherwise by a switch."""
+    """Return torch's global settings that change what it computes or traces."""
     cuda: Any = torch.backends.cuda
     attention = (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled())
     cast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu")
@@ -74,7 +74,7 @@ def _settings() -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1)
 def _versions() -> tuple[str, ...]:
-    """Of Python, of what is installed, of weft's own code that makes graphs."""
+    """Return the versions of Python and of installed packages, and the state of weft's own capture code."""
     installed = [name for folder in _folders() if os.path.isdir(folder) for name in os.listdir(folder) if name.endswith("-info")]
     sources = [
         f"{path.relative_to(_HERE)} {path.stat().st_size} {path.stat().st_mtime_ns}"
@@ -86,7 +86,7 @@ def _versions() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
-    """Where what is installed lies."""
+    """Return the folders of the standard library and of installed packages."""
     paths = sysconfig.get_paths()
     folders = {os.path.realpath(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(sorted(folders | {os.path.dirname(os.path.dirname(os.path.realpath(torch.__file__)))}))
@@ -94,7 +94,7 @@ def _folders() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _installed(name: str) -> bool:
-    """Whether a module belongs to what is installed, whose versions are known."""
+    """Return whether a module belongs to the standard library or an installed package."""
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return False
@@ -107,12 +107,12 @@ def _installed(name: str) -> bool:
 
 
 class _Walk:
-    """A digest of all that is added; an object that was added before is its number."""
+    """A digest of all added objects; an object that was added before is hashed by its number."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}
-        self._alive: list[object] = []  # so that no identity is used again
+        self._alive: list[object] = []  # so that no id is reused
         self._files: set[str] = set()
 
     def digest(self) -> str:
@@ -122,7 +122,7 @@ class _Walk:
         self._hash.update(repr(words).encode())
 
     def add(self, x: Any) -> None:
-        """Add an object, with all that it reaches."""
+        """Add an object, with everything reachable from it."""
         if isinstance(x, _VALUES) and type(x).__module__ in ("builtins", "torch"):
             self._say(type(x).__name__, x)
             return
@@ -130,7 +130,7 @@ class _Walk:
             self._add_object(x)
 
     def _is_new(self, x: object) -> bool:
-        """Whether it was not added before; otherwise its number is added."""
+        """Return whether an object is new; of one added before its number is hashed."""
         if id(x) in self._numbers:
             self._say("again", self._numbers[id(x)])
             return False
@@ -160,7 +160,7 @@ class _Walk:
                 self._say("module", x.__name__)
             case BuiltinFunctionType():
                 self._many("builtin", x.__qualname__, None if isinstance(x.__self__, ModuleType) else x.__self__)
-            case _ if callable(x) and not hasattr(x, "__dict__") and _installed(type(x).__module__):  # descriptors of C
+            case _ if callable(x) and not hasattr(x, "__dict__") and _installed(type(x).__module__):  # C descriptors
                 self._say(type(x).__name__, getattr(x, "__qualname__", ""))
             case _:
                 return False
@@ -228,7 +228,7 @@ class _Walk:
         self.add(type(x))
         for key, value in sorted({**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots}}.items()):
             self._say(key)
-            if not (key.endswith("hash") and _installed(type(x).__module__)):  # a library's: of the other attributes, anew in each process
+            if not (key.endswith("hash") and _installed(type(x).__module__)):  # a library's hash, different in each process
                 self.add(value)
 
     def _class(self, x: type) -> None:
@@ -250,7 +250,7 @@ class _Walk:
         for cell in x.__closure__ or ():
             try:
                 self.add(cell.cell_contents)
-            except ValueError:  # nothing is in it yet
+            except ValueError:  # an empty cell
                 self._say("empty")
         if _installed(x.__module__):
             return
@@ -266,20 +266,20 @@ class _Walk:
             self._inside(value, names)
 
     def _inside(self, module: Any, names: set[str]) -> None:
-        """Of a module that code names, what else it names that is the user's."""
+        """Add the user's objects among the attributes of a module that code names."""
         if not isinstance(module, ModuleType):
             return
-        foreign = _installed(module.__name__)
-        if not foreign:
+        is_library = _installed(module.__name__)
+        if not is_library:
             self._file(module.__name__)
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
             home = getattr(value, "__module__", None)
             if isinstance(value, ModuleType):
-                if not foreign and value is not module and id(value) not in self._numbers:
+                if not is_library and value is not module and id(value) not in self._numbers:
                     self.add(value)
                     self._inside(value, names)
-            elif not foreign or (isinstance(value, FunctionType | type) and not _installed(home or "")):
+            elif not is_library or (isinstance(value, FunctionType | type) and not _installed(home or "")):
                 self._say(name)
                 self.add(value)
 
@@ -288,15 +288,15 @@ class _Walk:
         for constant in x.co_consts:
             self.add(sorted(constant) if isinstance(constant, frozenset) and all(isinstance(c, str) for c in constant) else constant)
         if _IMPORT in x.co_code[::2]:
-            for one in dis.get_instructions(x):
-                if one.opcode == _IMPORT and (module := sys.modules.get(one.argval)) is None:
-                    raise CannotTell(f"{one.argval} is imported when it is called")
-                if one.opcode == _IMPORT and not _installed(one.argval):
-                    self._file(one.argval)
+            for step in dis.get_instructions(x):
+                if step.opcode == _IMPORT and (module := sys.modules.get(step.argval)) is None:
+                    raise CannotTell(f"{step.argval} is imported when it is called")
+                if step.opcode == _IMPORT and not _installed(step.argval):
+                    self._file(step.argval)
                     self._inside(module, _names(x))
 
     def _file(self, name: str) -> None:
-        """The source of a module of the user's, whole."""
+        """Add the full source file of a user's module."""
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None or file in self._files:
             return

@@ -1,7 +1,7 @@
-"""The folder of kept captures. In: a key, bytes. Out: the bytes again, where they are whole.
+"""The cache folder of captures: bytes by key, with an integrity check and eviction of the least recently used files.
 
-A file begins with the digest of what follows. The files that were used last stay, up to `MOST_BYTES`. `WEFT_CACHE` names another folder, or
-is `off`. Ranks that write the same file at the same time write the same, each under a name of its own, and rename it.
+A file begins with the digest of its content. The total is bounded by `MAX_BYTES`. `WEFT_CACHE` names another folder, or is `off`. Ranks
+that write the same file at the same time write equal bytes to different temporary names, and rename them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`folder` has the captures; it is made when the first is written."""
+    """The cache in `folder`, which is made when the first capture is written."""
 
     folder: Path
     most_bytes: int = MOST_BYTES
 
     @classmethod
     def usual(cls) -> Self | None:
-        """The one that the environment says, by default `.cache/weft/captures` in the user's home; None where it is off."""
-        said = os.environ.get(VARIABLE, "")
-        if said.lower() in OFF:
+        """Return the cache set by the environment, by default `.cache/weft/captures` in the user's home; None if it is off."""
+        setting = os.environ.get(VARIABLE, "")
+        if setting.lower() in OFF:
             return None
         try:
-            return cls((Path(said) if said else Path.home() / ".cache" / "weft") / "captures")
+            return cls((Path(setting) if setting else Path.home() / ".cache" / "weft") / "captures")
         except RuntimeError:  # a user without a home
             return None
 
     def read(self, key: str) -> bytes | None:
-        """What was written under a key; None where there is nothing whole, or a file of another user."""
+        """Return the bytes of a key; None if there are none, they are corrupted, or the file is another user's."""
         path = self.folder / key
         try:
             with open(path, "rb") as file:
@@ -52,7 +52,7 @@ class Store:
         return data[_DIGEST:] if hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST] else None
 
     def write(self, key: str, data: bytes) -> None:
-        """Keep bytes. Where they cannot be kept nothing happens: it costs some time at the next start."""
+        """Write bytes under a key. Failures are ignored: they cost some time at the next start."""
         if len(data) > self.most_bytes // 4:
             return
         with contextlib.suppress(OSError):
@@ -66,25 +66,25 @@ class Store:
             self._bound()
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """All of them, the one used last first."""
+        """Return all files, the most recently used first."""
         files = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):
                     files.append((path, path.stat()))
-        return sorted(files, key=lambda one: -one[1].st_mtime_ns)
+        return sorted(files, key=lambda file: -file[1].st_mtime_ns)
 
     def clear(self) -> int:
-        """Remove all; how many there were."""
+        """Remove all files and return their number."""
         return sum(1 for _ in self._removed(self.files()))
 
     def _bound(self) -> None:
-        total, old = 0, []
-        for path, about in self.files():
-            total += about.st_size
+        total, evicted = 0, []
+        for path, stat in self.files():
+            total += stat.st_size
             if total > self.most_bytes:
-                old.append((path, about))
-        list(self._removed(old))
+                evicted.append((path, stat))
+        list(self._removed(evicted))
 
     def _removed(self, files: list[tuple[Path, os.stat_result]]) -> Iterator[Path]:
         for path, _ in files:

@@ -1,6 +1,6 @@
-"""A capture as bytes. In: a capture. Out: a safetensors file of its constants whose metadata is the graph as JSON, and back. No pickle.
+"""Serialise a capture as a safetensors file: its constants, with the graph as JSON in the metadata. No pickle.
 
-Not written: calls of functions of the user's own, constants without values. An object in an output is its class's name.
+Captures with user-defined autograd.Functions or fake constants are not serialised. Of an object in an output only its class name is stored.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class _Unwritable(Exception):
 
 @dataclasses.dataclass
 class _Object:
-    """An object in an output: it is not returned, only named."""
+    """A placeholder for an object in an output, by class name."""
 
     name: str
 
 
 def dump(captured: Captured) -> bytes | None:
-    """As bytes; None of what cannot be written."""
+    """Serialise a capture; None if it cannot be."""
     constants = {name: x.detach().contiguous() for name, x in captured.constants.items() if not isinstance(x, Fake)}
     if len(constants) < len(captured.constants) or any(x.is_meta or x.layout is not torch.strided for x in constants.values()):
         return None
-    if any(x.dtype is torch.complex128 for x in constants.values()):  # which safetensors does not have
+    if any(x.dtype is torch.complex128 for x in constants.values()):  # unsupported by safetensors
         return None
     shared = len({x.untyped_storage().data_ptr() for x in constants.values()}) < len(constants)
-    named = {
+    storable = {
         path: leaf if isinstance(leaf, torch.Tensor) or is_value(leaf) else _Object(type(leaf).__name__)
         for path, leaf in leaves(captured.structure)
     }
     try:
-        text = json.dumps([packed(captured.graph), packed(rebuild(captured.structure, named))])
+        text = json.dumps([packed(captured.graph), packed(rebuild(captured.structure, storable))])
     except _Unwritable:
         return None
     return save_tensors({name: x.clone() if shared else x for name, x in constants.items()}, metadata={_KEY: text})
 
 
 def load(data: bytes) -> Captured | None:
-    """What `dump` wrote; None where it holds classes that are not there now."""
+    """Deserialise the bytes of `dump`; None if they need classes that are not loaded."""
     try:
-        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        graph, structure = (unpacked(one) for one in json.loads(head["__metadata__"][_KEY]))
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        graph, structure = (unpacked(part) for part in json.loads(header["__metadata__"][_KEY]))
         return Captured(graph, load_tensors(data), structure)
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError):
         return None
@@ -89,18 +89,18 @@ def packed(x: Any) -> Any:
 
 
 def _packed_container(x: Any) -> Any:
-    """Named tuples, and mappings that are dataclasses, as libraries' outputs are."""
-    where = [type(x).__module__, type(x).__qualname__]
+    """Serialise a named tuple or dataclass, as outputs of libraries are."""
+    path = [type(x).__module__, type(x).__qualname__]
     if isinstance(x, tuple) and hasattr(x, "_make"):
-        return ["named", *where, *map(packed, x)]
+        return ["named", *path, *map(packed, x)]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         items = x if isinstance(x, Mapping) else {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-        return ["data", *where, *([key, packed(value)] for key, value in items.items())]
+        return ["data", *path, *([key, packed(value)] for key, value in items.items())]
     raise _Unwritable(type(x).__name__)
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of the user's that is there already: nothing is imported."""
+    """Return a class that is already loaded; nothing is imported."""
     cls: Any = sys.modules[module]
     for part in name.split("."):
         cls = getattr(cls, part)

@@ -1,6 +1,6 @@
-"""What torch does otherwise than a captured graph needs: a table of patches, one thing a file. In: nothing. Out: `PATCHES`.
+"""The table of patches of torch that capturing a graph needs, one a file.
 
-`weft.capture.patched` applies them all. The order matters where two patches answer one call, or rewrite one program: the first comes first.
+`weft.capture.patching` applies them. The order matters if two patches replace one call, or rewrite one program: the first has precedence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hooks on tensors and gradients that are asked for in forward.
+"""Tensor hooks, and gradients computed in forward.
 
-Torch: a trace drops hooks without a word, and holds `autograd.grad` as operators without the gradient of a gradient.
+Torch: a trace silently drops hooks, and has `autograd.grad` as operators without second derivatives.
 Wanted: both are refused by name.
-Test: tests/torch/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Test: tests/torch/capture/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
 Until: not known
 """
 
@@ -26,11 +26,11 @@ _ACTS: dict[Any, str] = {
 }
 
 
-def _refusal(does: str) -> Callable[..., NoReturn]:
+def _refusal(act: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelError(f"the model {does} while it runs, which a captured graph does not hold")
+        raise ModelError(f"the model {act} while it runs, which a captured graph does not hold")
 
     return refuse
 
 
-PATCH = Patch(calls={func: _refusal(does) for func, does in _ACTS.items()})
+PATCH = Patch(calls={func: _refusal(act) for func, act in _ACTS.items()})

@@ -1,8 +1,8 @@
-"""`F.affine_grid`: where `theta_N23` (or `_N34`) takes each point of a grid.
+"""`F.affine_grid`: the points of a grid transformed by `theta_N23` (or `_N34`).
 
-Torch: one operator with the number of samples in its arguments, which no rule divides.
-Wanted: a product with all points, in which samples are a dimension like others.
-Test: tests/torch/test_patches.py::affine_grid
+Torch: one operator with the number of samples in its arguments, which no rule shards.
+Wanted: a matrix product with all points, with an ordinary sample dimension.
+Test: tests/torch/capture/test_patches.py::affine_grid
 Until: not known
 """
 

@@ -1,9 +1,9 @@
-"""Checks of values by torch's own functions: `torch._check(n <= limit)`, "as many image tokens as features".
+"""Value checks by torch's own functions: `torch._check(n <= limit)`, "as many image tokens as features".
 
-Torch: it asserts, in a trace also what it assumes itself of numbers that follow values, and holds these checks as operators.
-Wanted: no such operators, no numbers that only they read, nor what nobody reads whose shape follows values. What a check guards is the
-    user's data, the same in every layout; a run does not repeat it. A shape that a check chooses is refused as data-dependent.
-Test: tests/torch/test_checks.py::test_checks_are_no_operators
+Torch: a trace has these checks, and its own assumptions on data-dependent numbers, as operators.
+Wanted: no such operators, no numbers that only they read, nor unused tensors of data-dependent shape. A check guards the user's data, the
+    same in every layout; a run does not repeat it. A shape that a check determines is refused as data-dependent.
+Test: tests/torch/model/test_checks.py::test_checks_are_no_operators
 Until: not known
 """
 
@@ -29,7 +29,7 @@ _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
 def without_assertions(module: torch.fx.GraphModule) -> None:
-    """Erase them in place."""
+    """Erase assertions, and unused numbers and tensors of data-dependent shape, in place."""
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_function" and not node.users and (str(node.target) in _CHECKS or _is_number(node) or _is_data_dependent(node)):
             module.graph.erase_node(node)
@@ -39,18 +39,18 @@ def without_assertions(module: torch.fx.GraphModule) -> None:
 
 
 def _is_number(node: Any) -> bool:
-    """Whether it computes a number of the program's own, in which nothing is written."""
+    """Return whether a node computes a number or a symbol, which nothing can write to."""
     return isinstance(node.meta.get("val"), _NUMBERS)
 
 
 def _is_data_dependent(node: Any) -> bool:
-    """Whether it makes a tensor that has as many elements as the values of another say; what is written into has its own."""
+    """Return whether a node makes a tensor of data-dependent shape."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and any(not isinstance(n, int) for n in value.shape)
 
 
 def _checked(condition: Any, message: str) -> None:
-    """What torch asserts: of values that a trace does not know it is passed over."""
+    """Replace `torch._assert`: conditions without a value in a trace are skipped."""
     if not isinstance(condition, Tensor | torch.SymBool) and not condition:
         raise AssertionError(message)
 

@@ -1,9 +1,9 @@
-"""Functions with a backward of the user's own (`torch.autograd.Function`), and reentrant checkpoints.
+"""User-defined `torch.autograd.Function`s, and reentrant checkpoints.
 
-Torch: a trace takes the operators of forward and differentiates those; the backward that the user wrote is lost without a word.
-Wanted: one operator of the graph (`capture/functions`); what torch builds on such functions is run plainly where that computes the same
-    (checkpoints, backwards registered for an operator), and refused by name where not (hooks of modules, sums over ranks, transforms).
-Test: tests/torch/test_functions.py
+Torch: a trace records the operators of forward and differentiates those; the user's backward is silently lost.
+Wanted: one operator of the graph (`capture/functions`); torch's own functions run unrecorded if that computes the same (checkpoints,
+    backwards registered for an operator), and are refused by name if not (hooks of modules, all-reduces, transforms).
+Test: tests/torch/capture/test_functions.py
 Until: not known
 """
 
@@ -21,9 +21,9 @@ from weft.capture.functions import BASE, plainly, recorded, recording
 from weft.capture.patches.patch import Patch, Trace
 from weft.errors import ModelError
 
-# What torch.library makes of an operator's registered backward: it belongs to the operator, which the graph holds.
+# torch.library makes it of an operator's registered backward: it belongs to the operator, which is in the graph.
 _OF_AN_OPERATOR = "GeneratedBackwardFor_"
-# How the checkpoint of torch 2.11 that is not reentrant holds on to its inputs; later ones need no function for that.
+# Saves the inputs of the non-reentrant checkpoint of torch 2.11; later versions need no function for that.
 _OF_A_CHECKPOINT = ("torch.utils.checkpoint", "_NoopSaveInputs")
 
 
@@ -31,8 +31,8 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     if cls.__name__.startswith(_OF_AN_OPERATOR) or (cls.__module__, cls.__name__) == _OF_A_CHECKPOINT:
         return plainly(cls, *args, **kwargs)
     if cls is CheckpointFunction:
-        return args[0](*args[2:])  # after it comes whether random state is kept
-    if cls.__module__.partition(".")[0] == "torch":  # hooks of modules, and what sums over ranks by itself
+        return args[0](*args[2:])  # args[1]: whether random state is preserved
+    if cls.__module__.partition(".")[0] == "torch":  # hooks of modules, and functions that all-reduce
         _refuse(cls)
     return recorded(cls, *args, **kwargs)
 
@@ -47,9 +47,9 @@ def _refuse(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> No
 @contextmanager
 def _as_operators(trace: Trace) -> Iterator[None]:
     with ExitStack() as stack:
-        # Below `Function.apply`, which a module may have kept under another name (`reverse = Reverse.apply`).
+        # Below `Function.apply`, which a module may have saved under another name (`reverse = Reverse.apply`).
         stack.enter_context(put(BASE, "apply", classmethod(_apply)))
-        stack.enter_context(put(torch.autograd.function, "custom_function_call", _refuse))  # by which vmap and grad call one
+        stack.enter_context(put(torch.autograd.function, "custom_function_call", _refuse))  # used by vmap and grad
         stack.enter_context(recording(trace.record))
         yield
 

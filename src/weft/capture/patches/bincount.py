@@ -1,8 +1,8 @@
-"""`torch.bincount` with as many bins as `minlength` says.
+"""`torch.bincount` with `minlength` bins.
 
-Torch: it has as many bins as the largest value wants, a shape that follows values.
-Wanted: counts of 0 ... `minlength` - 1, which nothing may exceed (a run says so).
-Test: tests/torch/test_patches.py::bincount
+Torch: the number of bins depends on the largest value, a data-dependent shape.
+Wanted: counts of 0 ... `minlength` - 1; larger values are an error at run time.
+Test: tests/torch/capture/test_patches.py::bincount
 Until: not known
 """
 

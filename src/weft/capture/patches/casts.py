@@ -1,8 +1,8 @@
-"""`part.to(dtype)` in a model's forward, where the part is of that dtype already.
+"""`submodule.to(dtype)` in a model's forward, if the submodule has that dtype already.
 
-Torch: even an equal tensor is put in a parameter's place, which a trace refuses; and while all is made float64, a copy.
-Wanted: parameters and buffers stay the tensors that they are, which others hold: a trace, an optimizer, a flat buffer.
-Test: tests/torch/test_patches.py::casts
+Torch: it replaces parameters even by equal tensors, which a trace refuses; and by copies in a conversion to float64.
+Wanted: parameters and buffers stay the same tensors, which a trace, an optimizer, a flat buffer refer to.
+Test: tests/torch/capture/test_patches.py::casts
 Until: not known
 """
 
@@ -22,9 +22,9 @@ _APPLY: Any = getattr(nn.Module, MODULE_APPLY)
 
 
 def _kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
-    # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
-    unchanged = all(_is_copy_of(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
+    types = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
+    # Tried on other tensors: a trace would record the result for a parameter as its new value.
+    unchanged = all(_is_copy_of(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in types))
     return module if unchanged else _APPLY(module, change, recurse)
 
 
@@ -33,7 +33,7 @@ def _is_copy_of(before: Tensor, after: Tensor) -> bool:
 
 
 def without_casts() -> AbstractContextManager[None]:
-    """A block in which such calls change nothing."""
+    """A block in which casts to the present dtype are no-ops."""
     return put(nn.Module, MODULE_APPLY, _kept)
 
 

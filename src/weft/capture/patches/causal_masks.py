@@ -1,8 +1,8 @@
-"""`nn.Transformer` asks whether the mask that it is given is a causal one.
+"""`nn.Transformer` checks whether its mask argument is causal.
 
-Torch: `torch.nn.Transformer` looks at the values of a mask, to choose the faster of two ways to the same result.
-Wanted: of a mask whose values are not known, the other way.
-Test: tests/torch/test_patches.py::causal_masks
+Torch: `torch.nn.Transformer` reads the values of a mask, to choose the faster of two equivalent kernels.
+Wanted: the general kernel for a mask without values.
+Test: tests/torch/capture/test_patches.py::causal_masks
 Until: not known
 """
 

@@ -1,8 +1,8 @@
-"""Losses of rows and their classes that two like masks pick.
+"""Losses of rows and classes that two equal masks select.
 
-Torch: 2.11 cannot follow that they are as many.
-Wanted: the trace is told so.
-Test: tests/ranks/test_picked.py
+Torch: 2.11 cannot infer that their numbers are equal.
+Wanted: the trace assumes it.
+Test: tests/ranks/run/test_picked.py
 Until: 2.12
 """
 

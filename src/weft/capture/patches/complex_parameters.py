@@ -1,8 +1,8 @@
 """Trained complex parameters.
 
-Torch: a graph reads them as complex numbers; torch's optimizers take them as pairs of real ones.
-Wanted: pairs in the graph too, in which they are summed, updated and kept, joined before they are read.
-Test: tests/torch/test_untraceable.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
+Torch: a graph reads them as complex numbers; torch's optimizers view them as pairs of real ones.
+Wanted: pairs in the graph too, for reduction, updates and storage, with a view as complex before they are read.
+Test: tests/torch/capture/test_untraceable.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
 Until: not known
 """
 
@@ -17,13 +17,13 @@ _REAL = {"complex64": "float32", "complex128": "float64"}
 
 
 def _in_pairs(graph: Graph) -> Graph:
-    """`graph` with each trained complex parameter as `[..., 2]` real numbers; none that is written."""
+    """Return `graph` with each trained complex parameter as `[..., 2]` real numbers; parameters that are written stay complex."""
     written = written_buffers(graph)
     pairs = {v.value for v in graph.parameters if v.trainable and v.tensor.dtype in _REAL and v.value not in written}
     if not pairs:
         return graph
     tensors = dict(graph.tensors)
-    joined: list[Operator] = []
+    views: list[Operator] = []
     parameters = []
     for v in graph.parameters:
         if v.value not in pairs:
@@ -33,23 +33,23 @@ def _in_pairs(graph: Graph) -> Graph:
         parameters.append(replace(v, tensor=real, pairs=True))
         tensors[v.value], pair = real, f"{v.value}_joined"
         tensors[pair] = v.tensor
-        joined.append(Operator(pair, "aten.view_as_complex.default", (Ref(v.value),), (), (pair,), f"{v.name}/view_as_complex"))
+        views.append(Operator(pair, "aten.view_as_complex.default", (Ref(v.value),), (), (pair,), f"{v.name}/view_as_complex"))
 
     def arg(a: Arg) -> Arg:
         if isinstance(a, tuple):
             return tuple(arg(item) for item in a)
         return Ref(f"{a.value}_joined") if isinstance(a, Ref) and a.value in pairs else a
 
-    def moved(op: Operator) -> Operator:
+    def with_complex_inputs(op: Operator) -> Operator:
         return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
 
     operators: list[Operator] = []
-    waiting = {op.inputs[0]: op for op in joined}
+    waiting = {op.inputs[0]: op for op in views}
     for op in graph.operators:
         for value in op.inputs:
-            if value in waiting:  # right before it is first read, so that a stage may begin anywhere before
+            if value in waiting:  # right before the first read, so that a stage may begin anywhere before
                 operators.append(waiting.pop(value))
-        operators.append(moved(op))
+        operators.append(with_complex_inputs(op))
     return replace(graph, parameters=tuple(parameters), operators=tuple(operators), tensors=tensors)
 
 

@@ -1,9 +1,9 @@
 """`contiguous()` of a tensor with a dimension of one entry.
 
-Torch: it does nothing where the elements lie in order, which a slice of one sample may do and of two does not, so that a microbatch of one
-sample has another graph than any other.
-Wanted: the same operators whatever the number of samples; the operator copies nothing there.
-Test: tests/torch/test_patches.py::contiguous
+Torch: it is a no-op on contiguous tensors, which a slice of one sample may be and of two is not, so that a microbatch of one sample has
+another graph than any other.
+Wanted: the same operators for any number of samples; the operator copies nothing there.
+Test: tests/torch/capture/test_patches.py::contiguous
 Until: not known
 """
 

@@ -1,8 +1,8 @@
 """`torch.cov` and `torch.corrcoef`.
 
-Torch: it looks at the value of what it divides by.
-Wanted: how rows (variables) vary together over columns (observations), without the look; with weights torch's own is called.
-Test: tests/torch/test_patches.py::covariance
+Torch: it reads the value of its divisor.
+Wanted: the covariance of rows (variables) over columns (observations), without the read; with weights torch's own is called.
+Test: tests/torch/capture/test_patches.py::covariance
 Until: not known
 """
 
@@ -26,11 +26,11 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, 
 
 
 def _corrcoef(input: Tensor) -> Any:
-    both = _cov(input)
-    if both is NotImplemented or not both.dim():
-        return both if both is NotImplemented else both / both
-    deviation_V = both.diagonal().sqrt()
-    return (both / deviation_V[:, None] / deviation_V).clamp(-1, 1)
+    cov = _cov(input)
+    if cov is NotImplemented or not cov.dim():
+        return cov if cov is NotImplemented else cov / cov
+    deviation_V = cov.diagonal().sqrt()
+    return (cov / deviation_V[:, None] / deviation_V).clamp(-1, 1)
 
 
 PATCH = Patch(calls={torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef})

@@ -1,10 +1,10 @@
 """Connectionist temporal classification with lengths that are tensors (Graves et al. 2006).
 
-Torch: its operator also returns what backward reads, whose shape follows the values of the lengths; targets of all samples may lie in one
-    row, which a mask picks out of `targets_NS` (`labels.masked_select(labels >= 0)`), and whose length follows values.
-Wanted: an operator from `log_probs_TNC`, `targets_NS` and lengths to each sample's loss, whose backward makes the rest again, and such a
-    row put back into rows of each sample's own. Not other such rows.
-Test: tests/torch/test_checks.py::test_targets_in_one_row_are_each_samples_own
+Torch: its operator also returns tensors saved for backward, of data-dependent shape; targets of all samples may be one flat row, which a
+    mask selects from `targets_NS` (`labels.masked_select(labels >= 0)`), of data-dependent length.
+Wanted: an operator from `log_probs_TNC`, `targets_NS` and lengths to each sample's loss, whose backward recomputes the saved tensors; a
+    flat row of targets is restored to one row a sample. Not other flat rows.
+Test: tests/torch/model/test_checks.py::test_targets_in_one_row_are_each_samples_own
 Until: not known
 """
 
@@ -22,7 +22,7 @@ from weft.capture.patches.patch import Patch, Trace, Watch
 
 @torch.library.custom_op("weft::ctc_loss", mutates_args=())
 def losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    """The losses of N samples, each by itself."""
+    """Return the CTC loss of each of N samples."""
     return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0].clone()  # type: ignore[no-any-return]
 
 
@@ -52,7 +52,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradient(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+    log_probs, targets, input_lengths, target_lengths = ctx.saved_tensors
+    blank, zero_infinity = ctx.options
+    gradient = _gradient(grad, log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    return gradient, None, None, None, None, None
 
 
 losses.register_autograd(_backward, setup_context=_keep)
@@ -60,11 +63,10 @@ losses.register_autograd(_backward, setup_context=_keep)
 
 @torch.library.custom_op("weft::ctc_lengths", mutates_args=())
 def _lengths(lengths: Tensor, taken: Tensor) -> Tensor:
-    """`lengths`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
+    """Return `lengths` after checking that the mask selects as many targets of each sample; else samples would share targets."""
     if not torch.equal(lengths, taken.to(lengths.dtype)):
         raise ValueError(
-            f"ctc_loss is told target_lengths {lengths.tolist()}, and of the samples' targets a mask picks {taken.tolist()}; they must be "
-            "the same"
+            f"ctc_loss has target_lengths {lengths.tolist()}, and the mask picks {taken.tolist()} of the targets; they must be equal"
         )
     return lengths.clone()
 
@@ -75,13 +77,13 @@ def _(lengths: Tensor, taken: Tensor) -> Tensor:
 
 
 class _Rows:
-    """Which rows hold what a mask picks out of targets_NS."""
+    """Tracks flat rows that a mask selects from targets_NS."""
 
     def __init__(self) -> None:
-        self._from: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the row itself too, so that no identity is used again
+        self._from: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # with the row itself, so that no id is reused
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note a call, if it makes such a row or casts one."""
+        """Record a call that makes such a row or casts one."""
         if func in _PICKS and len(args) == 2:
             targets, mask = args
             if isinstance(mask, Tensor) and mask.dtype is torch.bool and targets.dim() == 2 and targets.shape == mask.shape:
@@ -91,7 +93,7 @@ class _Rows:
             self._from[id(result)] = (result, targets.to(result.dtype), mask)
 
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`ctc_loss` with such targets in rows of their own: what is picked of each comes first."""
+        """Return `ctc_loss` with such targets in one row a sample, the selected ones first."""
         arguments = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
         lengths = arguments.get("target_lengths")
         if id(arguments.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
@@ -110,12 +112,12 @@ def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What `torch.nn.functional.ctc_loss` returns. Targets of all samples in one row, and one sample alone, are left to torch."""
+    """Return the result of `torch.nn.functional.ctc_loss`. Flat targets, and unbatched inputs, are left to torch."""
     if log_probs.dim() != 3 or targets.dim() != 2 or reduction not in ("none", "mean", "sum"):
         loss: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         return loss
     lengths = [n if isinstance(n, Tensor) else torch.tensor(n) for n in (input_lengths, target_lengths)]
-    by_row: Tensor = losses(log_probs, targets, *lengths, blank, zero_infinity)
+    by_row: Tensor = losses(log_probs, targets, lengths[0], lengths[1], blank, zero_infinity)
     if reduction == "mean":
         return (by_row / lengths[1].clamp(min=1).to(by_row.dtype)).mean()
     return by_row.sum() if reduction == "sum" else by_row

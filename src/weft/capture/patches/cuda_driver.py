@@ -1,8 +1,8 @@
-"""CUDA's driver, which torch asks for devices whenever a mode of fake tensors is entered.
+"""The CUDA driver, which torch queries whenever a fake mode is entered.
 
-Torch: a process that has asked cannot be forked into ranks that use a GPU.
-Wanted: it is not asked, by the modes that torch makes itself either: neither matters to tensors of the host.
-Test: tests/torch/test_gpu_paths.py::test_a_trace_leaves_the_driver_of_cuda_alone
+Torch: a process that queried it cannot be forked into ranks that use a GPU.
+Wanted: no query, also by fake modes of torch's own: host tensors need none.
+Test: tests/torch/lower/test_gpu_paths.py::test_a_trace_leaves_the_driver_of_cuda_alone
 Until: not known
 """
 

@@ -1,8 +1,8 @@
 """`torch.distributions` with arguments that a model computes.
 
-Torch: it looks at the values of the arguments, which only tells whether they are valid.
-Wanted: no look while a model is traced; as a check like others it would pass, after a trace more for each.
-Test: tests/torch/test_patches.py::distributions
+Torch: it reads the values of the arguments, only to validate them.
+Wanted: no validation while a model is traced; as a value check it would pass, at the cost of another trace for each.
+Test: tests/torch/capture/test_patches.py::distributions
 Until: not known
 """
 

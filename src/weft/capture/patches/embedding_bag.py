@@ -1,8 +1,8 @@
 """`F.embedding_bag` of bags of equal length (`input` [N, L]).
 
-Torch: its operator takes all indices in one row with offsets, in which nothing tells what belongs to which sample.
-Wanted: look-ups and a reduction. With options of which torch's operator alone knows the meaning it is called as it is.
-Test: tests/torch/test_patches.py::embedding_bag
+Torch: its operator takes all indices in one flat row with offsets, which has no sample dimension.
+Wanted: look-ups and a reduction. With other options torch's own operator is called.
+Test: tests/torch/capture/test_patches.py::embedding_bag
 Until: not known
 """
 
@@ -27,4 +27,4 @@ def _embedding_bag(input: Tensor, weight: Tensor, *_: Any, mode: str = "mean", *
     return rows.max(1).values if mode == "max" else rows.mean(1) if mode == "mean" else rows.sum(1)
 
 
-PATCH = Patch(calls={F.embedding_bag: _embedding_bag})  # which hands on its options by name
+PATCH = Patch(calls={F.embedding_bag: _embedding_bag})  # which passes its options by keyword

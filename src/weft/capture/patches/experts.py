@@ -1,8 +1,8 @@
 """Mixtures of experts of `transformers` (`ExpertsInterface`).
 
-Torch: grouped products have no rule by which ranks could share them, and a loop over the experts that got tokens follows values.
-Wanted: `weft.capture.experts`, whatever implementation a configuration names: all compute the same. Not experts that the library spreads.
-Test: tests/torch/test_experts.py::test_experts_of_the_library_are_captured_with_the_work_of_those_that_are_chosen
+Torch: grouped matmuls have no sharding rule, and a loop over the experts with tokens is data-dependent.
+Wanted: `weft.capture.experts` for every configured implementation: all compute the same. Not the library's own expert parallelism.
+Test: tests/torch/model/test_experts.py::test_experts_of_the_library_are_captured_with_the_work_of_those_that_are_chosen
 Until: not known
 """
 

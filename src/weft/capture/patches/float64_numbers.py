@@ -1,8 +1,8 @@
 """Tensors of numbers that float32 rounds (`torch.tensor(0.1)`, `x[0] = 0.1`).
 
-Torch: a trace holds them as float32, since in the trace all is float32.
-Wanted: the numbers as they are written, whatever precision the graph then runs in; a run in float64 means 0.1, not float32's.
-Test: tests/torch/test_patches.py::float64_numbers
+Torch: a trace has them as float32, since the trace runs in float32.
+Wanted: the exact numbers, for any precision that the graph runs in; a run in float64 uses 0.1, not its float32 rounding.
+Test: tests/torch/capture/test_patches.py::float64_numbers
 Until: not known
 """
 
@@ -22,7 +22,7 @@ _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
 def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call."""
+    """Return the float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call."""
     if func not in _OF_NUMBERS:
         return None
     at = 1 if func is Tensor.new_tensor else 0
@@ -37,15 +37,15 @@ def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tens
 
 
 def _made_by(func: Any) -> Callable[..., Any]:
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def construct(*args: Any, **kwargs: Any) -> Any:
         exact = exactly(func, args, kwargs)
         return NotImplemented if exact is None else exact.to(torch.float32)
 
-    return made
+    return construct
 
 
 def _set(into: Tensor, at: Any, value: Any) -> Any:
-    """Of a number torch would make a tensor of float32."""
+    """Set an item to the exact number, which torch would convert to float32."""
     if not isinstance(value, float) or not into.is_floating_point():
         return NotImplemented
     exact = exactly(torch.tensor, (value,), {})

@@ -1,8 +1,8 @@
-"""`torch._foreach_mul_(tensors, 0.9)` and the like, of lists of tensors.
+"""`torch._foreach_mul_(tensors, 0.9)` and other operators on lists of tensors.
 
-Torch: one operator that writes each tensor of a list, which no rule follows.
-Wanted: the same for each tensor by itself.
-Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
+Torch: one operator that writes each tensor of a list, which has no rule.
+Wanted: one operator a tensor.
+Test: tests/torch/capture/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 
@@ -17,24 +17,24 @@ from torch import Tensor
 from weft.capture.patches.patch import Patch
 
 _NAMES = [name for name in dir(torch) if name.startswith("_foreach_")]
-_FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
+_FOR_EACH = {"alpha", "value", "weight", "ord"}  # keyword arguments shared by all tensors
 
 
 def _one_by_one(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name.removeprefix("_foreach_"), None)
 
-    def made(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        others, named = list(args), dict(kwargs)
-        if method is None or not isinstance(tensors, list | tuple) or named.keys() - _FOR_EACH:
+    def apply(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        operands, keywords = list(args), dict(kwargs)
+        if method is None or not isinstance(tensors, list | tuple) or keywords.keys() - _FOR_EACH:
             return NotImplemented
-        if "addc" in name and len(others) > 2:
-            named["value"] = others.pop()
-        if isinstance(named.get("value"), list | tuple | Tensor):
+        if "addc" in name and len(operands) > 2:
+            keywords["value"] = operands.pop()
+        if isinstance(keywords.get("value"), list | tuple | Tensor):
             return NotImplemented
-        each = [method(x, *(o[i] if isinstance(o, list | tuple) else o for o in others), **named) for i, x in enumerate(tensors)]
-        return None if name.endswith("_") else tuple(each)
+        results = [method(x, *(o[i] if isinstance(o, list | tuple) else o for o in operands), **keywords) for i, x in enumerate(tensors)]
+        return None if name.endswith("_") else tuple(results)
 
-    return made
+    return apply
 
 
 PATCH = Patch(calls={getattr(torch, name): _one_by_one(name) for name in _NAMES})

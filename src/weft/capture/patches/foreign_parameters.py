@@ -1,8 +1,8 @@
-"""Parameters that are none of the model's.
+"""Parameters outside of the model.
 
-Torch: a trace holds them as constants.
-Wanted: a parameter of somebody else's, or one that the model makes while it runs, is refused by name: no optimizer would train it.
-Test: tests/torch/test_capture.py::test_a_parameter_that_is_none_of_the_models_is_refused
+Torch: a trace has them as constants.
+Wanted: a parameter of another module, or one that the model makes in forward, is refused by name: no optimizer would train it.
+Test: tests/torch/capture/test_capture.py::test_a_parameter_that_is_none_of_the_models_is_refused
 Until: not known
 """
 
@@ -20,7 +20,7 @@ MAKES = (
     "the model makes {} while it runs, which an optimizer that was made before does not know; let it make and choose its parts when it is "
     "constructed"
 )
-_ASKS_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a module asks of a parameter that it is given
+_ASKS_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # read by a module when a parameter is registered
 _NOT_READ = (READS, ASSIGNS, _ASKS_GRAD_FN)
 
 
@@ -33,20 +33,20 @@ def _watch(trace: Trace) -> Watch:
             return
         for x in (*args, *kwargs.values()):
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in registered and not _holds(trace.model, x):
-                if any(x is one for one in foreign):
+                if any(x is parameter for parameter in foreign):
                     raise ModelError(MAKES.format(f"a parameter of shape {list(x.shape)}"))
                 raise ModelError(
                     f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
                     "(and the loss, where that reads it) a part of the model"
                 )
         if func is Tensor.requires_grad_:
-            foreign.append(args[0])  # what becomes a parameter of a traced tensor does so here
+            foreign.append(args[0])  # a traced tensor becomes a parameter here
 
     return Watch(before=before)
 
 
 def _holds(model: nn.Module, parameter: Tensor) -> bool:
-    """Whether the model has this parameter now: it may have replaced one while it runs."""
+    """Return whether the model has this parameter now: it may have replaced one in forward."""
     return any(p is parameter for p in model.parameters())
 
 

@@ -1,8 +1,8 @@
 """`F.gaussian_nll_loss` with variances that are a tensor.
 
-Torch: it computes after a look at the values of `var`: whether one is negative.
-Wanted: (log var + (input - target)^2 / var) / 2 without the look.
-Test: tests/torch/test_patches.py::gaussian_nll
+Torch: it reads the values of `var`, to check whether one is negative.
+Wanted: (log var + (input - target)^2 / var) / 2 without the check.
+Test: tests/torch/capture/test_patches.py::gaussian_nll
 Until: not known
 """
 
@@ -25,7 +25,7 @@ def _gaussian_nll_loss(
         return NotImplemented
     if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    var = var + (var.clamp(min=eps) - var).detach()  # torch holds it from below without telling the gradient
+    var = var + (var.clamp(min=eps) - var).detach()  # torch clamps it without affecting the gradient
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)

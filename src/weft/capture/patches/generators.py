@@ -1,8 +1,8 @@
-"""Random generators that a model hands to torch.
+"""Random generators that a model passes to torch.
 
-Torch: a trace cannot hold a `torch.Generator` as an argument, torch's own included.
-Wanted: draws from torch's own generator as such that name none; one of the model's own, whose state moves on with every call, is refused.
-Test: tests/torch/test_first_contact.py
+Torch: a trace cannot have a `torch.Generator` as an argument, torch's default one included.
+Wanted: draws from the default generator without the argument; a generator of the model, whose state advances with every call, is refused.
+Test: tests/torch/house/test_first_contact.py
 Until: not known
 """
 
@@ -32,7 +32,7 @@ def _watch(trace: Trace) -> Watch:
 
 
 def _name_of(model: nn.Module, generator: torch.Generator) -> str:
-    """What a message calls a generator."""
+    """Return a description of a generator for a message."""
     for path, module in model.named_modules():
         for key, x in vars(module).items():
             if x is generator:

@@ -1,8 +1,8 @@
-"""The last states of an LSTM.
+"""Shapes of the last states of an LSTM.
 
 Torch: 2.11 and 2.12 infer [layers, 1, ...] for them.
-Wanted: the shape that they have when it runs.
-Test: tests/torch/test_private.py::test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs
+Wanted: the shapes at run time.
+Test: tests/torch/house/test_private.py::test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs
 Until: 2.13
 """
 

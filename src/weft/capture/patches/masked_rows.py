@@ -1,11 +1,11 @@
-"""Rows that a mask picks: `cross_entropy(logits[mask], labels[mask])`.
+"""Rows that a mask selects: `cross_entropy(logits[mask], labels[mask])`.
 
-Torch: as many rows as the mask picks, a shape that follows values.
-Wanted: losses, sums and means over all rows with the mask beside them, so that every shape is fixed. What lies between must treat each row
-    by itself, and have finite values and slopes wherever its input is finite, since rows that are not picked go through it too: no
-    logarithms, quotients or roots. Anything else keeps its shape, and is refused as data-dependent; so are rows that are put back
-    (`out[mask] = f(x[mask])`), whose computation for all rows may be many times as much (experts).
-Test: tests/ranks/test_picked.py
+Torch: the number of rows depends on the mask, a data-dependent shape.
+Wanted: masked losses, sums and means over all rows, so that every shape is fixed. Operators between must be row-wise, and have finite
+    values and derivatives for finite inputs, since unselected rows go through them too: no logarithms, quotients or roots. Anything else
+    is refused as data-dependent; so are rows that are written back (`out[mask] = f(x[mask])`), whose computation for all rows may cost many
+    times as much (experts).
+Test: tests/ranks/run/test_picked.py
 Until: not known
 """
 
@@ -36,7 +36,7 @@ _EACH = frozenset(
     """.split()
 )
 _DIVIDES_BY_A_NUMBER = ("div.Tensor", "div.Scalar")
-# The argument by which they name dimensions, which must not be that of the rows.
+# The position of their dimension argument, which must not be the row dimension.
 _ALONG = {
     "softmax.int": 1,
     "log_softmax.int": 1,
@@ -56,23 +56,23 @@ _LOSSES = (
     "binary_cross_entropy_with_logits.default",
 )
 _OF_CLASSES = ("cross_entropy_loss.default", "nll_loss_nd.default", "nll_loss.default")
-_MEAN, _SUM = 1, 2  # as torch numbers reductions
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What a node is of: all rows [N, ...], and which of them it holds [N]."""
+    """The source of a node: all rows [N, ...], and the mask [N] of the selected ones."""
 
     full: Node
     mask: Node
 
 
 def _of_all_rows(module: GraphModule) -> None:
-    """Rewrite in place what can be."""
+    """Rewrite masked rows of a module and its blocks in place, as far as possible."""
     if any(_rest(node) is not None and not _fixed(_value(node)) for node in module.graph.nodes):
         try:
             rewriting = _Rewriting(module.graph)
-        except NotImplementedError:  # tensors whose memory torch does not show (vmap)
+        except NotImplementedError:  # tensors without accessible storage (vmap)
             return
         rewriting.run()
     for child in module.children():
@@ -81,7 +81,7 @@ def _of_all_rows(module: GraphModule) -> None:
 
 
 class _Rewriting:
-    """One graph: rows by node, positions (numbers of rows) by node, and numbers of rows."""
+    """Rewrites one graph; tracks by node: masked rows, positions (row indices), and numbers of rows."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -96,7 +96,7 @@ class _Rewriting:
         self._at: Node | None = None
 
     def run(self) -> None:
-        """Follow rows from where they are picked to where they end."""
+        """Propagate masked rows from their selection to their reductions."""
         for node in list(self._graph.nodes):
             if node.op != "call_function":
                 continue
@@ -107,18 +107,18 @@ class _Rewriting:
             rows = [self._rows[x] for x in node.all_input_nodes if x in self._rows]
             if not rows:
                 self._divide(node, name)
-            elif all(self._equivalent(one.mask, rows[0].mask) for one in rows):
+            elif all(self._equivalent(r.mask, rows[0].mask) for r in rows):
                 self._follow(node, name, rows[0].mask)
         for node in reversed(list(self._graph.nodes)):
             if not node.users and (node in self._replaced or node in self._rows or node in self._tuples or node in self._positions):
                 self._graph.erase_node(node)
 
     def _is_written(self, node: Node) -> bool:
-        """Whether its memory is written, before or after: then what it holds depends on when it is read."""
+        """Return whether the memory of a node is written anywhere: then its value depends on when it is read."""
         return not _storages(node).isdisjoint(self._written)
 
     def _equivalent(self, a: Any, b: Any) -> bool:
-        """Whether two nodes are the same computation of the same values."""
+        """Return whether two nodes are equal computations of equal values."""
         if a is b or not isinstance(a, Node) or not isinstance(b, Node):
             return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and type(a) is type(b) and a == b)
         if self._is_written(a) or self._is_written(b) or not a.op == b.op == "call_function" or a.target is not b.target:
@@ -127,7 +127,7 @@ class _Rewriting:
         return pure and all(self._equivalent(x, y) for x, y in zip(a.args, b.args, strict=True))
 
     def _make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call before the node at hand."""
+        """Insert a call before the current node."""
         assert self._at is not None
         with self._graph.inserting_before(self._at):
             node: Node = self._graph.call_function(target, args, kwargs)
@@ -139,7 +139,7 @@ class _Rewriting:
         return node
 
     def _picks(self, node: Node, name: str) -> bool:
-        """Note what picks rows, or says where they are."""
+        """Record a node that selects rows or computes their positions; return whether it is one."""
         if name in ("nonzero.default", "nonzero_numpy.default", "where.default"):
             mask = node.args[0]
             if isinstance(mask, Node) and _is_mask(mask) and _value(mask).dim() == 1:
@@ -150,12 +150,12 @@ class _Rewriting:
             return True
         source = node.args[0] if node.args else None
         if node.target is operator.getitem:
-            held = self._tuples.get(source) if isinstance(source, Node) else None
-            if isinstance(held, list):
-                self._rows[node] = held[node.args[1]]  # type: ignore[index]
-            elif held is not None:
-                self._positions[node] = held
-            return held is not None
+            members = self._tuples.get(source) if isinstance(source, Node) else None
+            if isinstance(members, list):
+                self._rows[node] = members[node.args[1]]  # type: ignore[index]
+            elif members is not None:
+                self._positions[node] = members
+            return members is not None
         if isinstance(source, Node) and source in self._positions:
             if name in ("squeeze.dim", "squeeze.default", "select.int", "view.default", "reshape.default", "flatten.using_ints"):
                 self._positions[node] = self._positions[source]
@@ -198,7 +198,7 @@ class _Rewriting:
         return True
 
     def _follow(self, node: Node, name: str, mask: Node) -> None:
-        """What becomes of picked rows here."""
+        """Propagate masked rows through a node, or rewrite it."""
         if name == "sym_size.int" and node.args[1] == 0:
             self._counts[node] = mask
             return
@@ -224,12 +224,12 @@ class _Rewriting:
             return
         if self._is_by_rows(node, name) and _rest(node) is not None and self._others_fit(node):
             args, kwargs = self._given(node)
-            if name == "gather.default" and node.args[2] in self._rows:  # what is not picked may be no place
+            if name == "gather.default" and node.args[2] in self._rows:  # unselected rows may have invalid indices
                 args = (*args[:2], self._left(args[2], mask, 0))
             self._rows[node] = _Rows(self._make(node.target, *args, **kwargs), mask)
 
     def _is_by_rows(self, node: Node, name: str) -> bool:
-        """Whether it treats each row by itself, with finite values and slopes."""
+        """Return whether an operator is row-wise, with finite values and derivatives."""
         if name in ("linear.default", "layer_norm.default"):
             ok = [x for x in node.all_input_nodes if x in self._rows] == [node.args[0]] and _value(node).dim() > 1
             ok = ok and (name == "linear.default" or len(node.args[1]) < _value(node).dim())  # type: ignore[arg-type]
@@ -248,42 +248,42 @@ class _Rewriting:
         return ok and all(math.isfinite(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float))
 
     def _within(self, node: Node) -> bool:
-        """Whether a reduction is within rows."""
+        """Return whether a reduction is within rows."""
         dims = _value(self._rows[node.args[0]].full).dim()  # type: ignore[index]
         return bool(node.args[1]) and all(dim % dims for dim in node.args[1])  # type: ignore[union-attr]
 
     def _given(self, node: Node) -> tuple[Any, Mapping[str, Any]]:
-        """Its arguments with all rows."""
+        """Return the arguments of a node with all rows in place of masked ones."""
         arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._rows[n].full if n in self._rows else n)
         return arguments[0], arguments[1]
 
     def _others_fit(self, node: Node) -> bool:
-        """Whether what is no rows has no dimension of rows: it is the same for each of them."""
+        """Return whether all other inputs broadcast over rows."""
         if "linear" in str(node.target) or "layer_norm" in str(node.target):
             return True
         dims = _value(node).dim()
-        others = [_value(x) for x in node.all_input_nodes if x not in self._rows]
-        return all(isinstance(x, torch.Tensor) and _fixed(x) and (x.dim() < dims or x.shape[0] == 1) for x in others)
+        values = [_value(x) for x in node.all_input_nodes if x not in self._rows]
+        return all(isinstance(x, torch.Tensor) and _fixed(x) and (x.dim() < dims or x.shape[0] == 1) for x in values)
 
     def _left(self, full: Node, mask: Node, value: float) -> Node:
-        """All rows, with a number where none is picked."""
+        """Fill the unselected rows with a value."""
         shape = [_value(full).shape[0], *([1] * (_value(full).dim() - 1))]
-        out = self._make(aten.logical_not.default, mask)
-        return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, out, shape) if len(shape) > 1 else out, value)
+        unset = self._make(aten.logical_not.default, mask)
+        return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, unset, shape) if len(shape) > 1 else unset, value)
 
     def _replace_node(self, node: Node, new: Node) -> None:
         node.replace_all_uses_with(new)
         self._replaced.add(node)
 
     def _total(self, full: Node, mask: Node, mean: bool, first: bool = False) -> Node:
-        """The sum over picked rows, or the mean. `first`: over rows alone, not within them."""
-        left = self._left(full, mask, 0)
-        total = self._make(aten.sum.dim_IntList, left, [0]) if first else self._make(aten.sum.default, left)
+        """Return the sum or mean over the selected rows. `first`: over rows alone, not within them."""
+        filled = self._left(full, mask, 0)
+        total = self._make(aten.sum.dim_IntList, filled, [0]) if first else self._make(aten.sum.default, filled)
         if not mean:
             return total
-        each = 1 if first else _value(full)[0].numel()
+        row_size = 1 if first else _value(full)[0].numel()
         count = self._make(aten.sum.default, mask)
-        return self._make(aten.div.Tensor, total, self._make(aten.mul.Tensor, count, each) if each > 1 else count)
+        return self._make(aten.div.Tensor, total, self._make(aten.mul.Tensor, count, row_size) if row_size > 1 else count)
 
     def _reduce(self, node: Node, name: str, mask: Node) -> None:
         first = "dim" in name
@@ -296,8 +296,8 @@ class _Rewriting:
         scores, classes = arguments["self"], arguments["target"]
         if scores not in self._rows or classes not in self._rows or _value(classes).is_floating_point():
             return
-        left = self._left(self._rows[classes].full, mask, arguments["ignore_index"])
-        loss = self._make(node.target, self._rows[scores].full, left, *list(arguments.values())[2:])
+        filled = self._left(self._rows[classes].full, mask, arguments["ignore_index"])
+        loss = self._make(node.target, self._rows[scores].full, filled, *list(arguments.values())[2:])
         if arguments["reduction"]:
             self._replace_node(node, loss)
         else:
@@ -318,14 +318,14 @@ class _Rewriting:
             self._rows[node] = _Rows(loss, mask)
 
     def _divide(self, node: Node, name: str) -> None:
-        """A quotient by the number of rows."""
+        """Rewrite a division by the number of rows."""
         by = node.args[1] if name in ("div.Tensor", "div.Scalar") else None
         if isinstance(by, Node) and by in self._counts:
             self._replace_node(node, self._make(aten.div.Tensor, node.args[0], self._make(aten.sum.default, self._counts[by])))
 
 
 def _named(node: Node) -> dict[str, Any]:
-    """Its arguments by name, in order, with those that were left out."""
+    """Return the arguments of a node by name, in order, defaults included."""
     arguments = dict(node.kwargs)
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return {a.name: node.args[i] if i < len(node.args) else arguments.get(a.name, a.default_value) for i, a in enumerate(schema)}
@@ -345,7 +345,7 @@ def _fixed(x: torch.Tensor) -> bool:
 
 
 def _rest(node: Node) -> list[int] | None:
-    """What a row of it is like; None where that is not fixed."""
+    """Return the shape of a row; None if it is not fixed."""
     value = _value(node)
     if not isinstance(value, torch.Tensor) or not value.dim() or not all(isinstance(n, int) for n in value.shape[1:]):
         return None
@@ -353,19 +353,19 @@ def _rest(node: Node) -> list[int] | None:
 
 
 def _of(mask: Node) -> Node | None:
-    """The mask of several dimensions that was reshaped here."""
+    """Return the mask of several dimensions that a mask was reshaped from; None without one."""
     source = mask.args[0] if str(mask.target) == "aten.reshape.default" else None
     return source if isinstance(source, Node) else None
 
 
 def _storages(node: Node) -> set[int]:
-    """The memory of what it makes."""
+    """Return the storages of the results of a node."""
     value = _value(node)
     return {id(x.untyped_storage()) for x in (value if isinstance(value, tuple | list) else (value,)) if isinstance(x, torch.Tensor)}
 
 
 def _written(graph: Graph) -> set[int]:
-    """The memory that is written anywhere in a graph; blocks that write count as writing all that they are given."""
+    """Return the storages written anywhere in a graph; blocks that write count as writing all their inputs."""
     written: set[int] = set()
     for node in graph.nodes:
         blocks = [x for x in node.all_input_nodes if x.op == "get_attr" and isinstance(_module(graph, x), GraphModule)]
@@ -392,7 +392,7 @@ _PURE = _EACH | {"view.default", "reshape.default"}
 
 def _program(module: GraphModule) -> None:
     _of_all_rows(module)
-    without_assertions(module)  # of picked rows, which nobody reads now
+    without_assertions(module)  # of masked rows, unused now
 
 
 PATCH = Patch(program=_program)

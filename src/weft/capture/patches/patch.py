@@ -1,8 +1,8 @@
-"""What a patch is: one thing that torch does otherwise than a captured graph needs, and what is done about it, in one file.
+"""The type of a patch: one behaviour of torch that a captured graph cannot have, and its replacement, in one file.
 
-In: nothing. Out: `Patch`, and `Trace`, what a patch may ask of the trace under way. The docstring of a patch's file has four fields, which
-a test reads: `Torch` (what it does), `Wanted` (what is needed), `Test` (which fails without it), `Until` (with which torch it can go).
-Not modelled: two patches that want the same call; the first in the table that answers it has it.
+`Trace` is the state of the current trace that a patch may read. The docstring of a patch's file has four fields, which a test reads:
+`Torch` (what it does), `Wanted` (what is needed), `Test` (which fails without it), `Until` (the torch version without need for it). If two
+patches replace the same call, the first in the table that handles it wins.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Block = AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Trace:
-    """A model that is called under tracing, what of it is written down beside the operators, and what it is told of values.
+    """A model under tracing, the record beside its operators, and the answers to its branch questions.
 
-    `memory`: what patches know from one call of the model to the next, which reads what the first left in attributes.
+    `memory`: state of patches across calls of the model; a second call may read what the first left in attributes.
     """
 
     model: nn.Module
@@ -38,11 +38,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What one patch does with the calls of torch's Python interface in one trace.
+    """Hooks of one patch on calls of torch's Python interface in one trace.
 
-    before: sees every call, `before(func, args, kwargs)`, may change the keywords in place, and may raise.
-    calls: by function, what the model calls in its place; `NotImplemented` leaves the call to the next patch, or to torch.
-    after: sees what every call made, `after(func, args, kwargs, result)`.
+    before: runs before every call, `before(func, args, kwargs)`, may change the keywords in place, and may raise.
+    replacements: by function; a result of `NotImplemented` leaves the call to the next patch, or to torch.
+    after: runs after every call, `after(func, args, kwargs, result)`.
     """
 
     before: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -52,14 +52,14 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What is done about one thing; fields that do nothing are left out.
+    """One patch; unused fields are left out.
 
-    calls: by function of torch, what the model calls in its place; `NotImplemented` as for `Watch`.
-    watch: the same with what one trace has told so far.
+    replacements: by function of torch; `NotImplemented` as for `CallHooks`.
+    make_call_hooks: makes the hooks of one trace.
     while_called: a block in which the model is called.
     while_traced: a block in which `torch.export` runs.
-    program: rewrites what `torch.export` made, in place.
-    graph: the graph that is read in place of one.
+    rewrite_program: rewrites the module of an exported program, in place.
+    rewrite_graph: rewrites the captured graph.
     """
 
     calls: Calls = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Random numbers of Python and numpy in forward.
 
-Torch: a trace holds what was drawn while it ran, the same in every step.
+Torch: a trace has the drawn values as constants, equal in every step.
 Wanted: such a model is refused.
-Test: tests/torch/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Test: tests/torch/capture/test_untraceable.py::test_what_a_graph_cannot_hold_is_refused_by_name
 Until: not known
 """
 
@@ -18,9 +18,9 @@ from weft.errors import ModelError
 
 @contextmanager
 def _refused(trace: Trace) -> Iterator[None]:
-    drawn = python_randomness()
+    state = python_randomness()
     yield
-    if python_randomness() != drawn:
+    if python_randomness() != state:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
 
 

@@ -1,8 +1,8 @@
-"""The lines of code that every operator comes from.
+"""Stack traces of the operators.
 
-Torch: it records them, which takes an eighth of the time, and nobody reads them; since 2.12 there is a switch for it.
-Wanted: none where torch has the switch.
-Test: tests/torch/test_private.py::test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out
+Torch: it records them, which takes an eighth of the time, and they are unused; since 2.12 there is a switch for it.
+Wanted: none if torch has the switch.
+Test: tests/torch/house/test_private.py::test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out
 Until: not known
 """
 

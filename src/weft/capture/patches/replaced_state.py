@@ -1,9 +1,9 @@
-"""Parameters, buffers and parts that a model makes or replaces while it runs.
+"""Parameters, buffers and submodules that a model makes or replaces in forward.
 
-Torch: a trace refuses a new tensor in a buffer's place, or holds it as a constant; what a first call makes stays, with the trace's tensors.
-Wanted: another tensor in the place of one is written into it, a new buffer is noted with its value, and the rest is refused by name; after
-    the call the model has the parts that it was constructed with.
-Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
+Torch: a trace refuses a new tensor in a buffer's place, or has it as a constant; submodules of a first call stay, with fake tensors.
+Wanted: a replacement tensor is written into the original, a new buffer is recorded with its value, and the rest is refused by name; after
+    the call the model has its original submodules.
+Test: tests/torch/capture/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 
@@ -27,18 +27,18 @@ _Held = dict[tuple[str, str, str], Any]  # (path of a module, attribute, paramet
 @contextmanager
 def _written_back(trace: Trace) -> Iterator[None]:
     model, record = trace.model, trace.record
-    held: _Held = {(path, key, kind): x for path, m in model.named_modules() for kind, table in _tables(m) for key, x in table.items()}
-    parts = {path: (m, dict(m._modules)) for path, m in model.named_modules()}
+    originals: _Held = {(path, key, kind): x for path, m in model.named_modules() for kind, table in _tables(m) for key, x in table.items()}
+    submodules = {path: (m, dict(m._modules)) for path, m in model.named_modules()}
     copies: dict[str, Tensor] = {}
     try:
         yield
     finally:
-        # Before anybody takes what a call has made for a part of the model that was constructed.
-        for path, (module, modules_before) in parts.items():
+        # First, so that nothing made by the call counts as a part of the constructed model.
+        for path, (module, modules_before) in submodules.items():
             module._modules.clear()
             module._modules.update(modules_before)
             for kind, table in _tables(module):
-                for key in [key for key in table if (path, key, kind) not in held]:
+                for key in [key for key in table if (path, key, kind) not in originals]:
                     copies[f"{path}.{key}".removeprefix(".")] = table.pop(key)
                     module._non_persistent_buffers_set.discard(key)
     for name, x in copies.items():
@@ -46,12 +46,12 @@ def _written_back(trace: Trace) -> Iterator[None]:
             raise ModelError(MAKES.format(f"its parameter {name}"))
         if x is not None:
             record.buffers[name] = x
-    _write_back(model, held, record)
+    _write_back(model, originals, record)
 
 
-def _write_back(model: nn.Module, held: _Held, record: Record) -> None:
+def _write_back(model: nn.Module, originals: _Held, record: Record) -> None:
     modules = {path: dict(_tables(m)) for path, m in model.named_modules()}
-    for (path, key, kind), old in held.items():
+    for (path, key, kind), old in originals.items():
         new = modules[path][kind].get(key)
         if new is not old:
             name = f"{path}.{key}".removeprefix(".")

@@ -1,10 +1,10 @@
-"""Every sample reads rows of its own: `x[torch.arange(len(x)), i]`.
+"""Indexing one entry of every sample: `x[torch.arange(len(x)), i]`.
 
-Torch: an index, by which any sample might read any row, so that it has no rule along the dimension that it indexes.
-Wanted: where the first index is the number of each row, row b reads row b: a gather along the dimensions behind it, which has a rule. Masks
-    that are looked up for each sample, the logit of each target and the last token of each sentence are written like this. Not: such an
-    index that is not the first, or whose other indices do not follow it.
-Test: tests/torch/test_patches.py::row_per_sample
+Torch: an index, by which any sample might read any row, so it has no sharding rule along the indexed dimension.
+Wanted: if the first index is the row number, row b reads row b: a gather along the following dimensions, which has a rule. Per-sample
+    look-ups of masks, the logit of each target and the last token of each sentence are written like this. Not: such an index that is not
+    the first, or whose other indices do not follow it.
+Test: tests/torch/capture/test_patches.py::row_per_sample
 Until: not known
 """
 
@@ -17,11 +17,11 @@ from weft.capture.patches.patch import Patch
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
 from weft.ops import record_of
 
-_KEEPS = ("same", "rows", "cast", "copy", "reshape", "expand")  # the same numbers, maybe in another shape
+_KEEPS = ("same", "rows", "cast", "copy", "reshape", "expand")  # operators that preserve the numbers, possibly in another shape
 
 
 def _gather_rows(graph: Graph) -> Graph:
-    """`graph` with a gather for every index that gives each row its own."""
+    """Return `graph` with a gather for every such index."""
     rows = _Rows(graph)
     for op in graph.operators:
         rows.through(op)
@@ -30,7 +30,7 @@ def _gather_rows(graph: Graph) -> Graph:
 
 @dataclass
 class _Rows:
-    """`numbers`: values that hold 0, 1, 2 ... along dimension 0, and are alike along others. `positive`: values that are not negative."""
+    """`row_numbers`: values 0, 1, 2 ... along dimension 0, constant along others. `non_negative`: values that are not negative."""
 
     graph: Graph
     operators: list[Operator] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Rows:
         self.tensors = dict(self.graph.tensors)
 
     def through(self, op: Operator) -> None:
-        """Take over one operator, or what is put in its place."""
+        """Append one operator, or its replacement."""
         name, moves = op.target.split(".")[1], record_of(op).moves
         first = op.inputs[0] if op.inputs else ""
         if name == "arange" and not op.inputs:
@@ -61,17 +61,17 @@ class _Rows:
         self.operators += operators or [op]
 
     def _gathered(self, op: Operator) -> list[Operator]:
-        """The same by a gather; empty where the first index is another."""
+        """Return the index as a gather; empty if the first index is not the row number."""
         source, indices = op.args[:2]
         if not isinstance(source, Ref) or not isinstance(indices, tuple) or None in indices or len(indices) < 2:
             return []
-        first, *others = [index.value for index in indices if isinstance(index, Ref)]
+        first, *index_values = [i.value for i in indices if isinstance(i, Ref)]
         shape, (out,) = self.tensors[source.value].shape, op.outputs
-        wide = self.tensors[out].shape[: len(self.tensors[out].shape) - len(shape) + len(indices)]  # of all indices together
+        wide = self.tensors[out].shape[: len(self.tensors[out].shape) - len(shape) + len(indices)]  # the broadcast shape of the indices
         along, rest = shape[1 : len(indices)], shape[len(indices) :]
         if first not in self.numbers or len(self.tensors[first].shape) != len(wide) or wide[:1] != shape[:1] or not prod(shape):
             return []
-        if any(self.tensors[v].dtype != "int64" for v in (first, *others)):
+        if any(self.tensors[v].dtype != "int64" for v in (first, *index_values)):
             return []
         operators: list[Operator] = []
 
@@ -82,15 +82,16 @@ class _Rows:
             return Ref(value)
 
         place: Ref | None = None
-        for number, (value, size) in enumerate(zip(others, along, strict=True)):
-            it, of = Ref(value), self.tensors[value].shape
-            if value not in self.positive:  # counted from the end
-                before = call(f"before{number}", "lt.Scalar", (it, 0), of, "bool")
-                it = call(f"place{number}", "add.Tensor", (it, call(f"end{number}", "mul.Scalar", (before, size), of)), of)
+        for number, (value, size) in enumerate(zip(index_values, along, strict=True)):
+            index, index_shape = Ref(value), self.tensors[value].shape
+            if value not in self.positive:  # negative indices count from the end
+                is_negative = call(f"before{number}", "lt.Scalar", (index, 0), index_shape, "bool")
+                offset = call(f"end{number}", "mul.Scalar", (is_negative, size), index_shape)
+                index = call(f"place{number}", "add.Tensor", (index, offset), index_shape)
             if place is not None:
                 steps = call(f"steps{number}", "mul.Scalar", (place, size), self.tensors[place.value].shape)
-                it = call(f"rows{number}", "add.Tensor", (steps, it), _together(self.tensors[steps.value].shape, of))
-            place = it
+                index = call(f"rows{number}", "add.Tensor", (steps, index), _together(self.tensors[steps.value].shape, index_shape))
+            place = index
         assert place is not None
         dtype, rows, last = self.tensors[source.value].dtype, prod(wide[1:]), (1,) * len(rest)
         place = call("wide", "expand.default", (place, wide), wide)
@@ -101,21 +102,21 @@ class _Rows:
         if len(along) > 1:
             merged = (shape[0], prod(along), *rest)
             table = call("table", "reshape.default", (source, merged), merged, dtype)
-        taken = call("taken", "gather.default", (table, 1, place), (shape[0], rows, *rest), dtype)
-        call("rows", "reshape.default", (taken, self.tensors[out].shape), self.tensors[out].shape, dtype, out)
+        gathered = call("taken", "gather.default", (table, 1, place), (shape[0], rows, *rest), dtype)
+        call("rows", "reshape.default", (gathered, self.tensors[out].shape), self.tensors[out].shape, dtype, out)
         return operators
 
 
 def _from(op: Operator) -> tuple[float, float]:
-    """Where an arange begins, and its steps."""
+    """Return start and step of an arange."""
     numbers = [a for a in op.args if isinstance(a, int | float)]
     return (float(numbers[0]) if len(numbers) > 1 else 0.0, float(numbers[2]) if len(numbers) > 2 else 1.0)
 
 
-def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of two that are stretched to one another."""
-    rank = max(len(one), len(other))
-    pairs = zip((1,) * (rank - len(one)) + one, (1,) * (rank - len(other)) + other, strict=True)
+def _together(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the broadcast shape."""
+    rank = max(len(a), len(b))
+    pairs = zip((1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b, strict=True)
     return tuple(max(pair) for pair in pairs)
 
 

@@ -1,8 +1,8 @@
-"""What torch says while it traces.
+"""Output of torch while it traces.
 
-Torch: warnings, log entries and lines on the standard error, of what then stands in its exception too.
-Wanted: what stands in the way of a capture is said once, in the error.
-Test: tests/torch/test_patches.py::silenced_logs
+Torch: warnings, log entries and lines on the standard error repeat the message of its exception.
+Wanted: the reason of a failed capture is reported once, in the error.
+Test: tests/torch/capture/test_patches.py::silenced_logs
 Until: not known
 """
 

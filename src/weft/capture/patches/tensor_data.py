@@ -1,8 +1,8 @@
 """`tensor.data`, read and assigned.
 
-Torch: a trace loses that `.data` hands on no gradient, and that an assignment to it writes what others hold.
-Wanted: a detached view; an assignment is a write of the same values, and what is none (another shape, another's memory) is refused.
-Test: tests/torch/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
+Torch: a trace loses that `.data` passes no gradient, and that an assignment to it writes a shared tensor.
+Wanted: a detached view; an assignment is an in-place write of the values, and refused if it is none (another shape, shared memory).
+Test: tests/torch/capture/test_untraceable.py::test_what_can_be_held_is_what_eager_computes
 Until: not known
 """
 
@@ -23,8 +23,8 @@ def _read(tensor: Tensor, *_: type) -> Tensor:
 
 def _watch(trace: Trace) -> Watch:
     def assign(into: Tensor, value: Tensor) -> None:
-        held = {x.untyped_storage()._cdata for x in (*trace.model.parameters(), *trace.model.buffers()) if x is not into}
-        if value.shape != into.shape or value.dtype != into.dtype or value.untyped_storage()._cdata in held:
+        storages = {x.untyped_storage()._cdata for x in (*trace.model.parameters(), *trace.model.buffers()) if x is not into}
+        if value.shape != into.shape or value.dtype != into.dtype or value.untyped_storage()._cdata in storages:
             raise ModelError(
                 "the model assigns to the .data of a tensor while it runs what has another shape or dtype, or is the memory of another "
                 "parameter or buffer; write with .data.copy_ instead"

@@ -1,8 +1,8 @@
-"""`if labels.max() >= n: raise ...`, `assert x.min().item() > 0`: Python asks whether a tensor is true.
+"""Value checks: `if labels.max() >= n: raise ...`, `assert x.min().item() > 0`, Python branches on a tensor.
 
-Torch: a trace ends there, whatever hangs on it.
-Wanted: checks are passed over; see `capture/answers`, which says what a check is.
-Test: tests/torch/test_checks.py::test_checks_are_no_operators
+Torch: a trace fails there, whatever the branch does.
+Wanted: checks are skipped; `capture/branch_answers` defines a check.
+Test: tests/torch/model/test_checks.py::test_checks_are_no_operators
 Until: not known
 """
 
@@ -24,7 +24,7 @@ def _watch(trace: Trace) -> Watch:
         return _or_torchs(trace.answers.of(object()))
 
     def is_true(tensor: Tensor) -> Any:
-        is_written = tensor._version > 0  # and may be between two questions
+        is_written = tensor._version > 0  # and may be written between two questions
         return _or_torchs(trace.answers.of(object() if is_written else tensor)) if tensor.numel() == 1 else NotImplemented
 
     return Watch(calls={Tensor.__bool__: is_true, **dict.fromkeys((Tensor.allclose, torch.allclose, Tensor.equal, torch.equal), compared)})
@@ -34,7 +34,7 @@ def _or_torchs(answer: bool | None) -> Any:
     return NotImplemented if answer is None else answer
 
 
-_ASK: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__  # of a number that `.item()` gives
+_ASK: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__  # a condition on the result of `.item()`
 
 
 def _asked_in(trace: Trace) -> Callable[[torch.SymBool], bool]:
@@ -52,7 +52,7 @@ def _asked_in(trace: Trace) -> Callable[[torch.SymBool], bool]:
 
 @contextmanager
 def _numbers(trace: Trace) -> Iterator[None]:
-    """Of what `.item()` gives it can be asked whether it is large, and words may hold it."""
+    """A block in which results of `.item()` can be compared in conditions, and formatted in messages."""
     with ExitStack() as stack:
         stack.enter_context(put(torch.SymBool, "__bool__", _asked_in(trace)))
         for kind in (torch.SymInt, torch.SymFloat):

@@ -1,8 +1,8 @@
-"""What a model computes from numbers alone (masks, positions), and then asks for.
+"""Constant folding: values that a model computes from numbers alone (masks, positions), and then reads in Python.
 
-Torch: tensors of a trace have no values, these neither: `if mask.all()`, `int(positions.max())` end it.
-Wanted: the value, by the same calls on real tensors. Not of random numbers; after a write of something unknown nothing earlier is known.
-Test: tests/torch/test_patches.py::values_of_constants
+Torch: all tensors of a trace lack values: `if mask.all()`, `int(positions.max())` end it.
+Wanted: the value, by the same calls on real tensors. Not of random numbers; after a write of an unknown value all earlier ones are dropped.
+Test: tests/torch/capture/test_patches.py::values_of_constants
 Until: not known
 """
 
@@ -30,14 +30,14 @@ _ASKS: dict[Any, Callable[..., Any]] = {
 
 
 class _Constants:
-    """The calls whose results are known, replayed when a value is asked for."""
+    """Calls with constant results, replayed on real tensors when a value is read."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-        self._held: dict[int, torch.Tensor] = {}  # alive, so that no identity is used again
+        self._held: dict[int, torch.Tensor] = {}  # kept alive so that no id is reused
 
     def answer(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """What answers `ask` of a known tensor."""
+        """Return the replacement of `ask` for constant tensors."""
 
         def answered(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
             if id(tensor) not in self._held:
@@ -49,14 +49,14 @@ class _Constants:
 
     def _value(self, tensor: torch.Tensor) -> Any:
         real: dict[int, Any] = {}
-        for called, args, named, results in self._calls:
-            args, named = tree_map(lambda x: real.get(id(x), x), (args, named))
-            tensors = [x for x in tree_flatten(called(*args, **named))[0] if isinstance(x, torch.Tensor)]
+        for func, args, kwargs, results in self._calls:
+            args, kwargs = tree_map(lambda x: real.get(id(x), x), (args, kwargs))
+            tensors = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, torch.Tensor)]
             real.update(zip(map(id, results), tensors, strict=True))
         return real[id(tensor)]
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note a call, if its result follows from known tensors and numbers alone."""
+        """Record a call if its result depends on constant tensors and numbers only."""
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         constant = [id(x) in self._held for x in inputs]
         name = getattr(func, "__name__", "")
@@ -65,7 +65,7 @@ class _Constants:
             if results or name == "__setitem__":
                 self._calls.append((func, args, kwargs, results))
                 self._held.update({id(x): x for x in results})
-        elif any(constant) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # a write, or so it may be
+        elif any(constant) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # possibly a write
             self._calls.clear()
             self._held.clear()
 

@@ -1,7 +1,7 @@
-"""The ranks of one host. In: which host of how many, where ranks meet. Out: the exit code; one rank that fails ends the others.
+"""Start the ranks of one host, given its number and the rendezvous address, and wait for them. A rank that fails ends the others.
 
-One that is killed does not: the others go on without it (`train/elastic`), or say why they cannot. Whoever starts it may hold its standard
-input open, whose first line is the run's token: when that ends (a connection that is lost), so do the ranks.
+A rank that is killed does not end the others: they continue without it (`train/elastic`), or report why they cannot. A launcher may keep
+standard input open (its first line is the run's token); the ranks end when it is closed, as by a lost connection.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from weft.world.guard import TOKEN
 from weft.world.started import STARTER
 
 GRACE_S = 150.0  # for a checkpoint; `weft train` asks for 120
-LOST = 128  # what a shell says of a process that a signal ended is more; ssh says 255 of a connection that is lost
+LOST = 128  # exit codes above it: a process that a signal ended; ssh returns 255 for a lost connection
 _LOOK_S = 0.2
 
 
 def environment(job: Job, host: int, local: int, address: str, port: int) -> dict[str, str]:
-    """What tells a rank who it is, as torchrun does."""
+    """Return a rank's environment variables, as torchrun sets them."""
     rank = host * job.ranks + local
-    named = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": job.num_ranks, "LOCAL_WORLD_SIZE": job.ranks, "MASTER_PORT": port}
-    return {key: str(value) for key, value in named.items()} | {"MASTER_ADDR": address}
+    variables = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": job.num_ranks, "LOCAL_WORLD_SIZE": job.ranks, "MASTER_PORT": port}
+    return {key: str(value) for key, value in variables.items()} | {"MASTER_ADDR": address}
 
 
 def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
-    """Start this host's ranks and wait for them; the exit code of the first that failed. `lifeline`: standard input is held open."""
+    """Start this host's ranks and wait; return the exit code of the first that failed. `lifeline`: end when standard input closes."""
     command = [job.python, "-m", "weft", *job.words]
     base = {**os.environ, STARTER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.threads))}
     if lifeline and (token := _line()):
@@ -46,7 +46,7 @@ def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return _wait(ranks, asked, lifeline)
     finally:
@@ -54,12 +54,12 @@ def run(job: Job, host: int, address: str, port: int, lifeline: bool) -> int:
             if rank.poll() is None:
                 rank.kill()
             rank.wait()
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def exit_code(code: int) -> int:
-    """What a shell says of a process: of one that a signal N ended, which Python calls -N, 128 + N.
+    """Return a process's exit code as a shell does: 128 + N where signal N ended it (Python: -N).
 
     >>> exit_code(3), exit_code(-9)
     (3, 137)
@@ -68,24 +68,24 @@ def exit_code(code: int) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int], lifeline: bool) -> int:
-    until = None
+    deadline = None
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = next((code for code in codes if code and code > 0), 0)
         if all(code is not None for code in codes):
             return outcome([exit_code(code or 0) for code in codes])
-        if until is None and (asked or failed or (lifeline and _ended())):
-            until = time.monotonic() + GRACE_S
+        if deadline is None and (asked or failed or (lifeline and _ended())):
+            deadline = time.monotonic() + GRACE_S
             for rank in ranks:
                 if rank.poll() is None:
                     rank.send_signal(signal.SIGTERM)
-        if until is not None and time.monotonic() > until:
+        if deadline is not None and time.monotonic() > deadline:
             return exit_code(failed or -signal.SIGKILL)
         time.sleep(_LOOK_S)
 
 
 def outcome(codes: Sequence[int]) -> int:
-    """The exit code of all: that of the first that failed by itself; of what was killed none, where others have done without.
+    """Return the exit code of all: the first failure that was no signal; a killed process counts only where all were killed.
 
     >>> outcome([0, 137]), outcome([137, 137]), outcome([0, 137, 4])
     (0, 137, 4)
@@ -95,7 +95,7 @@ def outcome(codes: Sequence[int]) -> int:
 
 
 def _line() -> str:
-    """The first line of standard input, of which nothing more is taken."""
+    """Read the first line of standard input, and nothing beyond it."""
     text = b""
     while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"", b"\n"):
         text += byte
@@ -103,6 +103,6 @@ def _line() -> str:
 
 
 def _ended() -> bool:
-    """Whether standard input is at its end."""
+    """Return whether standard input is closed."""
     ready, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)

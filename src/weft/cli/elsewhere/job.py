@@ -1,6 +1,6 @@
-"""What is started: a command, on how many hosts, with how many ranks each. In: the words behind `--`, hosts. Out: `Job`.
+"""The job to launch: a `weft train` command, the number of hosts, and the ranks of each.
 
-How many ranks there are follows from the configuration: its layout, its plan's file, or all devices of its cluster.
+The number of ranks follows from the configuration: its layout, its plan file, or all devices of its cluster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weft.train.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`ranks` on each of `hosts`, each of which runs `python -m weft` with `words` in `folder`.
+    """`ranks` on each of `hosts`, each rank running `python -m weft` with `words` in `folder`.
 
-    `gpus`: whether each rank has one. `threads`: cores of a rank. `python`: on those machines. `run_folder`: where the run writes.
+    `gpus`: each rank has a GPU. `threads`: cores of a rank. `python`: on the hosts. `run_folder`: of the training run.
     """
 
     words: tuple[str, ...]
@@ -50,27 +50,27 @@ class Job:
 
     @property
     def command(self) -> str:
-        """What every rank runs, as a shell has it."""
+        """Shell command of every rank."""
         return shlex.join([self.python, "-m", "weft", *self.words])
 
     def on_host(self, host: str, address: str, port: int = PORT, held: bool = False) -> str:
-        """What one host runs, which starts its ranks. `host`, `address`: words of a shell. `held`: until its input ends."""
+        """Shell command that starts a host's ranks. `host`, `address`: shell words. `held`: end the ranks when standard input closes."""
         start = shlex.join([self.python, "-m", "weft", "launch"])
-        where = f"--host {host} --hosts {self.hosts} --ranks {self.ranks} --threads {self.threads} --address {address} --port {port}"
-        return f"{start} {where}{' --held' if held else ''} -- {shlex.join(self.words)}"
+        arguments = f"--host {host} --hosts {self.hosts} --ranks {self.ranks} --threads {self.threads} --address {address} --port {port}"
+        return f"{start} {arguments}{' --held' if held else ''} -- {shlex.join(self.words)}"
 
 
 def job_of(words: Sequence[str], hosts: int, ranks: int, threads: int = 0, python: str = "") -> Job:
-    """The job that a command line `train CONFIG.toml key=value ...` means.
+    """Build the job of a command line `train CONFIG.toml key=value ...`.
 
     Args:
-        hosts: machines, 0 for as many as the cluster has. ranks: on each, 0 for as many as follow. threads: cores of a rank.
+        hosts: machines, 0 for the cluster's. ranks: on each, 0 for the plan's. threads: cores of a rank.
 
     Raises:
         UsageError: other words than `train CONFIG`. ConfigError: ranks that do not divide, fewer hosts than the plan is for.
     """
     if len(words) < 2 or words[0] != "train":
-        raise UsageError(f"behind -- stands what is started, train CONFIG.toml; {shlex.join(words) or 'nothing'} is not")
+        raise UsageError(f"give the command after --, train CONFIG.toml; {shlex.join(words) or 'nothing'} is not")
     words_of_config, layout = _split(words[2:])
     config = Config.read(Path(words[1]), [*words_of_config, *([f"plan.layout={layout}"] if layout else [])])
     cluster = None if config.plan.cluster == "here" else Cluster.parse(config.plan.cluster)
@@ -83,23 +83,23 @@ def job_of(words: Sequence[str], hosts: int, ranks: int, threads: int = 0, pytho
             "with plan.cluster"
         )
     if not wanted and not ranks:
-        raise ConfigError('plan.cluster = here says nothing of other machines: give --ranks, or a layout (plan.layout="data=2")')
+        raise ConfigError('plan.cluster = here does not describe other machines: give --ranks, or a layout (plan.layout="data=2")')
     ranks = ranks or -(-wanted // hosts)
     if wanted and wanted != hosts * ranks:
         raise ConfigError(f"the plan has {wanted} ranks, and {hosts} hosts with {ranks} ranks each have {hosts * ranks}; give as many")
-    more: tuple[str, ...] = ()
-    if not (config.plan.layout or config.plan.file):  # the plan is chosen there, for all ranks that are started
-        constraints = [*(one for one in config.plan.constrain if not one.startswith("ranks")), f"ranks={hosts * ranks}"]
-        more = (f"plan.constrain={json.dumps(constraints)}",)
+    extra_words: tuple[str, ...] = ()
+    if not (config.plan.layout or config.plan.file):  # the plan is chosen by the job, for all its ranks
+        constraints = [*(text for text in config.plan.constrain if not text.startswith("ranks")), f"ranks={hosts * ranks}"]
+        extra_words = (f"plan.constrain={json.dumps(constraints)}",)
     name = re.sub(r"[^a-z0-9]+", "-", f"weft-{Path(words[1]).stem}".lower()).strip("-")[:50]
     gpus = cluster is not None and not cluster.kind.shares_hosts
     device = cluster.device.name if cluster is not None else ""
-    job = Job((*words, *more), hosts, ranks, gpus, threads or 1, os.getcwd(), name=name, run_folder=config.run.folder, device=device)
+    job = Job((*words, *extra_words), hosts, ranks, gpus, threads or 1, os.getcwd(), name=name, run_folder=config.run.folder, device=device)
     return replace(job, python=python) if python else job
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], str]:
-    """Words `key=value`, and the value of --layout."""
+    """Split off the value of --layout from words `key=value`."""
     words_of_config, layout = [], ""
     rest = iter(words)
     for word in rest:
@@ -113,7 +113,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _ranks_of(config: Config, cluster: Cluster | None) -> int:
-    """Ranks that the configuration says; 0 where it says nothing."""
+    """Number of ranks of the configuration; 0 where it sets none."""
     if config.plan.file:
         return read_plan(config.plan.file).layout.num_ranks
     if config.plan.layout:

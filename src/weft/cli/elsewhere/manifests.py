@@ -1,6 +1,6 @@
-"""Files for systems that start jobs themselves. In: a `Job`. Out: YAML for Kubernetes, a task for SkyPilot.
+"""Manifests for systems that start jobs themselves: a Kubernetes indexed job, and a SkyPilot task.
 
-Not modelled: volumes, secrets, queues; the files are to be completed by hand where a cluster wants more.
+Not modelled: volumes, secrets, queues; complete the files by hand where a cluster needs them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weft.cli.elsewhere import IMAGE, PORT
 from weft.cli.elsewhere.job import Job
 from weft.world.guard import TOKEN
 
-_SKYPILOT = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}  # its names of devices, where others
+_SKYPILOT = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}  # its device names, where others
 
 
 def yaml(value: Any, indent: int = 0) -> str:
-    """Nested mappings, lists, texts and numbers as YAML; texts as JSON has them, which YAML reads alike.
+    """Format nested mappings, lists, texts and numbers as YAML, with texts quoted as JSON, which YAML reads too.
 
     >>> print(yaml({"a": {"b": [1, "x: y"]}}))
     a:
@@ -45,8 +45,8 @@ def _below(item: Any, indent: int) -> str:
 
 
 def kubernetes(job: Job, image: str = IMAGE) -> str:
-    """A secret, the run's token; a headless service, by which pods find the first of them; an indexed job with a pod for each host."""
-    there = replace(job, python="python")
+    """Return a secret with the run's token, a headless service for the rendezvous, and an indexed job with one pod per host."""
+    remote_job = replace(job, python="python")
     labels = {"app": job.name}
     gpus = {"nvidia.com/gpu": job.ranks} if job.gpus else {}
     limits = {"cpu": job.ranks * job.threads, **gpus}
@@ -54,7 +54,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
         "name": "weft",
         "image": image,
         "workingDir": job.folder,
-        "command": ["/bin/sh", "-c", "exec " + there.on_host("$JOB_COMPLETION_INDEX", f"{job.name}-0.{job.name}")],
+        "command": ["/bin/sh", "-c", "exec " + remote_job.on_host("$JOB_COMPLETION_INDEX", f"{job.name}-0.{job.name}")],
         "env": [
             {"name": "OMP_NUM_THREADS", "value": str(job.threads)},
             {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": job.name, "key": "token"}}},
@@ -93,8 +93,8 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
 
 
 def skypilot(job: Job) -> str:
-    """A task of so many nodes; its folder is where the command was written, which SkyPilot copies."""
-    there = replace(job, python="python")
+    """Return a task with one node per host; SkyPilot copies the current folder to them."""
+    remote_job = replace(job, python="python")
     first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
     task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.hosts}
     if job.gpus:
@@ -103,5 +103,5 @@ def skypilot(job: Job) -> str:
         task["resources"] = {"cpus": f"{job.ranks * job.threads}+"}
     task["envs"] = {"OMP_NUM_THREADS": str(job.threads), TOKEN: secrets.token_hex(16)}
     task["setup"] = "pip install weft"
-    task["run"] = f"{first}\n{there.on_host('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
+    task["run"] = f"{first}\n{remote_job.on_host('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
     return yaml(task) + "\n"

@@ -1,6 +1,6 @@
-"""A Ray cluster. In: a `Job`, the cluster's address. Out: the exit code. Each rank is a task with cores, or a GPU, of its own.
+"""Launch a job on a Ray cluster: each rank is a task with its own cores or GPU, in a placement group.
 
-Files are where they are here (a shared file system), as the ranks' working folder.
+The ranks' working folder has the same path as here (a shared file system).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START_S = 120.0
 
 
 def run(job: Job, address: str = "auto") -> int:
-    """Run the job's ranks on the cluster at `address` ("auto": the one that is running here, "local": one that is started for it).
+    """Run the job's ranks on the cluster at `address` ("auto": the one running here, "local": one started for the job).
 
     Raises:
         UsageError: no ray installed, or no cluster at the address. ConfigError: fewer cores or GPUs than the job is for.
@@ -63,8 +63,8 @@ def _run(job: Job, ray: Any) -> int:
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
 
         def task(function: Any, number: int, *args: Any) -> Any:
-            placed = ray.remote(function).options(scheduling_strategy=place(group, number), max_retries=0, **needs)
-            return placed.remote(*args)
+            remote_function = ray.remote(function).options(scheduling_strategy=place(group, number), max_retries=0, **needs)
+            return remote_function.remote(*args)
 
         address, port = ray.get(task(_meeting, 0))
         token = os.environ.get(TOKEN) or secrets.token_hex(16)
@@ -73,27 +73,27 @@ def _run(job: Job, ray: Any) -> int:
         while waiting and not code:
             (done, *_), waiting = ray.wait(waiting, num_returns=1)
             code = ray.get(done)
-        for one in waiting:
+        for task_ref in waiting:
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.cancel(one, force=True)
+                ray.cancel(task_ref, force=True)
         return int(code)
     finally:
         ray.util.remove_placement_group(group)
 
 
 def _meeting() -> tuple[str, int]:
-    """Where ranks meet: this node's address, and a port that is free."""
+    """Return the rendezvous: this node's address and a free port."""
     import ray
 
     ray_api: Any = ray
     address = ray_api.util.get_node_ip_address()
-    with socket.socket() as one:
-        one.bind((address, 0))
-        return str(address), int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return str(address), int(listener.getsockname()[1])
 
 
 def _rank(job: Job, rank: int, address: str, port: int, token: str) -> int:
-    """One rank, in a process of its own, which ends with this one's."""
+    """Run one rank in a process of its own, which is terminated with this task."""
     variables = environment(job, 0, 0, address, port) | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: token}
     # A Ray worker's own settings are not the rank's; a task with a GPU sees no other.
     env = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **variables}

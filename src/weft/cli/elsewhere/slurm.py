@@ -1,7 +1,7 @@
-"""A SLURM job. In: a `Job`. Out: the text of a batch script, and its number once `sbatch` has taken it.
+"""Launch a job on SLURM: write its batch script and submit it with `sbatch`.
 
-srun starts the ranks, which find each other by SLURM's variables; those that are left go on when a node is lost. SIGTERM comes two minutes
-before the end of the job's time; weft saves then and ends with 75, and the job is queued again.
+srun starts the ranks, which find each other by SLURM's variables; the surviving ranks continue when a node fails. SIGTERM comes 150
+seconds before the time limit; weft then saves a checkpoint and exits with 75, and the job is requeued.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SIGNAL_S = 150
 
 
 def job_folder(job: Job) -> Path:
-    """Where the script and what SLURM writes lie: beside the run's folder, which weft keeps for the run alone."""
+    """Folder of the script and SLURM's output: next to the run folder, which only the run writes to."""
     return Path(f"{job.run_folder}.slurm")
 
 
 def script(job: Job, options: Sequence[str] = ()) -> str:
-    """The batch script. `options`: further ones of sbatch, `time=02:00:00`."""
+    """Return the batch script. `options`: further ones of sbatch, `time=02:00:00`."""
     settings = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": job.ranks, "cpus-per-task": job.threads}
     if job.gpus:
         settings["gpus-per-node"] = job.ranks
@@ -40,21 +40,21 @@ def script(job: Job, options: Sequence[str] = ()) -> str:
             "#!/bin/bash", *lines, "#SBATCH --requeue", "#SBATCH --no-kill", "",
             f"cd {shlex.quote(job.folder)}",
             f"export OMP_NUM_THREADS={job.threads}",
-            "# A secret by which ranks know one another.",
+            "# A secret by which ranks authenticate.",
             f"export {TOKEN}=${{{TOKEN}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}}",
             "started=$(mktemp)",
             f"srun --no-kill --kill-on-bad-exit=0 {job.command}",
             "code=$?",
-            "# Of a node that was lost the others may have done without.",
+            "# The ranks of the other nodes may have finished without a failed node.",
             f'if [ "$code" -gt {LOST} ] && [ {shlex.quote(f"{job.run_folder}/{SUMMARY}")} -nt "$started" ]; then code=0; fi',
-            f'if [ "$code" -eq {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # it was asked to stop, has saved, and goes on',
+            f'if [ "$code" -eq {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # it was asked to stop, has saved, and resumes',
             'exit "$code"', "",
         ]
     )  # fmt: skip
 
 
 def check_nodes(job: Job) -> None:
-    """Raise ConfigError where SLURM says that it has fewer nodes than the job is for."""
+    """Raise ConfigError where SLURM has fewer nodes than the job needs."""
     if shutil.which("sinfo") is None:
         return
     done = subprocess.run(["sinfo", "--noheader", "--format=%D"], capture_output=True, text=True, timeout=60)
@@ -64,10 +64,10 @@ def check_nodes(job: Job) -> None:
 
 
 def submit(job: Job, file: Path, options: Sequence[str] = ()) -> str:
-    """Write the script and give it to sbatch; returns the job's number.
+    """Write the script, submit it with sbatch, and return the job's number.
 
     Raises:
-        UsageError: no sbatch here. RunError: what sbatch says.
+        UsageError: no sbatch here. RunError: sbatch refused it.
     """
     if shutil.which("sbatch") is None:
         raise UsageError(f"there is no sbatch here; run this on a login node of the cluster, or write the script alone with -o {file}")

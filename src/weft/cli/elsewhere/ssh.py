@@ -1,8 +1,8 @@
-"""Hosts that ssh reaches. In: their names, a `Job`. Out: the exit code. Ranks meet at the first host.
+"""Launch a job on hosts over ssh; the rendezvous is at the first host.
 
-Each host runs one command, which starts its ranks and ends when this process, or the connection, does. It gets the run's token by its
-standard input, where no list of processes shows it. A host that is lost ends nobody: the ranks of the others go on without it. Keys and
-users are ssh's own business; files are where they are here (a shared file system).
+Each host runs one command, which starts its ranks and ends with this process or the connection. It gets the run's token on standard
+input, where no process list shows it. When a host fails, the ranks of the others continue without it. Keys and users are configured in
+ssh; files have the same paths as here (a shared file system).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOK_S = 0.2
 
 
 def run(job: Job, hosts: Sequence[str], address: str = "", port: int = PORT) -> int:
-    """Start the job's ranks on all hosts and wait; the exit code of the first that failed.
+    """Start the job's ranks on all hosts and wait; return the exit code of the first that failed.
 
     Raises:
         UsageError: no ssh, a host twice or none, another number of hosts than the job is for.
@@ -45,46 +45,46 @@ def run(job: Job, hosts: Sequence[str], address: str = "", port: int = PORT) -> 
     try:
         for number, host in enumerate(hosts):
             start = job.on_host(str(number), shlex.quote(address), port, held=True)
-            there = f"cd {shlex.quote(job.folder)} && exec {start}"
-            one = subprocess.Popen(["ssh", *OPTIONS, host, there], stdin=subprocess.PIPE)
-            running.append(one)
-            _give(one, token)
+            remote_command = f"cd {shlex.quote(job.folder)} && exec {start}"
+            process = subprocess.Popen(["ssh", *OPTIONS, host, remote_command], stdin=subprocess.PIPE)
+            running.append(process)
+            _give(process, token)
         return _wait(running, hosts)
     finally:
         _end(running)
 
 
-def _give(one: subprocess.Popen[bytes], token: str) -> None:
-    assert one.stdin is not None
-    with suppress(OSError):  # it has ended already, which its code says
-        one.stdin.write(f"{token}\n".encode())
-        one.stdin.flush()
+def _give(process: subprocess.Popen[bytes], token: str) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):  # it has ended already; its exit code tells why
+        process.stdin.write(f"{token}\n".encode())
+        process.stdin.flush()
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], hosts: Sequence[str]) -> int:
-    """The exit code of all; once one has failed by itself that of the first."""
-    lost = set[str]()
+    """Wait for all hosts, or the first failure that was no signal; return the exit code."""
+    failed_hosts = set[str]()
     while True:
-        codes = {host: one.poll() for host, one in zip(hosts, running, strict=True)}
+        codes = {host: process.poll() for host, process in zip(hosts, running, strict=True)}
         ended = [exit_code(code) for code in codes.values() if code is not None]
         if len(ended) == len(running) or any(0 < code < LOST for code in ended):
             return outcome(ended)
         for host, code in codes.items():
-            if code and host not in lost:
-                lost.add(host)
+            if code and host not in failed_hosts:
+                failed_hosts.add(host)
                 print(f"weft: host {host} is lost (exit code {exit_code(code)}); the others go on where they have a plan", file=sys.stderr)
         time.sleep(_LOOK_S)
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let go of all hosts, which end their ranks then."""
-    for one in running:
-        if one.stdin is not None and not one.stdin.closed:
-            one.stdin.close()
-    until = time.monotonic() + GRACE_S
-    for one in running:
+    """Close the standard input of all hosts, which then end their ranks, and wait."""
+    for process in running:
+        if process.stdin is not None and not process.stdin.closed:
+            process.stdin.close()
+    deadline = time.monotonic() + GRACE_S
+    for process in running:
         try:
-            one.wait(max(0.1, until - time.monotonic()))
+            process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+            process.kill()
+            process.wait()

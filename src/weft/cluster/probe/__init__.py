@@ -1,11 +1,11 @@
-"""This machine as a `Cluster`: measured in seconds, kept in the user's cache, read from there until it computes at another speed. [torch]
+"""Benchmark of this machine as a `Cluster`: takes seconds, is cached, and is repeated when the machine's speed changes. [torch]
 
-`machine` says what is there without measuring; `operators` and `messages` are what is timed, `timing` is how, `rank` is what one rank of
-it does, `here` makes a `Cluster` of what all ranks found, and `kept` stores it.
+`machine` describes it without measuring; `operators` and `transfers` are the benchmark cases, `sampling` times them, `rank` runs one rank,
+`measure` builds a `Cluster` from the results of all ranks, and `cache` stores it.
 
-Every figure is of training: forward and backward together, at shapes that real models have. What runs at once in training is
-measured at once: all ranks multiply and copy together, so shared caches, memory and clocks are in the figures.
-Not measured: long runs that heat the machine, and other work on it. Between CUDA devices the figures are the catalogue's.
+Every figure is of training: forward and backward together, at shapes of real models. What is concurrent in training is
+measured concurrently: all ranks multiply and copy together, so figures include shared caches, memory and clocks.
+Not measured: thermal throttling in long runs, and other load. Between CUDA devices the figures are the catalogue's.
 """
 
 from weft.cluster.probe.kept import probe

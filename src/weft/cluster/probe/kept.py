@@ -1,4 +1,4 @@
-"""The probe's result, kept. In: where. Out: this machine as a `Cluster`, measured where nothing that fits is stored. [torch]"""
+"""Cache of the probe's result. In: a path. Out: this machine as a `Cluster`, measured if no valid result is stored. [torch]"""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from weft.cluster.probe.operators import PULSE
 from weft.cluster.probe.rank import pace
 from weft.errors import ConfigError
 
-VERSION = 20  # of what is measured; a stored result of another version is measured again
-BUSY_S = 300.0  # for which a result of a busy machine is used all the same
-SETTLED_S = 600.0  # for which a result is used whatever the machine's speed does
-DRIFT = 1.15  # times as fast, or as slow, as it was measured: then it is measured again
+VERSION = 20  # of the benchmark; stored results of other versions are invalid
+BUSY_S = 300.0  # validity of a result of a busy machine
+SETTLED_S = 600.0  # validity of a result whatever the machine's current speed
+DRIFT = 1.15  # ratio of speeds, up or down, that invalidates a result
 
 
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
-    """This machine as a cluster. The first call measures for some seconds; later ones read the stored result.
+    """Return this machine as a cluster. The first call measures for some seconds; later ones read the stored result.
 
-    What was measured while other programs ran is measured again when they do not, and so is a machine whose cores compute faster or
-    slower than they did (virtual ones at their neighbours' pleasure), some minutes later at the earliest. Processes that ask at the same
-    time wait for the first of them, and read what it found.
+    A result measured under other load is measured again on an idle machine, and so is one of a machine whose cores have become faster or
+    slower (virtual ones by their neighbours' load), some minutes later at the earliest. Concurrent processes wait for the first of them,
+    and read its result.
 
     Args:
-        quick: fewer sizes, rounds and ranks. `fresh`: measure even where a stored result fits.
-        path: where the result is kept; by default `cache_path()`.
+        quick: fewer sizes, rounds and ranks. `fresh`: measure even if a valid result is stored.
+        path: file of the result; by default `cache_path()`.
 
     >>> probe().device.kind  # doctest: +SKIP
     'cpu'
@@ -46,31 +46,31 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
             return stored
         # Read back from its text, so that the first call and the later ones plan with the same digits.
         cluster = loads(dump(measure_here(mark, quick)))
-        with contextlib.suppress(OSError):  # a cache that cannot be written costs some seconds next time, and nothing else
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(dump(cluster))
-            part.replace(path)
+        with contextlib.suppress(OSError):  # an unwritable cache only costs some seconds next time
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(dump(cluster))
+            temporary.replace(path)
     return cluster
 
 
 def cache_path() -> Path:
-    """Where the measured cluster is kept: `.cache/weft` in the user's home."""
+    """Return the file of the measured cluster: in `.cache/weft` in the user's home."""
     return Path.home() / ".cache" / "weft" / "cluster.toml"
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While no other process is in here for the same file; measurements that run at once would measure one another."""
-    with contextlib.ExitStack() as held:
+    """Hold an exclusive lock on the file; concurrent measurements would disturb each other."""
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(open(path.with_suffix(".lock"), "a"))
+            lock = stack.enter_context(open(path.with_suffix(".lock"), "a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _usable(path: Path, mark: str) -> Cluster | None:
-    """What is stored of this machine, unless it is some minutes old and the machine was busy then and is not now, or has another speed."""
+    """Return the stored result of this machine if it is valid; None if it is old and the machine is no longer busy or changed its speed."""
     stored = _stored(path, mark)
     if stored is None:
         return None
@@ -79,14 +79,14 @@ def _usable(path: Path, mark: str) -> Cluster | None:
         if 0 <= time.time() - path.stat().st_mtime < (BUSY_S if busy else SETTLED_S):
             return stored
     if num_waiting() >= num_cores():
-        return stored  # what would be measured now is worse
+        return stored  # a new measurement would be worse
     return None if busy or _drifted(stored) else stored
 
 
 def _drifted(stored: Cluster) -> bool:
-    """Whether a core computes at another speed than when it was measured."""
-    then = dict(stored.speed(1, 1).rates).get(PULSE)
-    return then is not None and not 1 / DRIFT < pace(then) < DRIFT
+    """Return whether a core's speed differs from the measured one."""
+    pulses_per_s = dict(stored.speed(1, 1).rates).get(PULSE)
+    return pulses_per_s is not None and not 1 / DRIFT < pace(pulses_per_s) < DRIFT
 
 
 def _stored(path: Path, mark: str) -> Cluster | None:

@@ -1,4 +1,4 @@
-"""What this machine has and whether it is busy, as the system tells. In: nothing. Out: numbers and names; nothing is timed. [torch]"""
+"""Properties and load of this machine as the system reports them: numbers and names; nothing is timed. [torch]"""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LOOKS = 10
 
 
 def fingerprint(version: int) -> str:
-    """Of the machine and the software whose speed it is: processor, cores, memory, GPUs, torch; and of what is measured."""
+    """Return a hash of the machine and software (processor, cores, memory, GPUs, torch) and of the benchmark's version."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def num_waiting() -> float:
-    """Other processes that want a core now; 0 where the system does not tell.
+    """Return the number of other runnable processes; 0 if the system does not report it.
 
-    The load average looks a minute back, so an idle machine would seem busy after work of its own; it only bounds the count.
+    The load average covers the last minute, so it includes this process's own work; it only bounds the count.
     """
     if not hasattr(os, "getloadavg"):
         return 0.0
@@ -39,12 +39,12 @@ def num_waiting() -> float:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -55,7 +55,7 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or of the container where that is less."""
+    """Return the memory of the machine, or of the container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -66,7 +66,7 @@ def memory_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now."""
+    """Return the resident memory of this process."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -75,7 +75,7 @@ def resident_bytes() -> int:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 in hardware."""
+    """Return whether this machine multiplies bfloat16 in hardware."""
     if torch.cuda.device_count():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -86,12 +86,12 @@ def has_bfloat16() -> bool:
 
 
 def capabilities() -> dict[str, Any]:
-    """What this torch can do here: `gloo`, `nccl` (bool), `gpus` (count), `gpu` (name of the first)."""
-    here = torch.distributed.is_available()
+    """Return the capabilities of this torch: `gloo`, `nccl` (bool), `gpus` (count), `gpu` (name of the first)."""
+    has_distributed = torch.distributed.is_available()
     gpus = torch.cuda.device_count()
     return {
-        "gloo": here and torch.distributed.is_gloo_available(),
-        "nccl": here and torch.distributed.is_nccl_available(),
+        "gloo": has_distributed and torch.distributed.is_gloo_available(),
+        "nccl": has_distributed and torch.distributed.is_nccl_available(),
         "gpus": gpus,
         "gpu": torch.cuda.get_device_name(0) if gpus else "",
     }

@@ -1,4 +1,4 @@
-"""What a rank times of its compute. In: a device and threads. Out: a case for each kind of operator, forward and backward. [torch]"""
+"""Benchmark cases of compute. In: a device and threads. Out: a case for each kind of operator, forward and backward. [torch]"""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from weft.world.attention_backend import scaled_dot_product_attention
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
 WIDE, NARROW = 64, 16  # elements of a head
-ROWS = {"linear": 16, "convolution": 8, "recurrent": 8}  # of the products that show what their weights cost
-STATES, STEPS, SAMPLES = 256, 16, 64  # of a recurrence
-CHANNELS, TAPS = 64, 9  # of a convolution; another has one tap
+ROWS = {"linear": 16, "convolution": 8, "recurrent": 8}  # rows of products dominated by their weights
+STATES, STEPS, SAMPLES = 256, 16, 64  # sizes of a recurrence
+CHANNELS, TAPS = 64, 9  # sizes of a convolution; another has one tap
 GROUPS = {1: 7, 4: 3}  # channels of a convolution's narrow groups, and its window
-ROOMY_BYTES = 15e9  # of a GPU, from which on its tensors are larger
+ROOMY_BYTES = 15e9  # GPU memory from which on benchmark tensors are larger
 PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
-    """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
-    operator; `block.P`, `few.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
-    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; `besides.convolution.P`: a byte, with few FLOPs for it;
-    `grouped.N.P`: a FLOP of a convolution in groups of N channels; `stepped`: a step of a GRU, of next to nothing; the others: a
-    byte that the operator must move.
+    """Yield the cases. Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of size
+    `NARROW`; `launch`: one operator; `block.P`, `few.P`: a block of one thread's batch; `pulse`: one call; `start.KIND`: a nearly empty
+    call; `weights.KIND`: a byte of weights, with `flops_per_weight_byte` FLOPs; `besides.convolution.P`: a byte, with few FLOPs;
+    `grouped.N.P`: a FLOP of a convolution in groups of N channels; `stepped`: a step of a tiny GRU; the others: a byte that the operator
+    must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
-    A GPU's are as large as its memory lets them be, so that launching a call and waiting for it is little beside it.
+    A GPU's are as large as its memory allows, so that the launch of a call and the wait for it are negligible.
     """
     precisions = {"float32": torch.float32, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
     big = device.type != "cpu"
@@ -57,7 +57,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
 
 
 def _roomy(device: torch.device) -> int:
-    """Times as large as they fit on any GPU that tensors may be: all of them take about 1.5 GiB for each."""
+    """Return the size factor of tensors on a GPU: all of them take about 1.5 GiB per unit."""
     return 4 if torch.cuda.get_device_properties(device).total_memory >= ROOMY_BYTES else 1
 
 
@@ -71,9 +71,9 @@ def _chain(call: Callable[[torch.Tensor], torch.Tensor], times: int) -> Callable
 
 
 def _starts() -> Iterator[Case]:
-    """A call of each kind that takes longer to begin than adding two numbers: it looks for a kernel, or makes one of many.
+    """Yield a nearly empty call of each kind whose launch takes longer than an addition's: it selects a kernel, or launches several.
 
-    Products are just large enough not to be spared that.
+    Products are just large enough not to skip that.
     """
     x, image, heads = torch.randn(32, 32), torch.randn(2, 32, 4, 4), torch.randn(1, 1, 8, 8)
     sequences, cell = torch.randn(2, 4, 32), torch.nn.LSTM(32, 32, bias=False)
@@ -94,14 +94,14 @@ def _starts() -> Iterator[Case]:
 
 
 def few_rows(kind: str) -> float:
-    """FLOPs, forward and backward, for each byte of weights in the `WEIGHTS` cases: 2 a multiplication, of 4 bytes."""
+    """Return FLOPs, forward and backward, per byte of weights in the `WEIGHT_RATE` cases: 2 per row and element of 4 bytes."""
     return ROWS[kind] / 2
 
 
 def _weights() -> Iterator[Case]:
-    """Products of few rows with more weights than the caches nearby hold: packed forward, for the input's gradient and for their own.
+    """Yield products of few rows with more weights than nearby caches hold: packed forward, for the input's gradient and for their own.
 
-    A recurrence goes over its weights at every step.
+    A recurrence reads its weights at every step.
     """
     matrices = [torch.randn(1536, 1536, requires_grad=True) for _ in range(3)]
     filters = [torch.randn(384, 384, 3, 3, requires_grad=True) for _ in range(3)]
@@ -126,7 +126,7 @@ def _weights() -> Iterator[Case]:
 
 
 def _recurrence(name: str, samples: int, units: Callable[[float], float]) -> Case:
-    """An LSTM of one layer over `samples`. `units`: of so many bytes of weights."""
+    """Return the case of a one-layer LSTM over `samples`. `units`: function of the bytes of its weights."""
     layer = torch.nn.LSTM(STATES, STATES, bias=False)
     x = torch.randn(STEPS, samples, STATES, requires_grad=True)
     weights = tuple(layer.parameters())
@@ -134,9 +134,9 @@ def _recurrence(name: str, samples: int, units: Callable[[float], float]) -> Cas
 
 
 def pulse() -> Case:
-    """What shows in a tenth of a second whether one core computes as fast as when it was measured: a product and a norm, in its caches.
+    """Return a case that shows within a tenth of a second whether a core's speed has changed: a product and a norm, in its caches.
 
-    In float64, whose products are the same in every process: how ranks multiply in float32 is a setting (`weft.world.matmul_backend`).
+    In float64, whose products are the same in every process: the float32 kernel is a setting (`weft.world.matmul_backend`).
     """
     a, b, out = (torch.randn(256, 256, dtype=torch.float64) for _ in range(3))
     x, gain = torch.randn(256, 512), torch.ones(512)
@@ -156,7 +156,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     yield _train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, randn(tokens, hidden), randn(wide, hidden), keeps_busy=True)
     heads = (8 * share, 16, 1024, WIDE) if big else (2 * share, 6, 256, WIDE)
     flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
-    # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
+    # Backward of attention recomputes the scores: 1 + 2.5 products in place of 1 + 2.
     attention = partial(scaled_dot_product_attention, F.scaled_dot_product_attention, is_causal=True)
     yield _train(f"attention.{precision}", 3.5 * flops, attention, *(randn(*heads) for _ in range(3)))
     if not big:
@@ -177,7 +177,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
 
 
 def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
-    """Operators that move bytes: of float32, and the cast where there is something to cast to."""
+    """Yield memory-bound operators: in float32, and the cast to bfloat16 if that is supported."""
     a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
     yield Case("elementwise", 3.0 * a.nbytes, lambda: a + b)
     if narrow:
@@ -193,7 +193,7 @@ def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
 
 
 def _optimizer(device: torch.device, share: int) -> Case:
-    """AdamW's update in one call: the function, since a `torch.optim.Optimizer` imports torch's compiler first, for a second."""
+    """Return AdamW's update in one call: the function, since a `torch.optim.Optimizer` imports torch's compiler first, for a second."""
     size = share**2 << 20
     weights, gradients, first, second = ([torch.ones(size, device=device) for _ in range(4)] for _ in range(4))
     steps = [torch.zeros((), device=device) for _ in weights]
@@ -206,13 +206,13 @@ def _optimizer(device: torch.device, share: int) -> Case:
 
 
 def _train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: torch.Tensor, keeps_busy: bool = False) -> Case:
-    """Forward and backward, from a gradient that is there already."""
+    """Return a case of forward and backward, with a precomputed output gradient."""
     gradient = torch.ones_like(call(*inputs))
     return Case(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient), keeps_busy=keeps_busy)
 
 
 def _blocks(block: Block, share: int, precisions: Iterable[str]) -> Iterator[Case]:
-    """Forward and backward of a block, in every precision."""
+    """Yield forward and backward of a block, in every precision."""
     layers = Layers(block)
     x = torch.randn(block.sequences * share, block.sequence, block.hidden, requires_grad=True)
     inputs = (x, *layers.parameters())
@@ -226,7 +226,8 @@ def _blocks(block: Block, share: int, precisions: Iterable[str]) -> Iterator[Cas
 
 
 class Layers(torch.nn.Module):
-    """The layers of a `weft.cluster.block.Block`: `x -> x`, [sequences, sequence, hidden]. Norms have no weights; attention is causal."""
+    """The layers of a `weft.cluster.block.ProbeBlock`: `x -> x`, [sequences, sequence, hidden]. Norms have no weights; attention is
+    causal."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class Layers(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layers in turn."""
+        """Run the layers in turn."""
         for layer in self.layers:
             qkv = layer["qkv"](F.layer_norm(x, x.shape[-1:]))  # type: ignore[index]
             q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()

@@ -1,4 +1,4 @@
-"""What one rank of the probe does. In: a world. Out: plain numbers. [torch]"""
+"""Compute benchmark of one rank of the probe. In: a world. Out: plain numbers. [torch]"""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from weft.cluster.probe.sampling import Case, Patience, Setting, sample
 QUICK = Patience(least=2, most=7, spread=0.02, seconds=6.0)
 FULL = Patience(least=6, most=20, spread=0.01, seconds=60.0)
 PACE = Patience(least=5, most=9, spread=0.02)
-ROOM_BYTES = 128 << 20  # more than what a thread's calls make
+ROOM_BYTES = 128 << 20  # more than the results of a thread's calls
 
 
 def measure_rank(world: Any, num_cores: int, quick: bool) -> dict[str, Any]:
-    """Every operator alone on one core, alone on all cores, and on all ranks at once.
+    """Time every operator alone on one core, alone on all cores, and on all ranks at once.
 
-    `speeds`: (ranks, threads, seconds a unit by case, share of its cores that this rank got) of the settings that this rank has a part
-    in; `scratch`: bytes of this process before it had any tensor.
+    Returns:
+        `speeds`: (ranks, threads, seconds per unit by case, share of its cores that this rank got) of the settings in which this rank
+        takes part; `scratch`: bytes of this process without tensors.
     """
     rank, size = world.rank, world.num_ranks
     scratch = float(resident_bytes())
     device, threads_before = torch.device("cpu"), torch.get_num_threads()
     settings: list[Setting] = []
     cases: dict[int, tuple[Case, ...]] = {}
-    # The last one first: all ranks then make their tensors, and load what multiplies them, at the same time.
+    # The last one first: all ranks then allocate their tensors and load kernels at the same time.
     for ranks, threads in reversed(dict.fromkeys(((1, 1), (1, num_cores), (min(num_cores, size), max(1, num_cores // size))))):
         setting = Setting(ranks, threads)
         if rank < ranks:
@@ -40,9 +41,9 @@ def measure_rank(world: Any, num_cores: int, quick: bool) -> dict[str, Any]:
         _meet(world.everyone)
 
     def agree(numbers: list[float]) -> list[float]:
-        told = torch.tensor(numbers, dtype=torch.float64)
-        world.everyone.all_reduce(told, op="max")
-        return told.tolist()
+        maxima = torch.tensor(numbers, dtype=torch.float64)
+        world.everyone.all_reduce(maxima, op="max")
+        return maxima.tolist()
 
     names = [case.name for case in settings[-1].cases or operators(device, 1)]
     sample(settings, names, device, QUICK if quick else FULL, agree)
@@ -55,14 +56,14 @@ def _meet(group: Any) -> None:
 
 
 def measure_alone(device: torch.device, quick: bool = True) -> dict[str, float]:
-    """Seconds a unit of every case of `operators`, on this rank's threads, while nothing else of the probe runs."""
+    """Return seconds per unit of every benchmark case, on this rank's threads, while nothing else of the probe runs."""
     setting = Setting(1, torch.get_num_threads(), warmed(device, torch.get_num_threads()))
     sample([setting], [case.name for case in setting.cases], device, QUICK if quick else FULL)
     return setting.seconds()
 
 
 def pace(pulses_per_s: float) -> float:
-    """How fast one core computes now, as a part of `pulses_per_s` that were measured before."""
+    """Return the current speed of one core relative to `pulses_per_s` measured before."""
     threads = torch.get_num_threads()
     setting = Setting(1, 1, (pulse(),))
     setting.cases[0].call()
@@ -74,10 +75,10 @@ def pace(pulses_per_s: float) -> float:
 
 
 def warmed(device: torch.device, threads: int) -> tuple[Case, ...]:
-    """The cases of so many threads, each called once: libraries load, choose and allocate in their first call."""
+    """Return the cases for `threads` threads, each called once: libraries load, select kernels and allocate in their first call."""
     torch.set_num_threads(threads)
     cases = tuple(operators(device, threads))
-    # Freed memory stays with a rank that was launched: what calls make then lies in pages that are there, as after some steps of training.
+    # A launched rank retains freed memory: results of calls then use mapped pages, as after some steps of training.
     torch.ones(threads * ROOM_BYTES // 4)
     for case in cases:
         case.call()

@@ -1,7 +1,7 @@
-"""How long things take, in rounds that end when it is known. In: cases of several settings. Out: seconds a unit of each. [torch]
+"""Timing in rounds until medians are known precisely. In: cases of several settings. Out: seconds per unit of each. [torch]
 
-A round times every case once, so that what disturbs the machine for a moment disturbs few samples of each and not all samples of one.
-The median of the rounds counts: the least is what threads that wait for one another rarely reach.
+A round times every case once, so that a disturbance of the machine affects few samples of each case and not all samples of one.
+The result is the median of the rounds: the minimum is rarely reached by threads that wait for one another.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-SLICE_S = 0.015  # of a case in a round, at least
-LONG_S = 0.05  # from which on a call is a slice alone: whose own operators find what they left in the caches, and no more
-MOST_CALLS = 50  # in a slice
+SLICE_S = 0.015  # minimum time of a case in a round
+LONG_S = 0.05  # a call of this length is timed once: it finds only its own data in the caches
+MOST_CALLS = 50  # maximum calls of a case in a round
 SURE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Samples are taken until the median is known to `spread` of itself, but `least` at least and `most` at most, and no more than
-    `least` once `seconds` are over."""
+    """Limits of sampling: until the median is known within the fraction `spread`, with `min_samples` to `max_samples` samples, and only
+    `min_samples` once `seconds` have passed."""
 
     least: int
     most: int
@@ -34,8 +34,8 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call that works off `units` (FLOPs, bytes, operators). `keeps_busy`: all threads all the time, so that the processor's time shows
-    what they got of their cores."""
+    """A call of `units` of work (FLOPs, bytes, operators). `keeps_busy`: it keeps all threads busy, so that CPU time shows their share
+    of the cores."""
 
     name: str
     units: float
@@ -45,9 +45,9 @@ class Case:
 
 @dataclass
 class Setting:
-    """`ranks` ranks of `threads` threads each work at once. `cases`: none where this rank has no part in it. `meet` waits for the others
-    that have. What was found grows with the rounds: `times`, the seconds of each case; wall and processor seconds of those that keep all
-    threads busy."""
+    """A setting in which `ranks` ranks of `threads` threads work concurrently. `cases`: none if this rank does not take part.
+    `wait_for_ranks` waits for the others that do. Results accumulate over rounds: `times`, seconds of each case; wall and CPU seconds of
+    cases that keep all threads busy."""
 
     ranks: int
     threads: int
@@ -58,16 +58,16 @@ class Setting:
     used_s: float = 0.0
 
     def seconds(self) -> dict[str, float]:
-        """Of each case, per unit."""
+        """Return the seconds per unit of each case."""
         return {case.name: median(self.times[case.name]) / case.units for case in self.cases}
 
     @property
     def share(self) -> float:
-        """Of its cores that this rank got."""
+        """Share of its cores that this rank got."""
         return self.used_s / self.wall_s / self.threads if self.wall_s else 1.0
 
     def round(self, names: Sequence[str], device: torch.device) -> None:
-        """Times each case of `names` once."""
+        """Time each case of `names` once."""
         for case in self.cases:
             if case.name in names:
                 self.meet()
@@ -79,7 +79,7 @@ class Setting:
 
 
 def interval(times: Sequence[float]) -> tuple[float, float]:
-    """Two of the samples between which the true median lies in half of all cases at least; everything where they are too few for that.
+    """Return a confidence interval of the median at level `CONFIDENCE`, bounded by two samples; infinite if there are too few.
 
     The k-th of n samples and the k-th from the end hold it with a chance of 1 - 2 P(Binomial(n, 1/2) < k), whatever their distribution
     (Conover 1999, Practical Nonparametric Statistics, 3.2).
@@ -97,7 +97,7 @@ def interval(times: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(times: Sequence[float]) -> float:
-    """How far the median may be off, as a part of it: half of the `interval`."""
+    """Return the relative uncertainty of the median: half of its confidence interval."""
     low, high = interval(times)
     return (high - low) / 2 / median(times) if low > -inf else inf
 
@@ -109,14 +109,14 @@ def sample(
     patience: Patience,
     agree: Callable[[list[float]], list[float]] = list,
 ) -> None:
-    """Rounds of all settings in turn, of what is not known yet, until all is. Every rank calls it with the same settings and names.
+    """Run rounds of all settings in turn until every case is known. Every rank calls it with the same settings and names.
 
-    `agree`: the largest of each number over all ranks, so that all go on with the same cases; they wait for one another in it.
+    `agree`: maximum of each number over all ranks, so that all continue with the same cases; it synchronises the ranks.
     """
     began = time.perf_counter()
-    left = [tuple(names) for _ in settings]
+    unknown = [tuple(names) for _ in settings]
     for number in range(1, patience.most + 1):
-        for setting, missing in zip(settings, left, strict=True):
+        for setting, missing in zip(settings, unknown, strict=True):
             agree([0.0])
             if setting.cases and missing:
                 torch.set_num_threads(max(1, setting.threads))
@@ -126,13 +126,13 @@ def sample(
         spreads = [spread(setting.times[name]) if setting.cases else 0.0 for setting in settings for name in names]
         *spreads, elapsed = agree([*spreads, time.perf_counter() - began])
         by_case = iter(spreads)
-        left = [tuple(name for name in names if next(by_case) > patience.spread) for _ in settings]
-        if elapsed > patience.seconds or not any(left):
+        unknown = [tuple(name for name in names if next(by_case) > patience.spread) for _ in settings]
+        if elapsed > patience.seconds or not any(unknown):
             return
 
 
 def _slice(case: Case, device: torch.device) -> float:
-    """Median seconds of a call. Of several the first does not count: it finds its tensors outside the caches."""
+    """Return the median seconds of a call. The first of several does not count: it finds its tensors outside the caches."""
     times: list[float] = []
     while len(times) < MOST_CALLS and sum(times) < (LONG_S if len(times) < 2 else SLICE_S):
         start = time.perf_counter()

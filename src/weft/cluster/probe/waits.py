@@ -1,8 +1,8 @@
-"""How much longer ranks compute where they meet on the way. In: a world. Out: a part of the compute. [torch]
+"""Benchmark of waiting: the relative increase of compute time if ranks synchronise inside layers. In: a world. Out: a fraction. [torch]
 
-Cores do not run evenly: neighbours, interrupts and caches slow now one of them, now another. Ranks that meet once a step average that out;
-ranks that meet inside every layer wait each time for the one that was slower, and multiply at the same moments, in which cores that share
-something have less of it. Not modelled: that the part may hang on how much is computed between two meetings.
+Cores do not run evenly: neighbours, interrupts and caches slow down now one of them, now another. Ranks that synchronise once per step
+average that out; ranks that synchronise inside every layer wait for the slowest each time, and multiply at the same moments, in which
+shared resources are contended. Not modelled: the fraction's dependence on the compute between two synchronisations.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 MEETINGS, ROUNDS = 10, 15
 WIDTH, ROWS = 1024, 256  # of products that take some milliseconds on one core
-SUMMED = 1 << 18  # float32 elements that are summed at every meeting
-MOST = 0.25  # more was somebody else's load
+SUMMED = 1 << 18  # float32 elements that are reduced at every synchronisation
+MOST = 0.25  # a larger fraction is due to other load
 
 
 def measure_waits(world: Any) -> float:
-    """What meeting after each of several products adds to them, in parts of their time without; sums themselves are taken off.
+    """Return the time added to products by an all-reduce after each, relative to their own; the all-reduces' own time is subtracted.
 
-    The same on every rank: times are of the slowest, apart and together in turns, and the median of their ratios.
+    Equal on every rank: times are of the slowest, with and without synchronisation in turns, and the result is the median of the ratios.
     """
-    x, weight, room = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(SUMMED)
+    x, weight, buffer = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(SUMMED)
 
     def taken(computes: bool, meets: bool) -> float:
         world.everyone.barrier()
@@ -33,14 +33,14 @@ def measure_waits(world: Any) -> float:
             if computes:
                 torch.nn.functional.gelu(x @ weight)
             if meets:
-                world.everyone.all_reduce(room)
-        spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        world.everyone.all_reduce(spent, op="max")
-        return float(spent)
+                world.everyone.all_reduce(buffer)
+        slowest_s = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        world.everyone.all_reduce(slowest_s, op="max")
+        return float(slowest_s)
 
     waits = []
-    for number in range(-1, ROUNDS):  # the first makes pages and connections
-        apart, together, sums = taken(True, False), taken(True, True), taken(False, True)
+    for number in range(-1, ROUNDS):  # the first maps pages and opens connections
+        compute_s, both_s, all_reduce_s = taken(True, False), taken(True, True), taken(False, True)
         if number >= 0:
-            waits.append((together - sums) / apart - 1)
+            waits.append((both_s - all_reduce_s) / compute_s - 1)
     return min(MOST, max(0.0, median(waits)))

@@ -1,1 +1,1 @@
-"""Constants that were measured or published."""
+"""Calibration constants, measured or published."""

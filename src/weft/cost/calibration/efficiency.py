@@ -1,9 +1,9 @@
-"""Calibrated constants by name. In: sections `protocol`, `library` and `stack` of `cluster/catalogue.toml`, and `cluster/curves.toml`. Out:
-frozen numbers with a source.
+"""Calibrated efficiency constants by name, each with its source, from sections `protocol`, `library` and `stack` of
+`cluster/catalogue.toml` and from `cluster/curves.toml`.
 
-`Protocols`: what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU: by default `TORCH`,
-what weft itself runs. Constants are fitted once, by `scripts/validate --fit` and `bench.devices`, and then stay as they are. Not modelled:
-versions between those that were measured.
+`Protocols` holds what a collective library reaches on its links, an efficiency set what a training framework reaches on a GPU: by default
+`TORCH`, what weft itself runs. Constants are fitted once, by `scripts/validate --fit` and `bench.devices`, and then fixed. Not modelled:
+versions between the measured ones.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.errors import ConfigError
 from weft.plan.precision import PRECISIONS
 from weft.units import format_percent
 
-TORCH = "torch"  # the set of a catalogue's devices: torch's kernels, NCCL, a fused optimizer, 16-bit weights and activations
-EAGER = "eager"  # that of a card that was measured here: the same, autocast, one operator after another unless they are compiled
+TORCH = "torch"  # efficiency set of catalogue devices: torch kernels, NCCL, a fused optimizer, 16-bit weights and activations
+EAGER = "eager"  # efficiency set of a locally measured GPU: the same under autocast, in eager mode unless compiled
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An algorithm with a protocol: `start` and `hop` in latencies of the link, `rate` as a part of its large-message bandwidth."""
+    """Cost of one algorithm and protocol: `start` and `hop` in latencies of the link, `rate` as a fraction of its bandwidth."""
 
     start: float
     hop: float
@@ -41,10 +41,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Protocols:
-    """What a library offers inside a node (rings) and between nodes (trees with LL, LL128 and Simple, and rings).
+    """Algorithms of a collective library inside a node (rings) and between nodes (trees with LL, LL128 and Simple, and rings).
 
-    `tree_saved`: 1 where a tree over N nodes moves 2(N-1)/N of the tensor through a node's port, as double binary trees do (Sanders
-    et al. 2009), 0 where it was measured to take as long as if it moved all of it twice.
+    `tree_saved`: 1 if a tree over N nodes moves 2(N-1)/N of the tensor through a node's port, as double binary trees do (Sanders
+    et al. 2009), 0 if it was measured to take as long as moving all of it twice.
     """
 
     name: str
@@ -56,21 +56,21 @@ class Protocols:
     net_ring: Line
     tree_saved: float = 0.0
     source: str = ""
-    curves: tuple[Table, ...] = ()  # measured inside a node; they win over its lines
+    curves: tuple[Table, ...] = ()  # measured inside a node; they override the protocol costs
 
     def curve(self, collective: str, ranks: int) -> Table | None:
-        """What was measured of a collective, among so many ranks or the number nearest to it."""
-        curves = [one for one in self.curves if one.collective == collective]
-        return min(curves, key=lambda one: max(one.ranks, ranks) / min(one.ranks, ranks), default=None)
+        """Return the measured curve of a collective for the number of ranks nearest to `ranks`; None if there is none."""
+        curves = [curve for curve in self.curves if curve.collective == collective]
+        return min(curves, key=lambda curve: max(curve.ranks, ranks) / min(curve.ranks, ranks), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library of kernels for processors. Of convolutions: `block`, channels of each group where it has no kernel for depthwise windows;
-    `first`, channels that a first layer reads at most, whose kernels take them as they are; `small`, channels times the first two sides of
-    one sample up to which torch makes its convolution itself, but where both of the last sides of the window are above `wide`; `moved`,
-    and of volumes `moved_3d`: bytes that move besides a product for each byte of columns, each way. Of recurrences: `line`, bytes of a
-    cache's line, to which rows are filled; `together`, columns a multiple of which fall together in a cache.
+    """Constants of a CPU kernel library. Convolutions: `block`, channels to which each group is padded if it has no depthwise kernel;
+    `first`, largest number of channels that a first layer's kernel reads unpadded; `small`, channels times the first two sides of one
+    sample up to which torch uses its own convolution, unless both last sides of the window exceed `wide`; `moved`, and for volumes
+    `moved_3d`: bytes moved besides a product for each im2col byte, each way. Recurrences: `line`, bytes of a cache line, to which rows are
+    padded; `together`, multiple of columns that conflict in a cache.
     """
 
     block: int
@@ -86,29 +86,28 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """How efficient a training framework is on a kind of GPU, in mixed precision: 16-bit weights, gradients and activations, or with
-    `autocast` of operators over float32 weights, which run one by one unless a layout has them compiled.
+    """Efficiency of a training framework on a kind of GPU, in mixed precision: 16-bit weights, gradients and activations, or `autocast`
+    over float32 weights, in eager mode unless a layout compiles the model.
 
-    Products: `matmul` is the part of the peak that unboundedly large ones reach, `operands` the part of the time of moving their
-    operands that is not hidden, `product_s` what the device takes to begin one, `unaligned` what is left of the rate where a side is no
-    multiple of 8, `sustained` what is left of it in a training step, whose load lowers clocks, where products were measured alone. Bytes:
-    `bandwidth` is the part of the memory's that kernels reach, `traffic` and `loss_traffic` what they move against the graph's own count
-    (masks and casts are more), `score_traffic` the same for attention's scores. `attention` keeps its "scores" or is "fused": forward at
+    Matrix products: `matmul` is the fraction of peak FLOP/s that very large ones reach, `operands` the exposed fraction of operand traffic
+    time, `product_s` the device time to start one, `unaligned` the remaining fraction of the rate if a side is no multiple of 8,
+    `sustained` the remaining fraction in a training step, whose load lowers clocks, if products were measured alone. Bytes: `bandwidth` is
+    the fraction of memory bandwidth that kernels reach, `traffic` and `loss_traffic` the ratio of bytes moved to the graph's own count
+    (masks and casts add to it), `score_traffic` the same for attention scores. `attention` saves its "scores" or is "fused": forward at
     `attention_peak` of the peak on the scores that it forms, with heads of d over S positions 1/((1 + `attention_positions`/S)(1 +
-    `attention_head`/d)) of that, backward at `attention_backward` of forward's rate; the softmax of kept scores takes `softmax_batches`
-    heads at a time, others take the slow way (0: all are taken). `launch_s`: host time of a kernel. `tensor`: time of collectives between
-    products against the library's own; `tensor_overlap`: the part of those of backward that runs behind the products of the weights'
-    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16's gradients; `accumulate_bytes`:
-    moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last backward
-    that sums of gradients hide behind; what hides takes `contention` of its own time from the compute, since its kernels and its bytes
-    share the device. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
-    relative standard deviation of ranks' times (see `weft.cost.devices.gpus.straggling`). `moves`: of kernels that run one by one, the part
-    of the memory's bandwidth by kind; `convolution`: FLOP/s of convolutions by precision, with all that they do besides; elsewhere they
-    reach what products do.
+    `attention_head`/d)) of that, backward at `attention_backward` of forward's rate; the fused softmax of saved scores needs a multiple of
+    `softmax_batches` heads, other numbers use the slow kernel (0: no restriction). `launch_s`: host time of a kernel. `tensor`: time of
+    tensor-parallel collectives relative to the library's own; `tensor_overlap`: fraction of the backward ones that overlaps with weight
+    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients; `accumulate_bytes`: moved
+    per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter and step. `overlap`: fraction of the last
+    backward that gradient reduction overlaps with; overlapped communication takes `contention` of its own time from compute, since both
+    share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
+    relative standard deviation of ranks' times (see `weft.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory bandwidth
+    by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products.
     """
 
     name: str
-    device: str = ""  # whose own figures it has
+    device: str = ""  # the device on which the figures were measured
     autocast: bool = False
     moves: tuple[tuple[str, float], ...] = ()
     convolution: tuple[tuple[str, float], ...] = ()
@@ -155,14 +154,13 @@ class Stack:
             if getattr(self, key) > 1:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")
 
-
     def moving(self, kind: str) -> float:
-        """Part of the memory's bandwidth that kernels of `kind` reach one by one."""
+        """Return the fraction of memory bandwidth that kernels of `kind` reach in eager mode."""
         moves = dict(self.moves)
         return moves.get(kind, moves.get("elementwise", self.bandwidth / self.traffic))
 
     def words(self, device: Device, precision: str) -> str:
-        """Whose figures they are, for who reads a plan."""
+        """Describe the origin of the figures for readers of a plan."""
         if self.name not in (TORCH, EAGER):
             return f"{self.name}: of another framework, not of what weft runs; they were asked for by name"
         reached = format_percent(self.matmul * self.sustained)
@@ -176,30 +174,30 @@ class Stack:
 
 
 def stack_of(device: Device, name: str = "") -> Stack:
-    """The efficiency set `name`, by default that of what weft runs, with its figures for this device where it has some.
+    """Return the efficiency set `name`, by default that of weft itself, with its figures for this device if it has some.
 
-    A set that says nothing of products has them at the device's own `matmul_efficiency`, and launches as the device's host does.
+    A set without figures for products and launches gets the device's own `matmul_efficiency` and `launch_s`.
 
     >>> from weft.cluster.cluster import Cluster
     >>> stack_of(Cluster.parse("dgx-a100-80").device).name
     'torch'
 
     Raises:
-        ConfigError: a name that is not known.
+        ConfigError: an unknown name.
     """
     stacks, name = section("stack"), name or TORCH
     if name not in stacks:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(stacks)}")
     table = _with_likes(stacks, name)
     devices = table.pop("on", {})
-    here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
-    mine = devices.get(chip_of(device.name, devices), {})
-    sources = "; ".join(filter(None, (mine.get("source"), table.get("source"))))
-    return parse_stack(name, {**here, **table, **mine, "device": device.name if mine else "", "source": sources})
+    device_defaults = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
+    of_device = devices.get(chip_of(device.name, devices), {})
+    sources = "; ".join(filter(None, (of_device.get("source"), table.get("source"))))
+    return parse_stack(name, {**device_defaults, **table, **of_device, "device": device.name if of_device else "", "source": sources})
 
 
 def _with_likes(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What stands under `name`, with what it does not say itself taken from the one that it is `like`.
+    """Return the table `name` with missing keys taken from the table that its key `like` names.
 
     >>> _with_likes({"a": {"x": 1, "y": 2}, "b": {"like": "a", "y": 3}}, "b")
     {'x': 1, 'y': 3}
@@ -209,7 +207,7 @@ def _with_likes(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def chip_of(name: str, devices: Iterable[str]) -> str:
-    """The one of `devices` that a driver's name means, "" for none.
+    """Return the one of `devices` that a driver's device name denotes, "" for none.
 
     >>> [chip_of(f"NVIDIA {name}", ["A100-40", "A100-80", "H200", "GH200-96"]) for name in ("A100-SXM4-80GB", "H200", "GH200 480GB", "T4")]
     ['A100-80', 'H200', 'GH200-96', '']
@@ -220,7 +218,7 @@ def chip_of(name: str, devices: Iterable[str]) -> str:
 
 
 def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
-    """A `Stack` from a table; keys that are not there are the defaults. Raises `ConfigError` naming an unknown key."""
+    """Build an efficiency set from a table; missing keys get their defaults. Raises `ConfigError` naming an unknown key."""
     defaults = {f.name: f.default for f in fields(Stack) if f.default is not MISSING}
     for key in table:
         if key not in defaults:
@@ -231,19 +229,19 @@ def parse_stack(name: str, table: Mapping[str, Any]) -> Stack:
 
 @cache
 def onednn() -> Library:
-    """The library that computes on processors."""
+    """Return the constants of oneDNN, the kernel library of CPUs."""
     return Library(**section("library")["onednn"])
 
 
 @cache
 def protocols(name: str) -> Protocols:
-    """The rules of a library by name, as links give it in `protocol`.
+    """Return the protocols of a collective library by the name in a link's `protocol`.
 
     >>> protocols("nccl").net_ring.rate
     1.0
 
     Raises:
-        ConfigError: a name or a key that is not known, or a key that is missing.
+        ConfigError: an unknown name, or an unknown or missing key.
     """
     entries = section("protocol")
     if name not in entries:
@@ -253,7 +251,7 @@ def protocols(name: str) -> Protocols:
 
 @cache
 def _curves() -> Mapping[str, tuple[Table, ...]]:
-    """Measured curves of collectives inside a node, by protocol; times are stored in microseconds."""
+    """Load measured curves of collectives inside a node, by protocol; the file has microseconds."""
     text = resources.files("weft.cluster").joinpath("curves.toml").read_text()
     curves: dict[str, tuple[Table, ...]] = {}
     for name, by_collective in tomllib.loads(text)["curve"].items():
@@ -266,17 +264,17 @@ def _curves() -> Mapping[str, tuple[Table, ...]]:
 
 
 def parse_protocols(name: str, table: Mapping[str, Any], curves: tuple[Table, ...] = ()) -> Protocols:
-    """`Protocols` from tables `{ start, hop, rate }` by field, and measured `curves`.
+    """Build `Protocols` from tables `{ start, hop, rate }` by field, and measured `curves`.
 
-    Raises `ConfigError` naming what is missing or unknown.
+    Raises `ConfigError` naming the missing or unknown key.
     """
     wanted = [f.name for f in fields(Protocols) if f.name not in ("name", "tree_saved", "source", "curves")]
     for key in (*wanted, *table):
         if key not in table or key not in (*wanted, "tree_saved", "source"):
             raise ConfigError(f"protocol {name}: {key} is {'missing' if key in wanted else 'unknown'}; it has {', '.join(wanted)}")
-    others: dict[str, Any] = {key: table[key] for key in ("tree_saved", "source") if key in table}
+    optional: dict[str, Any] = {key: table[key] for key in ("tree_saved", "source") if key in table}
     try:
         lines: dict[str, Any] = {key: Line(**table[key]) for key in wanted}
-        return Protocols(name, **lines, **others, curves=curves)
+        return Protocols(name, **lines, **optional, curves=curves)
     except TypeError as error:
         raise ConfigError(f"protocol {name}: each of its tables has start, hop and rate, and nothing else ({error})") from error

@@ -1,4 +1,4 @@
-"""Seconds of one operator on one rank, and what else follows from its kind: processors and GPUs, behind `Devices`."""
+"""Device models: seconds of one operator on one rank, and other properties of CPUs and GPUs, behind the interface `Devices`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.cost.devices.processors import Processors
 
 
 def devices_of(cluster: Cluster, stack: Stack | None = None, busy: tuple[int, int] | None = None) -> Devices:
-    """Those of a cluster. `stack`: an efficiency set in place of its own; `busy`: ranks that work at once, and threads of each."""
+    """Return the device model of a cluster. `stack`: another efficiency set; `busy`: (concurrent ranks, threads of each)."""
     if cluster.kind.shares_hosts:
         return Processors(cluster, busy)
     if stack is None and cluster.speeds:

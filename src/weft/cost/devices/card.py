@@ -1,6 +1,6 @@
-"""A GPU that was measured here. In: its `Speed` (`weft.cluster.probe`), the efficiency set of what runs. Out: the set with its own rates.
+"""Efficiency set of a locally measured GPU: its `Speed` (`weft.cluster.probe`) replaces the rates of the framework's set.
 
-Its peak and bandwidth are what products and additions reached, so that parts of these are 1.
+Its peak and bandwidth are the rates that products and additions reached, so that fractions of them are 1.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import replace
 from weft.cluster.cluster import Device, Speed
 from weft.cost.calibration.efficiency import Stack
 
-OPTIMIZER_BYTES = 28.0  # of a float32 weight, its gradient and two states, all but the gradient written again
+OPTIMIZER_BYTES = 28.0  # a float32 weight, its gradient and two states are read, all but the gradient written
 CONVOLUTION = "convolution."
 MEASURED = ("activation", "norm", "batch_norm", "softmax", "cast")
 
 
 def of_card(stack: Stack, device: Device, speed: Speed) -> Stack:
-    """`stack` with the rates that were measured of a card, where it has them."""
+    """Return `stack` with the rates that were measured on this GPU."""
     rates, bandwidth = dict(speed.rates), speed.memory_bandwidth_bytes_per_s
     moves = {"elementwise": 1.0, **{kind: rates[kind] / bandwidth for kind in MEASURED if kind in rates}}
     convolutions = {key.removeprefix(CONVOLUTION): rate for key, rate in rates.items() if key.startswith(CONVOLUTION)}

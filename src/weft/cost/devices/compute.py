@@ -1,13 +1,12 @@
-"""Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
+"""Roofline model of one operator on one CPU rank. In: its `Work`, how it is sharded, a rank's `Speed`. Out: forward and backward seconds.
 
-Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
-bytes that they move, and the least that a call of its kind takes for each. A product also packs its weights anew in every call, forward,
-for the input's gradient and for their own: what a microbatch costs however few samples it has. Then times what a few whole layers took
-over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone;
-what layers with next to nothing in them took says it of the beginning of calls. Weights' gradients are added up by stage
-(`weft.cost.stages.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. Convolutions fill blocks of
-channels (`convolutions`), and in groups of few channels run at rates of their own. GPUs are priced by `kernels`. Not
-modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
+Roofline (Williams et al. 2009) with the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by bytes
+moved, plus the launch time of a call of its kind. A product also packs its weights in every call, forward, for the input's gradient and
+for their own: a cost per microbatch however few samples it has. These are scaled by the ratio of whole measured layers to the sum of their
+operators (`weft.cluster.block`), since a step finds colder caches than an operator alone; nearly empty layers give the ratio for launch
+times. Weight gradients are accumulated by stage (`weft.cost.stages.base`). A label sharded over an axis divides FLOPs and bytes by the
+axis's size. Convolutions are padded to blocks of channels (`convolutions`), and in groups of few channels run at separate rates. GPUs are
+priced by `kernels`. Not modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGH
 from weft.model.work import MATMUL_KINDS, Work
 from weft.plan.precision import PRECISIONS
 
-ATTENTION = 0.6  # against large products, where it was not measured
-GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
-STEP_OPERATORS = 12  # of a GRU, forward
-SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
-TAP_S = 4e-10  # a core, to add one entry of a window; measured with windows of 4 to 81 entries on a two-core Xeon (torch 2.13)
-VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
-LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
+ATTENTION = 0.6  # rate of attention relative to large products, if it was not measured
+GROUPED_PARTS = {1: 0.04, 4: 0.11}  # rate by channels of a group, relative to other convolutions, if it was not measured
+STEP_OPERATORS = 12  # operators of a GRU step, forward
+SCORED_AGAIN = 2.5  # attention's backward over its forward, for products and for scores
+TAP_S = 4e-10  # seconds of a core to add one entry of a window; measured with windows of 4 to 81 entries on a two-core Xeon (torch 2.13)
+VIEWS = 5  # views in a layer of a block: heads split and moved to the front, and back
+LEAST = 0.5  # lower bound of an operator's time in a model over its time alone: less would be noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,16 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
+    """Rates of a rank at one precision: FLOP/s and bytes/s by kind of operator.
 
-    `by_kind`: the speed's rates. In a model over alone: `sized`, seconds that follow sizes, and `begins`, those of beginning a call.
+    `by_kind`: the speed's rates. Ratios of times in a model to times alone: `size_factor` of size-dependent times, `launch_factor` of
+    launches.
     """
 
     speed: Speed
     precision: str
     flops: float
-    moved: float  # bytes that move for each that is counted: in float64 twice, in bfloat16 they are counted as autocast has them
+    moved: float  # bytes moved per byte counted: 2 in float64; in bfloat16 they are counted in autocast's dtypes
     by_kind: Mapping[str, float]
     sized: float = 1.0
     begins: float = 1.0
@@ -62,63 +62,65 @@ class Rates:
 
     @classmethod
     def of(cls, speed: Speed, precision: str) -> Rates:
-        """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
+        """Build the rates. Raises `KeyError` if the speed lacks the precision: the search asks for none that the device lacks."""
         flops, is_cast = dict(speed.flops), bool(PRECISIONS[precision].products)
-        if precision not in flops and (like := PRECISIONS[precision].elsewhere):  # not measured on processors: not faster, often slower
-            return replace(cls.of(speed, like), is_cast=is_cast)
+        if precision not in flops and (
+            substitute := PRECISIONS[precision].elsewhere
+        ):  # not measured on processors: not faster, often slower
+            return replace(cls.of(speed, substitute), is_cast=is_cast)
         wide = 2.0 if precision == "float64" else 1.0
-        apart = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
+        unscaled = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
         threads = max(1, speed.threads)
-        measured = apart.by_kind.get(TRANSFORMER.rate(precision))
+        measured = unscaled.by_kind.get(TRANSFORMER.rate(precision))
         if measured is None:
-            return apart
-        block_s, (sized, begun) = threads / measured, apart._block(TRANSFORMER, TRANSFORMER.sequences * threads)
-        if (rate := apart.by_kind.get(FEW.rate(precision))) is None:
+            return unscaled
+        block_s, (sized, begun) = threads / measured, unscaled._block(TRANSFORMER, TRANSFORMER.sequences * threads)
+        if (rate := unscaled.by_kind.get(FEW.rate(precision))) is None:
             each = block_s / (sized + begun)
-            return replace(apart, sized=each, begins=each)
-        # Two blocks and two unknowns: one block is nearly all sizes, the other nearly all beginning.
-        few_s, (few_sized, few_begun) = 1 / rate, apart._block(FEW, FEW.sequences)
-        spread = sized * few_begun - begun * few_sized
-        by_size, begins = (block_s * few_begun - few_s * begun) / spread, (few_s * sized - block_s * few_sized) / spread
-        return replace(apart, sized=max(LEAST, by_size), begins=max(LEAST, begins))
+            return replace(unscaled, sized=each, begins=each)
+        # Two blocks and two unknowns: one block is dominated by sizes, the other by launches.
+        small_s, (small_sized, small_begun) = 1 / rate, unscaled._block(FEW, FEW.sequences)
+        spread = sized * small_begun - begun * small_sized
+        by_size, begins = (block_s * small_begun - small_s * begun) / spread, (small_s * sized - block_s * small_sized) / spread
+        return replace(unscaled, sized=max(LEAST, by_size), begins=max(LEAST, begins))
 
     def _block(self, block: Block, sequences: int) -> tuple[float, float]:
-        """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
+        """Return seconds of a block's operators one by one: (those that grow with sizes, those of launches)."""
         works = list(block_work(block, sequences, self.is_cast))
         begun = sum(self._host(1, work.kind) + self._host(2, work.kind) for work in works)
         return sum(self.seconds(work).total for work in works) - begun, begun
 
     def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
-        """One operator cut `divide` ways, at `scale` times the graph's batch."""
+        """Price one operator with 1/`divide` of its work, at `scale` times the graph's batch."""
         if work.kind == "view":
             return Seconds(self._host(1, "view"), self._host(2, "view"))
         part = scale / divide
         packed = self._packed(work.kind, work.weight_bytes / divide)
         scored = self._scores(work.scores * part)
-        slower = self._slower(work.channels)
+        slowdown = self._slower(work.channels)
         weights, casts = work.weight_bytes * part, self._cast(work.cast_bytes * part)
         stepped = self._stepped(work.steps)
         tap_s = TAP_S * part / max(1, self.speed.threads)
-        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts + stepped
+        forward = self._one(work.kind, slowdown * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts + stepped
         forward += tap_s * work.taps
         if not work.backward_bytes:
             return Seconds(forward)
-        backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
+        backward = self._one(work.kind, slowdown * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
         backward += self._cast(work.backward_cast_bytes * part) + 2 * stepped + tap_s * work.backward_taps
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property
     def table_precision(self) -> str:
-        """The precision whose figures stand for this one's where only products were measured in it."""
+        """The precision whose figures replace this one's if only products were measured in it."""
         return "float32" if self.precision == "float64" else self.precision
 
     def _stepped(self, steps: float) -> float:
-        """To begin the operators of a recurrence's steps, one way: however many samples and states there are."""
+        """Seconds of launching the operators of a recurrence's steps, one pass, whatever the numbers of samples and states."""
         rate = self.by_kind.get(STEPPED)
         return steps * (STEP_OPERATORS * self.speed.launch_s if rate is None else 1 / rate)
 
     def _slower(self, channels: float) -> float:
-        """Times as long a convolution's FLOPs take in groups of few channels, whose own fill little of a vector, into it and out of it."""
+        """Slowdown of a convolution in groups of few channels, which fill little of a vector on the input and output side."""
         if not channels:
             return 1.0
         full_rate = self.by_kind.get(f"convolution.{self.precision}", self.flops)
@@ -126,7 +128,7 @@ class Rates:
         return max(1.0, full_rate / max(one, four * (channels / 4) ** 2))
 
     def _packed(self, kind: str, size_bytes: float) -> float:
-        """To pack a product's weights once, where it was measured what that takes."""
+        """Seconds of packing a product's weights once; 0 if that was not measured."""
         rate = self.by_kind.get(WEIGHTS + kind)
         if rate is None:
             return 0.0
@@ -134,15 +136,15 @@ class Rates:
 
     @property
     def _width(self) -> float:
-        """Of a weight that a product reads, against float32."""
+        """Width of a weight that a product reads, relative to float32."""
         return 0.5 if self.is_cast else self.moved
 
     def _cast(self, moved: float) -> float:
-        """To have operands, or their gradients, in another dtype."""
+        """Seconds of casting operands or their gradients."""
         return moved / self.by_kind.get("cast", self.speed.memory_bandwidth_bytes_per_s) * self.sized
 
     def _scores(self, number: float) -> float:
-        """What attention does once for every score, where that was measured apart from its products."""
+        """Seconds of attention's work per score; 0 if that was not measured separately from its products."""
         rate = self.by_kind.get(SCORES + self.table_precision)
         return number / rate * self.sized if rate else 0.0
 
@@ -151,7 +153,7 @@ class Rates:
         return launches * self.begins * (self.speed.launch_s if calls is None else 1 / calls)
 
     def _one(self, kind: str, flops: float, moved: float, launches: int, weights: float) -> float:
-        """One way. `weights`: of the bytes that a product moves those of its weights, which it packs."""
+        """Seconds of one pass. `weights`: the bytes of `moved` that are a product's weights, which it packs."""
         rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
         besides = rates.get(f"{BESIDES}{kind}.{self.table_precision}")
         if besides is not None:
@@ -166,7 +168,7 @@ class Rates:
 
 
 def block_work(block: Block, sequences: int, is_cast: bool = False) -> Iterator[Work]:
-    """What the operators of a block cost for a batch of `sequences`. `is_cast`: under autocast, where norms and sums stay float32."""
+    """Yield the work of a block's operators for a batch of `sequences`. `is_cast`: under autocast, where norms and sums stay float32."""
     h, tokens = block.hidden, sequences * block.sequence
     x, half = 4.0 * tokens * h, 0.5 if is_cast else 1.0
 
@@ -188,6 +190,6 @@ def block_work(block: Block, sequences: int, is_cast: bool = False) -> Iterator[
 
 
 def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:
-    """Seconds of an optimizer step: reads weight, gradient and states, writes weight and states, in float32."""
+    """Seconds of an optimizer step, which reads weight, gradient and states and writes weight and states, in float32."""
     moved = 4.0 * num_parameters * (3 + 2 * states)
     return moved / dict(speed.rates).get("optimizer", speed.memory_bandwidth_bytes_per_s)

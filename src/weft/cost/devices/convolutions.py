@@ -1,10 +1,9 @@
-"""What convolutions take on processors besides the gradients of their operands, and how far they fill its vectors.
+"""Convolution kernels on CPUs: workspace of backward (measured bytes) and channel padding (FLOPs computed per useful FLOP).
 
-In: an operator and its tensors. Out: bytes, found by watching; FLOPs made for each that counts.
-
-oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes
-(`use_mkldnn` in aten/src/ATen/native/Convolution.cpp): oneDNN, but in float64, and in float32 for small maps of one sample and for thin
-windows over few samples in one thread (`TorchKernel`). Those are products, of columns where the window is more than one place.
+oneDNN stores images in blocked layouts (nChw16c) unless they are channels-last. torch decides which library computes (`use_mkldnn` in
+aten/src/ATen/native/Convolution.cpp): oneDNN, except in float64, and in float32 for small maps of one sample and for thin windows over
+few samples in one thread (`TorchKernel`). torch's own kernels are matrix products, over im2col columns if the window is larger than one
+position.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from weft.plan.axis import DATA
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How a convolution fills blocks of channels: FLOPs made for each that counts, `forward` and `backward`. `channels`: of one of its
-    groups, where those are narrower than a block and compute at a rate of their own; 0 elsewhere."""
+    """Padding of channels to blocks: FLOPs computed per useful FLOP, `forward` and `backward`. `channels`: channels of a group if groups
+    are narrower than a block and run at a separate rate; else 0."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -39,8 +38,8 @@ FULL = Filling()
 
 @dataclass(frozen=True, slots=True)
 class TorchKernel:
-    """When torch itself makes a convolution in float32. `alone`: where there is one sample; `thin`: where there are few in one thread.
-    `samples`: a rank's, of the graph's batch; `columns_bytes`: of theirs, counted as moved each way."""
+    """Conditions under which torch's own kernel computes a float32 convolution. `alone`: for one sample; `thin`: for few samples in one
+    thread. `samples`: a rank's, of the graph's batch; `columns_bytes`: im2col bytes moved for them each way."""
 
     samples: float = 0.0
     alone: bool = False
@@ -48,7 +47,7 @@ class TorchKernel:
     columns_bytes: float = 0.0
 
     def takes(self, scale: Fraction, threads: int) -> bool:
-        """Whether it does so at `scale` times the graph's batch.
+        """Return whether torch's kernel is used at `scale` times the graph's batch.
 
         >>> one = Fraction(1)
         >>> alone, thin = TorchKernel(samples=8, alone=True), TorchKernel(samples=8, thin=True)
@@ -62,12 +61,12 @@ NEVER = TorchKernel()
 
 
 def takes(samples: Any, alone: Any, thin: Any, threads: int) -> Any:
-    """As `TorchKernel.takes`, of one operator, or by operator as arrays."""
+    """Return whether torch's kernel is used (see `TorchKernel`), for one operator or elementwise for arrays."""
     return (alone & (samples <= 1)) | (thin & (samples < ONEDNN_SAMPLES) & (threads == 1))
 
 
 def torch_kernel(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> TorchKernel:
-    """By a rank's maps: channels or places may be cut, and samples by tensor ranks; those of data replicas are counted together."""
+    """Return the conditions for a rank's shapes: channels, positions and samples may be sharded; samples count over all data replicas."""
     x, window = read_shapes(op, tensors, sharding)[0], _window(op, tensors)
     if not window or tensors[op.inputs[0]].dtype != "float32":
         return NEVER
@@ -80,11 +79,11 @@ def torch_kernel(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding
 
 
 def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:
-    """Of a rank's channels, which lie in blocks of 16 each way, the last one filled up; the layer that reads few channels (an image's)
-    takes them as they are, but for their gradient. One that is transposed runs the other's passes.
+    """Return the padding of a rank's channels to blocks of 16 on each side; a layer of few input channels (an image's) has those unpadded,
+    except for their gradient. A transposed convolution swaps the passes.
 
     Measured on one core, 3 x 3 windows over 64 channels to 3, 8 to 8, 20 to 20, 40 to 40: without it 0.35, 0.75, 0.48 and 0.71 of the time.
-    Depthwise windows up to 3 have kernels that fill what they use.
+    Depthwise windows up to 3 have kernels without padding.
     """
     if len(tensors[op.inputs[1]].shape) < 3 or _of_single_places(op, tensors):
         return FULL
@@ -94,15 +93,15 @@ def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | No
     out = max(1, out // max(1, x[-1 - len(window)] // into)) if groups > 1 else out
     if groups > 1 and max(into, out) < onednn().block:
         return FULL if into == 1 and out == 1 and max(window) <= 3 else Filling(channels=sqrt(into * out))
-    both = _filled(out) * _filled(into)
-    of_output = both if into > onednn().first else _filled(out)
-    forward, through = (both, of_output) if transposed else (of_output, both)
-    passes = [filled for value, filled in zip(op.inputs[:2], (through, of_output), strict=True) if value in grads]
+    both_sides = _filled(out) * _filled(into)
+    by_output = both_sides if into > onednn().first else _filled(out)
+    forward, input_gradient = (both_sides, by_output) if transposed else (by_output, both_sides)
+    passes = [filled for value, filled in zip(op.inputs[:2], (input_gradient, by_output), strict=True) if value in grads]
     return Filling(forward, sum(passes) / len(passes) if passes else 1.0)
 
 
 def _filled(channels: int) -> float:
-    """Channels that are computed for each: whole blocks.
+    """Return channels computed per useful channel: whole blocks.
 
     >>> _filled(64), _filled(3), _filled(20)
     (1.0, 5.333333333333333, 1.6)
@@ -123,7 +122,7 @@ def _is_dilated(op: Operator) -> bool:
 
 
 def _given(op: Operator, name: str, at: int) -> tuple[Any, ...]:
-    """One of a convolution's settings, by its place; they are 1 by default."""
+    """Return one of a convolution's settings by name and argument index, as a tuple; the default is 1."""
     value = op.args[at] if len(op.args) > at else dict(op.kwargs).get(name, 1)
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
@@ -134,19 +133,19 @@ def _is_depthwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _of_single_places(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a convolution is one product: of each place by itself."""
+    """Return whether a convolution is a matrix product over positions: window and stride of one."""
     return max(_window(op, tensors), default=1) == 1 and not _is_strided(op)
 
 
 def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool) -> float:
-    """The output's gradient and the input's (with strides, its values too) in oneDNN's layout."""
+    """Return the bytes of copies in oneDNN's layout: of the output's and the input's gradients (with strides also of the input)."""
     x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
     if channels_last:
         return 0.0
     if _of_single_places(op, tensors):
         return float(x.size_bytes + out.size_bytes)
     if op.inputs[0] not in grads:
-        # Few channels are not laid anew.
+        # Inputs of few channels are not copied.
         return float(out.size_bytes + (x.size_bytes if x.shape[1] >= onednn().block else 0))
     depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
     if depthwise and max(_window(op, tensors)) > 3:
@@ -157,17 +156,17 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
 
 
 def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Of a depthwise convolution with channels innermost whose window is larger than 3: every group is filled up to a block of channels
-    each way, its weights' gradient in float32; in bfloat16 the weights besides, and one sample's places of two blocks."""
+    """Return the workspace of a channels-last depthwise convolution with a window above 3: every group padded to a block of channels on
+    each side, its weights' gradient in float32; in bfloat16 also the weights, and one sample's positions of two blocks."""
     x, window = tensors[op.inputs[0]], _window(op, tensors)
     if not _is_depthwise(op, tensors) or max(window, default=1) <= 3:
         return 0.0
-    padded = 4.0 * x.shape[1] * prod(window) * onednn().block**2
+    padded = 4.0 * x.shape[1] * prod(window) * onednn().block ** 2
     return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * onednn().block * prod(x.shape[1:])
 
 
 def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Bytes, as float32, of one group's columns, by which a convolution is a product where torch makes it itself."""
+    """Return the bytes, as float32, of one group's im2col columns in torch's own kernel."""
     out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
     window = prod(weight.shape[2:])
     if window == 1 or is_transposed(op):

@@ -1,6 +1,6 @@
-"""What pricing asks of the kind of device that a rank has. In: a cluster, a layout. Out: seconds and bytes of what its ranks do there.
+"""Device interface of the cost model. In: a cluster, a layout. Out: seconds and bytes of a rank's operators and overheads.
 
-Ranks of a processor's cores (`processors`) and accelerators (`gpus`) answer each in their own way; nothing else asks which they are.
+CPU cores (`processors`) and accelerators (`gpus`) implement it; no other module distinguishes the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes a parameter: of its weight, its gradient and each of the optimizer's float32 copies."""
+    """Bytes per parameter: weight, gradient, the optimizer's float32 copy of the weight, and one moment."""
 
     weight: float
     gradient: float
@@ -37,26 +37,26 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Of collectives inside layers: times as long as the library's own they take, the part of backward's that shows, what each takes
-    besides until ranks have met, by what part longer those compute, and the part of what goes round that blocks' compute may hide."""
+    """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
+    all ranks arrive, the fraction by which compute grows from waiting, and the fraction of ring traffic that may overlap with compute."""
 
     slower: float = 1.0
     shown: float = 1.0
     meeting_s: float = 0.0
     waits: float = 0.0
-    rounds_hide: float = 0.0  # on processors it takes the cores that compute
+    rounds_hide: float = 0.0  # none on CPUs, where it takes the cores that compute
 
 
 @dataclass(frozen=True)
 class Devices(ABC):
-    """`busy`: ranks that work at once, and threads of each; None for what a layout has.
+    """Properties of a kind of device. `busy`: (concurrent ranks, threads of each); None for those of a layout.
 
-    `kernel_memory`: what kernels keep besides what the graph says. `casts`: in 16 bits operators are autocast over float32 parameters,
-    and what moves is narrow only of products; elsewhere everything is. `even_stages`: frameworks give stages equally many layers.
-    `scatters_sends`: tensor ranks hand on a part each of what goes to the next stage (Narayanan et al. 2021, section 4.1).
-    `ties_hide`: the sum of tied weights hides behind a backward as others do. `tells_attention`: what selective recomputation drops is told
-    by operator. `layers_moved`: layers that move to the host and are on the device at once. `keeps_gradients`: from step to step, as
-    Megatron-LM does.
+    `kernel_memory`: memory of kernels beyond the graph's tensors. `uses_autocast`: 16-bit precision means autocast over float32 parameters,
+    so that only results of products are communicated in 16 bits; without it everything is. `has_even_stages`: frameworks give stages
+    equally many layers. `scatters_sends`: each tensor rank sends one shard to the next stage (Narayanan et al. 2021, section 4.1).
+    `overlaps_tied_reduction`: reduction of tied weights overlaps with backward like others. `recomputes_by_operator`: selective
+    recomputation is counted by operator. `num_layers_loaded`: offloaded layers that are on the device at once. `has_persistent_gradients`:
+    gradient buffers persist between steps, as in Megatron-LM.
     """
 
     cluster: Cluster
@@ -72,30 +72,31 @@ class Devices(ABC):
     keeps_gradients: ClassVar[bool]
 
     def speed(self, layout: Layout) -> Speed:
-        """What one of a layout's ranks gets."""
+        """Return the speed of one of a layout's ranks."""
         return self.cluster.speed(*(self.busy or (layout.num_ranks, layout.threads)))
 
     def is_cast(self, layout: Layout) -> bool:
-        """Whether operators are cast by autocast, one by one."""
+        """Return whether autocast casts operators one by one."""
         return self.casts and bool(PRECISIONS[layout.precision].products)
 
     def is_half(self, layout: Layout) -> bool:
-        """Whether what is kept is all of 16 bits."""
+        """Return whether all saved activations are 16-bit."""
         return bool(PRECISIONS[layout.precision].products) and not self.is_cast(layout)
 
     def widths(self, precision: str) -> Widths:
-        """Of a parameter's state: all of it as wide as what is trained."""
+        """Return the widths of a parameter's state: those of the trained dtype."""
         return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
 
     @abstractmethod
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
     ) -> tuple[Array, Array]:
-        """Forward and backward of every operator: `kernels[index[i]]` with how many times its rows, and whether in a numbered block."""
+        """Return forward and backward seconds by operator. Operator i is `kernels[index[i]]` with the factor of its rows; `repeated[i]`:
+        it is in a numbered block."""
 
     @abstractmethod
     def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
-        """A stage's `busy` seconds with what a microbatch takes besides, and what of that adds up weights' gradients."""
+        """Return (a stage's `busy` seconds with the overhead of a microbatch, the seconds of it that accumulate gradients)."""
 
     @abstractmethod
     def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
@@ -103,45 +104,45 @@ class Devices(ABC):
 
     @abstractmethod
     def copies(self, layout: Layout) -> Copies:
-        """What copies to the host and back take."""
+        """Return the cost of host copies."""
 
     @abstractmethod
     def talk(self, layout: Layout) -> Talk:
-        """Of collectives inside layers."""
+        """Return the properties of collectives inside layers."""
 
     @abstractmethod
     def overlap(self, layout: Layout) -> float:
-        """Part of a backward that sums of gradients hide behind."""
+        """Return the fraction of a backward that gradient reduction may overlap with."""
 
     @abstractmethod
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
-        """What a step costs besides, with what the slowest rank is behind the others."""
+        """Seconds of a step's fixed overhead and of waiting for the slowest rank."""
 
     @property
     def buckets(self) -> bool:
-        """Whether gradients are summed in buckets."""
+        """Return whether gradients are reduced in buckets."""
         return True
 
     @property
     def contention(self) -> float:
-        """The part of what hides that is taken from the compute that it hides behind."""
+        """Fraction of overlapped communication time that is taken from compute."""
         return 0.0
 
     @property
     def zero_hides(self) -> float:
-        """Part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind."""
+        """Fraction of a microbatch that all-gathers of ZeRO-3 and reduce-scatters of ZeRO-2 overlap with."""
         return 0.0
 
     @property
     def exposed_sends(self) -> float:
-        """Part of a stage's transfers that its rank waits for, beside what the schedule says."""
+        """Fraction of a stage's transfers that its rank waits for, beyond what the schedule shows."""
         return 0.0
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention keeps its scores, told by stage."""
+        """Return whether attention saves its scores, counted by stage."""
         return False
 
     def words(self, precision: str) -> str:
-        """Whose efficiency they are priced with, where it was not measured on them."""
+        """Describe the efficiency set in use, if it was not measured on these devices."""
         return ""

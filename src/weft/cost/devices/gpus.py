@@ -1,4 +1,4 @@
-"""GPUs and TPUs, a rank each: what the `Stack` of the cluster says, in mixed precision as Megatron-LM has it."""
+"""Device model of GPUs and TPUs, one rank each: an efficiency set, in mixed precision as in Megatron-LM or under autocast."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
 from weft.plan.layout import Layout
 from weft.plan.precision import PRECISIONS
 
-ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed
-HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
+ZERO_HIDES = 0.7  # fraction of a microbatch that ZeRO-3 all-gathers and ZeRO-2 reduce-scatters overlap with, as in DeepSpeed; assumed
+HOST_ADAM_S = 2.0e-9  # Adam step of one parameter on the host's CPUs, of which a GPU has an eighth; assumed
 
 
 @dataclass(frozen=True)
 class Gpus(Devices):
-    """`stack`: the efficiency set that they are priced with."""
+    """GPUs with 16-bit weights and activations. `stack`: their efficiency set."""
 
     stack: Stack
 
@@ -36,14 +36,14 @@ class Gpus(Devices):
     ties_hide = True
     tells_attention = False
     keeps_gradients = True
-    layers_moved = 2  # copies run beside the compute, and one comes meanwhile
+    layers_moved = 2  # copies overlap with compute: the next layer is loaded meanwhile
 
     def is_eager(self, layout: Layout) -> bool:
-        """Whether operators run one by one, as torch has them; frameworks' own kernels are what their sets were measured with."""
+        """Return whether operators run in eager mode; other frameworks' sets were measured with their own fused kernels."""
         return False
 
     def widths(self, precision: str) -> Widths:
-        """Of 16-bit weights there are float32 copies. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
+        """Return the widths: 16-bit weights have float32 copies, bfloat16 gradients accumulate in float32, as in Megatron-LM."""
         if not PRECISIONS[precision].products:
             return super().widths(precision)
         return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
@@ -51,21 +51,21 @@ class Gpus(Devices):
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[Kernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
     ) -> tuple[Array, Array]:
-        """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
+        """Price numbered blocks and the operators around them as two streams of kernels each way: the host waits for the loss."""
         eager, device = self.is_eager(layout), self.cluster.device
         seconds = [scaled(kernel, by).seconds(device, self.stack, layout.precision, eager) for kernel, by in kernels]
-        both = []
+        by_pass = []
         for way in ("forward", "backward"):
             host, busy = (np.array([getattr(pair[i], way) for pair in seconds])[index] for i in (0, 1))
             total = np.empty(len(host))
             for stream in (repeated, ~repeated):
                 total[stream] = together(host[stream], busy[stream])
-            both.append(total)
-        return both[0], both[1]
+            by_pass.append(total)
+        return by_pass[0], by_pass[1]
 
     def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
         stack, device = self.stack, self.cluster.device
-        # Wider gradients are read and written wider.
+        # Wider gradients move more bytes.
         moved = stack.accumulate_bytes + 2 * max(0.0, self.widths(layout.precision).gradient - stack.gradient_bytes)
         adding = moved * num_trained / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
         adding *= layout.microbatches > 1
@@ -114,7 +114,7 @@ class Gpus(Devices):
 
 
 class AutocastMemory(KernelMemory):
-    """Of torch's kernels for GPUs under autocast: what is read moved is kept moved, and what is float32 stays so."""
+    """Memory of torch's GPU kernels under autocast: redistributed operands are saved as read, float32 values stay float32."""
 
     keeps_as_read = True
     is_half = False
@@ -122,9 +122,9 @@ class AutocastMemory(KernelMemory):
 
 @dataclass(frozen=True)
 class AutocastGpus(Gpus):
-    """As weft runs: operators are autocast over float32 parameters, one by one, and every microbatch casts the weights anew.
+    """GPUs as weft uses them: autocast over float32 parameters, operator by operator; every microbatch casts the weights anew.
 
-    Compiled, about as much is kept as frameworks of 16-bit activations keep: the compiler makes casts, norms and activations again.
+    Compiled models save about as much as frameworks with 16-bit activations: the compiler recomputes casts, norms and activations.
     """
 
     kernel_memory = AutocastMemory
@@ -142,9 +142,9 @@ class AutocastGpus(Gpus):
 
 
 def straggling(num_ranks: int, spread: float) -> float:
-    """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
+    """Return the expected delay of the slowest of `num_ranks` ranks relative to the mean time.
 
-    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958): `spread` of them each.
+    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958) of `spread` each.
 
     >>> round(straggling(3072, 0.01), 3)
     0.04

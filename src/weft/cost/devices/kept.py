@@ -1,6 +1,6 @@
-"""What kernels keep for backward, and take in it, besides what the graph says. In: a graph, an operator. Out: bytes.
+"""Memory that kernels save for backward and use during it beyond the graph's own tensors. In: a graph, an operator. Out: bytes.
 
-Of accelerators nothing is counted besides. Of torch's kernels for processors it was found by watching them.
+On accelerators there is none. For torch's CPU kernels it was measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Bytes that one operator's backward takes besides, also where torch makes a convolution itself (`by_torch`), where it is not cut over
-    ranks (`alone`) and where it is (`spread`); and gradients of its weights, before they are added up."""
+    """Workspace bytes of one operator's backward; with torch's own convolution kernel (`torch_bytes`); added if it is not sharded
+    (`unsharded_bytes`) or is (`sharded_bytes`); and gradients of its weights before accumulation."""
 
     working: float = 0.0
     by_torch: float = 0.0
@@ -45,10 +45,10 @@ class Beside:
 
 
 class KernelMemory:
-    """Of a graph's operators; `grads`: values that have a gradient, `held`: that are no activations.
+    """Kernel memory of a graph's operators; `grads`: values that have a gradient, `persistent_values`: values that are no activations.
 
-    `copied`: operators whose results are no views, as the graph has them. `keeps_as_read`: what moves before it is read is kept as read.
-    `is_half`: what the graph has in float32 is of 16 bits, as frameworks for accelerators train.
+    `materialized`: values that are copies although the graph has them as views. `saves_as_read`: a redistributed operand is saved as read.
+    `is_half`: the graph's float32 tensors are 16-bit, as in frameworks for accelerators.
     """
 
     copied: frozenset[str] = frozenset()
@@ -59,28 +59,28 @@ class KernelMemory:
         self.graph, self.grads, self.held = graph, grads, held
 
     def work(self, op: Operator, tensors: Tensors, done: Work) -> Work:
-        """The operator's work with what it keeps besides."""
+        """Return the operator's work with the additional saved tensors."""
         return done
 
     def rows(self, op: Operator) -> frozenset[str]:
-        """Values that it copies into rows, and keeps so."""
+        """Return values that the operator copies into contiguous rows and saves as such."""
         return frozenset()
 
     def mask(self, op: Operator, tensors: Tensors) -> str:
-        """The mask that it keeps as what is added to scores."""
+        """Return the boolean mask that the operator saves as an additive one; "" if none."""
         return ""
 
     def beside(self, op: Operator, tensors: Tensors, read: Tensors, done: Work) -> Beside:
-        """What its backward takes. `read`: operands in another dtype than they have."""
+        """Return the workspace of its backward. `read`: operands that are cast to another dtype."""
         return Beside()
 
     def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, TorchKernel]:
-        """How a convolution fills a rank's vectors, and when torch makes it itself."""
+        """Return the channel padding of a convolution, and when torch's own kernel computes it."""
         return FULL, NEVER
 
 
 class ProcessorMemory(KernelMemory):
-    """Of torch's kernels for processors."""
+    """Memory of torch's CPU kernels."""
 
     keeps_as_read = True
     is_half = False
@@ -94,22 +94,22 @@ class ProcessorMemory(KernelMemory):
         if not self.grads.intersection(op.outputs):
             return replace(done, keeps=(), extra_bytes=0.0) if op.name in self._layouts.composed else done
         if op.name in self._layouts.composed:
-            keeps, more = self._composed(op, tensors)
-            return replace(done, keeps=keeps, extra_bytes=more)
-        record, out, more = record_of(op), tensors[op.outputs[0]], 0.0
+            keeps, added = self._composed(op, tensors)
+            return replace(done, keeps=keeps, extra_bytes=added)
+        record, out, added = record_of(op), tensors[op.outputs[0]], 0.0
         if record.keeps_normalised:  # RMS norm
-            more = out.size_bytes
-        elif record.recurrence is not None and not record.recurrence.is_cell:  # but for an LSTM, 7 outputs in all
-            counted = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
-            more = (lstm_bytes(op, tensors) if record.recurrence.states == 2 else 7.0 / RECURRENT_KEEPS * counted) - counted
-        return replace(done, extra_bytes=done.extra_bytes + more) if more else done
+            added = out.size_bytes
+        elif record.recurrence is not None and not record.recurrence.is_cell:  # 7 outputs in all, except for an LSTM
+            counted_bytes = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
+            added = (lstm_bytes(op, tensors) if record.recurrence.states == 2 else 7.0 / RECURRENT_KEEPS * counted_bytes) - counted_bytes
+        return replace(done, extra_bytes=done.extra_bytes + added) if added else done
 
     def _composed(self, op: Operator, tensors: Tensors) -> tuple[tuple[str, ...], float]:
-        """The values that attention keeps where it is composed of products and a softmax (`_scaled_dot_product_attention_math`), and bytes
-        of what is no value of the graph.
+        """Return (values that math attention saves, bytes of saved tensors that are no value of the graph), for attention composed of
+        products and a softmax (`_scaled_dot_product_attention_math`).
 
-        Those are copies of queries and keys, each times the root of the scale; of values where their heads do not lie one behind another;
-        the weights, which with dropout are dropped again in backward. Of what is narrower than float32 there are wide copies instead.
+        Those bytes are copies of queries and keys, each times the root of the scale; of values whose heads are not contiguous;
+        and attention weights, whose dropout is recomputed in backward. Tensors narrower than float32 are saved as wide copies instead.
         """
         query, key, value = (tensors[v] for v in op.inputs[:3])
         wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
@@ -128,27 +128,25 @@ class ProcessorMemory(KernelMemory):
         return mask if mask is not None and tensors[mask].dtype == "bool" else ""
 
     def beside(self, op: Operator, tensors: Tensors, read: Tensors, done: Work) -> Beside:
-        learned = [v for v in op.inputs if v in self.held and v in self.grads]
-        weights = float(sum(tensors[v].size_bytes for v in learned))
-        relaid = columns = alone = spread = 0.0
-        turned = self._turned(op, tensors)
+        trainable = [v for v in op.inputs if v in self.held and v in self.grads]
+        weights = float(sum(tensors[v].size_bytes for v in trainable))
+        layout_bytes = column_bytes = unsharded = sharded = 0.0
+        transposed = self._turned(op, tensors)
         if done.kind == "convolution":
-            last = self._layouts.has_channels_last(op.inputs[0])
-            relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
-            weights *= 2  # made in a layout of their own first
-        weights = max(weights, sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in learned))
-        if done.kind == "convolution" and last:
+            channels_last = self._layouts.has_channels_last(op.inputs[0])
+            layout_bytes, column_bytes = relaid_bytes(op, tensors, self.grads, channels_last), columns_bytes(op, tensors)
+            weights *= 2  # computed in a blocked layout first
+        weights = max(weights, sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in trainable))
+        if done.kind == "convolution" and channels_last:
             weights += workspace_bytes(op, tensors)
         if record_of(op).over_samples and op.inputs[0] in self.grads:
-            # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
-            # computes in float32.
-            alone = float(tensors[op.inputs[0]].size_bytes)
-            spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
-        return Beside(turned + relaid, turned + columns, alone, spread, weights)
+            # It allocates its input's gradient twice; `weft.lower.kernels.statistics`, over many ranks, does not, but computes in float32.
+            unsharded = float(tensors[op.inputs[0]].size_bytes)
+            sharded = 4 * unsharded if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
+        return Beside(transposed + layout_bytes, transposed + column_bytes, unsharded, sharded, weights)
 
     def _turned(self, op: Operator, tensors: Tensors) -> float:
-        """Where the gradient comes in another order than what was kept lies in: kernels that go over memory as it lies have it copied;
-        oneDNN's of GELU has what it makes copied, too."""
+        """Return the bytes copied because the gradient's strides differ from the saved tensor's; oneDNN's GELU copies its result, too."""
         return record_of(op).turned * tensors[op.outputs[0]].size_bytes if self._layouts.turned(op) else 0.0
 
     def convolution(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[Filling, TorchKernel]:

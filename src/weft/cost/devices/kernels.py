@@ -1,12 +1,11 @@
-"""Seconds of one operator's kernels on one GPU. In: its local sizes, an efficiency set (`Stack`), a device. Out: forward and backward.
+"""Seconds of one operator's kernels on one GPU. In: its local sizes, an efficiency set, a device. Out: forward and backward.
 
-A matrix product takes its FLOPs at the part of the peak that large products reach, and a part of the time that its operands take
-through memory: so efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that part; the
-roofline's ridge, Williams et al. 2009, sets where it halves). What moves bytes only takes them at the part of the bandwidth that such
-kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel, whose rate rises
-with positions and the size of heads, and which skips what a causal mask hides. The host that
-launches kernels runs ahead of them: a layer takes the longer of the two, and a little more where they are close (`together`). Not
-modelled: waves of tiles, and what stays in caches.
+A matrix product takes its FLOPs at the fraction of peak that large products reach, plus a fraction of its operand traffic time: so
+efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that fraction; the roofline's ridge,
+Williams et al. 2009, sets where it halves). Memory-bound operators run at the fraction of bandwidth that such kernels reach. Attention
+either saves its scores (written and read by each kernel of the softmax) or is one fused kernel, whose rate rises with positions and head
+size, and which skips what a causal mask hides. The host launches kernels ahead of the device: a layer takes the longer of the two, and
+slightly more if they are close (`overlap_launches`). Not modelled: waves of tiles, and cache hits.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from weft.cost.devices.convolutions import FULL, NEVER, Filling, TorchKernel
 from weft.model.work import MATMUL_KINDS
 from weft.plan.precision import PRECISIONS
 
-# Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
+# Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts included or fused).
 LAUNCHES: dict[str, tuple[int, int]] = {
     "linear": (2, 4), "attention": (8, 12), "convolution": (2, 4), "recurrent": (4, 8), "norm": (1, 2), "batch_norm": (1, 2),
     "activation": (1, 1),
     "elementwise": (2, 2), "softmax": (12, 6), "gather": (2, 4), "make": (1, 0),
 }  # fmt: skip
 FUSED_ATTENTION = (2, 3)
-# The same one by one under autocast, with the casts of operands and of weights' gradients: 2,500 kernels of a step of 24 blocks of a
+# The same in eager mode under autocast, with casts of operands and of weights' gradients: 2,500 kernels of a step of 24 blocks of a
 # transformer, 990 of ResNet-50 (torch 2.11, `scripts/bench gpu`).
 EAGER_LAUNCHES: dict[str, tuple[int, int]] = {
     "linear": (5, 11), "attention": (8, 12), "convolution": (4, 7), "recurrent": (4, 8), "norm": (2, 4), "batch_norm": (1, 2),
     "activation": (1, 2), "elementwise": (2, 2), "softmax": (3, 3), "gather": (2, 4), "make": (1, 0),
 }  # fmt: skip
-EAGER_HOST = 3.0  # times as long as one addition's launch takes each of them, from Python and through autograd; as measured there
-UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
+EAGER_HOST = 3.0  # launch time of each over that of one addition, from Python and through autograd; as measured there
+UNFUSED_SOFTMAX = (10, 6)  # additional kernels if the fused softmax does not apply
 CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100-megatron-deepspeed"
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 EIGHT = 16  # sides of 8-bit products are multiples of it
-RELAID = 2.0  # bytes that move for each that a convolution reads or makes, to lie in another order: read and written
-CASTING = 5.0  # bytes to make an operand of 8 bits of one of 16: read twice, written once
-WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
+RELAID = 2.0  # bytes moved per byte that a convolution reads or writes, for a copy in another layout: read and written
+CASTING = 5.0  # bytes moved to cast an element from 16 to 8 bits: read twice, written once
+WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes moved per element
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,12 @@ NOTHING = Moved()
 class Kernel:
     """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
 
-    `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
-    `scores`, `heads`: of attention: how many scores, and how many heads times samples; `visible`: the part of the scores that a causal
-    mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
-    every sample, in float32. On processors, `filling`: of blocks of channels; `torch_kernel`: when torch makes it itself, not oneDNN;
-    `cast_bytes`, `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
-    `taps`, `backward_taps`: of windows that are read entry by entry, on processors.
-    `fixed`: of what is moved that of weights and their gradients, which is as much however many rows there are.
+    `m`, `n`, `k`: of a product, n including its siblings (products of one input run as one), of which `share` is this operator's. `scores`,
+    `heads`: of attention, numbers of scores and of heads times samples; `visible_fraction`: fraction of scores that a causal mask leaves;
+    `head_size`: size of a head. `weight_bytes`: of operands without a batch dimension, in float32. On CPUs, `channel_padding`: channel
+    padding; `torch_kernel`: when torch's own kernel replaces oneDNN's; `cast_bytes`, `backward_cast_bytes`: moved to cast operands and
+    their gradients; `steps`: unfused steps of a recurrence; `taps`, `backward_taps`: window entries that are read one by one.
+    `batch_independent`: traffic of weights and their gradients, which does not depend on the number of rows.
     """
 
     kind: str
@@ -97,8 +95,8 @@ class Kernel:
     backward_taps: float = 0.0
 
     def seconds(self, device: Device, stack: Stack, precision: str, eager: bool = False) -> tuple[Seconds, Seconds]:
-        """What the host takes to launch it, and what the device takes to run it, forward and backward. `eager`: operators run one by one,
-        and `bytes` are those of the dtypes that they have under autocast.
+        """Return (host seconds of launching it, device seconds of running it), forward and backward each. `eager`: eager mode, with
+        `bytes` counted in the dtypes of autocast.
 
         Raises:
             Infeasible: the device lacks the precision.
@@ -108,8 +106,8 @@ class Kernel:
         launches, launch_s = (EAGER_LAUNCHES, EAGER_HOST * stack.launch_s) if eager else (LAUNCHES, stack.launch_s)
         forward, backward = launches.get(self.kind, launches["elementwise"])
         if self.kind == "attention":
-            busy, others = self._attention(device, stack, precision, eager)
-            forward, backward = (forward, backward) if eager else others
+            busy, fused_launches = self._attention(device, stack, precision, eager)
+            forward, backward = (forward, backward) if eager else fused_launches
         elif self.kind in MATMUL_KINDS:
             busy = self._product(device, stack, precision)
         elif eager:
@@ -118,18 +116,18 @@ class Kernel:
             busy = self._moved(device, stack, precision)
         if eager:
             busy += self._beside(device, stack, precision)
-        behind = self.backward_bytes > 0
-        host = Seconds(forward * self.share * launch_s, backward * self.share * launch_s * behind)
-        return host, Seconds(busy.forward, busy.backward * behind)
+        has_backward = self.backward_bytes > 0
+        host = Seconds(forward * self.share * launch_s, backward * self.share * launch_s * has_backward)
+        return host, Seconds(busy.forward, busy.backward * has_backward)
 
     def _through(self, device: Device, stack: Stack, precision: str, kind: str, times: float = 1.0) -> Seconds:
-        """`times` its bytes through memory, as fast as kernels of `kind` that torch runs one by one."""
+        """Seconds of moving `times` its bytes at the rate of torch's eager kernels of `kind`."""
         each = times * _width(precision, True) / (device.memory_bandwidth_bytes_per_s * stack.moving(kind))
         return Seconds(self.bytes * each, self.backward_bytes * each)
 
     def _beside(self, device: Device, stack: Stack, precision: str) -> Seconds:
-        """What eager operators do beside their own kernels: casts, but a loss reads its 16 bits itself, and what a convolution reads and
-        makes is put into the order of its kernels and back."""
+        """Seconds of an eager operator's other kernels: casts (a loss reads 16 bits itself), and a convolution's copies into and out of its
+        kernels' layout."""
         if self.kind == "convolution" and precision not in dict(stack.convolution):
             return self._through(device, stack, precision, "convolution", RELAID)
         if self.kind == "softmax":
@@ -149,27 +147,27 @@ class Kernel:
         else:
             if width == 2.0 and any(side % ALIGNED for side in (int(self.m), int(self.n), int(self.k))):
                 peak *= stack.unaligned
-            one = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
-            operands = Seconds(one, one * self.backward_flops / self.flops)
+            traffic_bytes = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
+            operands = Seconds(traffic_bytes, traffic_bytes * self.backward_flops / self.flops)
         through = stack.operands / device.memory_bandwidth_bytes_per_s
         begin = stack.product_s * self.share
-        products = self.backward_flops / self.flops if self.flops else 0.0  # one for each operand that has a gradient
+        products = self.backward_flops / self.flops if self.flops else 0.0  # one per operand with a gradient
         return Seconds(
             self.flops / peak + operands.forward * through + begin,
             self.backward_flops / peak + operands.backward * through + products * begin,
         )
 
     def _scaled(self, device: Device, stack: Stack, precision: str) -> Seconds:
-        """Of a linear layer two products of three have operands of 8 bits (`lower/kernels/scaled`), which are made of 16: read for the
-        largest of each row, read and written narrow; the gradient and the weight once more. Other products have 16 bits."""
+        """Seconds of a float8 product: a linear layer runs two products of three on 8-bit operands (`lower/kernels/scaled`), cast from 16:
+        read for the maximum of each row, read and written; gradient and weight once more. Other products are 16-bit."""
         wide = self._product(device, stack, PRECISIONS[precision].products)
         if not (self.kind == "linear" and self.n and self.flops) or any(int(side) % EIGHT for side in (self.n, self.k)):
             return wide
         gain = 1 / device.peak(PRECISIONS[precision].products) - 1 / device.peak(precision)
         saved = self.flops * gain / (stack.matmul * stack.sustained)
         through = 1 / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
-        x, weight, out = (side * self.share for side in (self.m * self.k, self.k * self.n, self.m * self.n))
-        forward, backward = CASTING * (x + weight) * through, CASTING * (out + weight) * through
+        input_size, weight_size, output_size = (side * self.share for side in (self.m * self.k, self.k * self.n, self.m * self.n))
+        forward, backward = CASTING * (input_size + weight_size) * through, CASTING * (output_size + weight_size) * through
         return Seconds(wide.forward - saved + forward, wide.backward - saved + backward)
 
     def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
@@ -180,8 +178,8 @@ class Kernel:
         return Seconds(self.bytes * rate, self.backward_bytes * rate)
 
     def _attention_rate(self, stack: Stack) -> float:
-        """Part of the peak that fused attention reaches forward, on the scores that it forms."""
-        positions = self.scores / self.heads if self.heads else 0.0  # of queries times those of keys
+        """Fraction of the peak that fused attention reaches in forward, on the scores that it forms."""
+        positions = self.scores / self.heads if self.heads else 0.0  # query positions times key positions
         slower = 1 + stack.attention_positions / positions**0.5 if positions else 1.0
         return stack.attention_peak / slower / (1 + stack.attention_head / self.head if self.head else 1.0)
 
@@ -200,12 +198,12 @@ class Kernel:
             launches = (launches[0] + UNFUSED_SOFTMAX[0], launches[1] + UNFUSED_SOFTMAX[1])
             factor *= 2
         scores = factor * self.scores * WIDTH[precision] / 2 / bandwidth
-        # Kept scores are not formed again in backward: two products for each of forward's.
+        # Saved scores are not recomputed in backward: two products for each of forward's.
         return Seconds(self.flops / peak + SCORES[0] * scores, 2 * self.flops / peak + SCORES[1] * scores) + moved, launches
 
 
 def _width(precision: str, eager: bool) -> float:
-    """Bytes that move for each that is counted: in float32, or `eager` as autocast has them."""
+    """Return bytes moved per byte counted: relative to float32, or in `eager` mode relative to autocast's dtypes."""
     return WIDTH[precision] / 4 if not eager or precision == "float64" else 1.0
 
 
@@ -215,9 +213,9 @@ SCORES = (13.0, 17.0)
 
 
 def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of each operator where the host launches all of them ahead of the device.
+    """Seconds of each operator if the host launches all of them ahead of the device.
 
-    Their sum is (host^q + device^q)^(1/q) of the sums, q = `CLOSE`, shared as the host or the device takes it.
+    Their sum is (host^q + device^q)^(1/q) of the sums, q = `OVERLAP_EXPONENT`, divided in proportion to host and device times.
 
     >>> import numpy as np
     >>> together(np.array([1.0, 1.0]), np.array([0.01, 0.02])).round(3)
@@ -234,7 +232,7 @@ def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[
 
 
 def scaled(kernel: Kernel, by: Fraction) -> Kernel:
-    """The same for `by` times the rows: exact, since kernels ask what divides a number of rows or heads.
+    """Return the kernel at `by` times the rows: exact, since divisibility of numbers of rows or heads matters.
 
     >>> scaled(Kernel("linear", m=1474560.0), Fraction(1, 720)).m
     2048.0

@@ -1,4 +1,4 @@
-"""Ranks of a processor's cores: operators cost what `Speed` measured, nothing hides within a host, autocast is over float32 parameters."""
+"""Device model of CPU ranks: operators cost what `Speed` measured, nothing overlaps within a host, autocast is over float32 parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from weft.cost.devices.kernels import Kernel, scaled
 from weft.model.work import Work
 from weft.plan.layout import Layout
 
-# What a collective inside layers costs between processors' hosts beside itself, since ranks that compute never come at once and find their
-# caches used: measured over 124 plans of 15 models at 10 Gbit/s, 0.1 to 0.4 ms (`scripts/bench planned`).
+# Added cost of a collective inside layers between CPU hosts, since ranks never arrive at once and find their caches used: measured over
+# 124 plans of 15 models at 10 Gbit/s, 0.1 to 0.4 ms (`scripts/bench planned`).
 MEET_S = 2e-4
-MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline
-GLOO_HIDES = 0.9  # part of a backward behind which gloo sums gradients over a network; assumed, since copying takes some of the cores
-STEP_S = 1e-3  # what a step costs besides: the loop, clipping, logging
+MICROBATCH_S = 3e-4  # executor overhead of one microbatch on one pipeline stage
+GLOO_HIDES = 0.9  # fraction of a backward that gloo's gradient reduction overlaps with; assumed, since copying takes some of the cores
+STEP_S = 1e-3  # fixed overhead of a step: the loop, clipping, logging
 
 
 @dataclass(frozen=True)
 class Processors(Devices):
+    """CPU cores, shared by the ranks of a host."""
+
     kernel_memory = ProcessorMemory
     casts = True
     even_stages = False
@@ -42,10 +44,10 @@ class Processors(Devices):
     ) -> tuple[Array, Array]:
         rates = Rates.of(self.speed(layout), layout.precision)
         seconds = []
-        for kernel, by in kernels:
-            k = scaled(kernel, by)
-            by_torch = layout.precision in ("float32", "tf32") and k.torch_kernel.takes(by, rates.speed.threads)
-            filling, columns = (FULL, k.torch_kernel.columns_bytes * float(by)) if by_torch else (k.filling, 0.0)
+        for kernel, factor in kernels:
+            k = scaled(kernel, factor)
+            uses_torch = layout.precision in ("float32", "tf32") and k.torch_kernel.takes(factor, rates.speed.threads)
+            filling, columns = (FULL, k.torch_kernel.columns_bytes * float(factor)) if uses_torch else (k.filling, 0.0)
             work = Work(
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
                 backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
@@ -58,7 +60,7 @@ class Processors(Devices):
     def microbatch(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
         if layout.num_ranks * layout.microbatches > 1:
             busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
-        # The first microbatch copies its gradients to where they are collected; every other reads, adds to and writes those there.
+        # The first microbatch copies its gradients to the accumulation buffers; every other reads, adds to and writes those.
         passes = 3 - 1 / layout.microbatches
         adding = passes * self.widths(layout.precision).gradient * num_trained / self.speed(layout).memory_bandwidth_bytes_per_s
         return busy + Seconds(0.0, adding), adding
@@ -66,7 +68,7 @@ class Processors(Devices):
     def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
         speed, widths = self.speed(layout), self.widths(layout.precision)
         update = optimizer_s(speed, num_updated, states)
-        # Gradients there and weights back, read and written, before and after the same update.
+        # Offloaded optimizer: gradients are copied there and weights back, read and written, around the same update.
         moved = num_updated * (widths.gradient + widths.weight) if layout.moves_optimizer else 0.0
         return update + 2 * moved / speed.memory_bandwidth_bytes_per_s
 
@@ -77,13 +79,13 @@ class Processors(Devices):
         return Talk(meeting_s=MEET_S if self._by_gloo(layout) else 0.0, waits=self.speed(layout).waits)
 
     def overlap(self, layout: Layout) -> float:
-        """Ranks of one host sum through memory, and compute meanwhile less; gloo's own threads move what the network takes."""
+        """Return the overlap: none between ranks of one host, whose reductions take compute; gloo's threads overlap over a network."""
         return GLOO_HIDES * self._by_gloo(layout)
 
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
         return STEP_S
 
     def _by_gloo(self, layout: Layout) -> bool:
-        """Whether ranks lie on several hosts."""
-        apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks
-        return apart or self.cluster.levels[0].link.protocol == "gloo"
+        """Return whether ranks are on several hosts, or the host uses gloo."""
+        spans_hosts = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks
+        return spans_hosts or self.cluster.levels[0].link.protocol == "gloo"

@@ -1,7 +1,7 @@
-"""What oneDNN's LSTM keeps for backward, and how many steps it has no kernel for. In: an operator and its tensors. Out: bytes, steps.
+"""Memory that oneDNN's LSTM saves for backward, and numbers of recurrence steps without a fused kernel.
 
 torch gives oneDNN one layer in one direction at a time. Its workspace (oneDNN, src/cpu/rnn/rnn_utils.cpp, `set_offsets`) has gates and
-states of every step in rows that are filled up to 64 bytes, and by 64 more where as many columns would fall together in a cache. Held
+states of every step in rows that are padded to 64 bytes, and by 64 more if as many columns would conflict in a cache. Checked
 against the sizes that torch reports, within a page for each part. Not modelled: layers with projections, which torch computes itself.
 """
 
@@ -16,7 +16,7 @@ from weft.model.work import num_steps
 from weft.ops import record_of
 from weft.ops.recurrent import UNITS, matrices, num_layers
 
-# What a step of an LSTM keeps (two states behind the output) and of a GRU (one), in sizes of a state.
+# Memory that a step of an LSTM (two states besides the output) and of a GRU (one) saves, in sizes of a state.
 IN_STEP = {2: 6.0, 1: 7.0}
 
 
@@ -27,11 +27,11 @@ def _row_bytes(columns: int, width: int) -> int:
 
 
 def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: int) -> int:
-    """Of one layer in one direction; `width`: bytes of a value.
+    """Return the workspace of one layer in one direction; `width`: bytes of a value.
 
-    For every step four gates and the output; for every step and the one before the first, of this layer and the one below: what it reads,
-    that one's gradient and its state's, as wide as the wider of input and state, and the cells with their gradient. Gradients are float32,
-    the rest is as narrow as the tensors.
+    For every step four gates and the output; for every step and the initial state, of this layer and the one below: the input,
+    its gradient and the state's, as wide as the wider of input and state, and the cells with their gradient. Gradients are float32,
+    the rest has the tensors' dtype.
 
     >>> workspace_bytes(64, 8, 320, 160, 4)
     6963200
@@ -43,34 +43,34 @@ def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: i
 
 
 def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Beside an LSTM's input and output: workspaces, each direction's output apart where there are two, what goes from layer to layer, and
-    between layers masks of dropout with what they leave."""
+    """Return the bytes saved besides an LSTM's input and output: workspaces, each direction's own output if there are two, values between
+    layers, and between layers dropout masks with their results."""
     x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
     matrices = [tensors[v].shape for v in op.inputs[3:] if len(tensors[v].shape) == 2]
-    both, samples_first = (one is True for one in op.args[-2:])
-    directions = 1 + both
+    is_bidirectional, samples_first = (flag is True for flag in op.args[-2:])
+    directions = 1 + is_bidirectional
     hidden = matrices[1][1] if len(matrices) > 1 else out.shape[-1]
     layers = max(1, len(matrices) // (2 * directions))
-    places = x.size // x.shape[-1]
+    num_positions = x.size // x.shape[-1]
     samples = x.shape[0 if samples_first else 1] if len(x.shape) == 3 else 1
     drops = len(op.args) > 5 and isinstance(op.args[5], int | float) and op.args[5] > 0 and op.args[6] is True
     size = 0.0
     for layer in range(layers):
         inputs = directions * hidden if layer else x.shape[-1]
-        size += directions * workspace_bytes(places // samples, samples, inputs, hidden, DTYPE_BYTES[x.dtype])
+        size += directions * workspace_bytes(num_positions // samples, samples, inputs, hidden, DTYPE_BYTES[x.dtype])
         if layer < layers - 1:
-            size += out.size_bytes * (1 + both * (not drops) + 2 * drops)
-    return size + both * out.size_bytes
+            size += out.size_bytes * (1 + is_bidirectional * (not drops) + 2 * drops)
+    return size + is_bidirectional * out.size_bytes
 
 
 def in_units(sharding: Sharding | None, op: Operator) -> bool:
-    """Whether the hidden units of layers are cut, which then are gathered in every step."""
+    """Return whether hidden units are sharded, so that they are all-gathered in every step."""
     return sharding is not None and UNITS in sharding.ops[op.name].values() and record_of(op).over_steps
 
 
 def extra_bytes(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, alone: float, ways: float) -> float:
-    """What a rank keeps of an operator beside its inputs and output: a part of what one `alone` does. Of layers whose hidden units are cut
-    (`weft.lower.kernels.recurrent`), of every step what its units' gates are made of, and hidden states whole; between layers outputs."""
+    """Return the bytes that a rank saves besides an operator's inputs and output: its share of `alone`. With sharded hidden units
+    (`weft.lower.kernels.recurrent`) the inputs of its units' gates and full hidden states of every step, and outputs between layers."""
     if not alone or not in_units(sharding, op):
         return alone / ways
     out, layers = tensors[op.outputs[0]].size_bytes, num_layers(op, tensors)
@@ -78,8 +78,8 @@ def extra_bytes(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding 
 
 
 def single_steps(op: Operator, tensors: Mapping[str, Tensor], each: bool = False) -> float:
-    """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole.
-    `each`: every step is by itself, as where hidden units are cut."""
+    """Return the number of steps, in units of a GRU step, that torch runs one by one with a dozen small operators each: all but an LSTM's,
+    which oneDNN fuses. `each`: no step is fused, as with sharded hidden units."""
     recurrence = record_of(op).recurrence
     if recurrence is None or not (recurrence.single or each):
         return 0.0

@@ -1,1 +1,1 @@
-"""Bytes on one rank: what is kept, where it lies, what is there for a moment."""
+"""Memory model of one rank: saved activations, their storages, transient buffers."""

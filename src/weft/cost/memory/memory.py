@@ -1,10 +1,10 @@
-"""Bytes on one rank. In: what its stage keeps and holds, a layout. Out: `Memory` by what it holds.
+"""Memory model of one rank. In: a stage's saved activations and state, a layout. Out: `Memory` by category.
 
-On processors weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes a
-parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradients of the stack's width, a float32 copy of the weights
-beside the moments. Activations are what autograd keeps for backward, each storage once, times the microbatches in flight; with full
-recomputation only what enters each layer and what stands in none, and one layer's of one microbatch. Not modelled: the allocator's
-fragmentation (a margin instead) and workspaces of kernels.
+On CPUs weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes per
+parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradients of the efficiency set's width, a float32 copy of the
+weights besides the moments. Activations are the tensors that autograd saves for backward, each storage once, times the microbatches in
+flight; with full recomputation only layer inputs and what lies outside layers, plus one layer's of one microbatch. Not modelled: the
+allocator's fragmentation (a margin instead) and workspaces of kernels.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ from weft.plan.plan import BUCKET_BYTES, Memory, bucket_alone
 from weft.schedules import schedule_of
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
-# Memory that packing and unpacking a bucket takes besides, in sizes of a bucket: measured.
+# Additional memory for packing and unpacking a compressed bucket, in sizes of a bucket: measured.
 PACKING = {"bfloat16": 2.0, "int8": 2.0, "topk": 4.0}
 
 
 def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float = 4, gradient: float = 4, optimizer: float = 8) -> float:
-    """Bytes of weights, gradients and optimizer state on each of `num_ranks` data replicas.
+    """Return the bytes of weights, gradients and optimizer state on each of `num_ranks` data replicas under ZeRO.
 
     Rajbhandari et al. 2020, section 5, for any widths. Their mixed precision is weight=2, gradient=2, optimizer=12:
     4Φ + 12Φ/N at stage 1, 2Φ + 14Φ/N at stage 2, 16Φ/N at stage 3.
     """
-    parts = ((optimizer, 1), (gradient, 2), (weight, 3))
-    return sum(num_parameters * width / (num_ranks if zero >= stage else 1) for width, stage in parts)
+    widths_and_stages = ((optimizer, 1), (gradient, 2), (weight, 3))
+    return sum(num_parameters * width / (num_ranks if zero >= stage else 1) for width, stage in widths_and_stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on (and those
-    of a convolution that torch makes itself, not oneDNN, counted as float32: `torch_bytes`), and besides where it is not cut over ranks
-    (`alone_bytes`) and where it is (`spread_bytes`)."""
+    """Tensors that one operator saves for backward, and transient bytes of its own backward: with oneDNN (`working_bytes`), with torch's
+    own convolution kernel, as float32 (`torch_bytes`), added if it is not sharded (`unsharded_bytes`) or is (`sharded_bytes`)."""
 
-    # Value, and which copy of it, of how many times its bytes, if in another dtype than it has.
+    # (value, name of a copy in another dtype or "", size relative to the value).
     storages: tuple[tuple[str, str, float], ...]
     working_bytes: float
     torch_bytes: float
     alone_bytes: float
     spread_bytes: float
-    weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
+    weight_bytes: float  # gradients of its weights before accumulation, whatever the batch
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What follows from the graph alone, computed once."""
+    """Work, storages and saved tensors of a graph's operators, independent of any sharding."""
 
     graph: Graph
     works: Mapping[str, Work]
@@ -66,11 +65,11 @@ class Inventory:
     root: Mapping[str, str]
     held: frozenset[str]  # parameters, buffers, inputs and constants: never counted as activations
     kernels: KernelMemory
-    is_cast: bool = False  # by autocast; `graph` then has the dtypes that it makes
+    is_cast: bool = False  # by autocast; `graph` then has autocast's dtypes
 
     @classmethod
     def of(cls, graph: Graph, memory: type[KernelMemory] = KernelMemory, is_cast: bool = False) -> Inventory:
-        """`memory`: what kernels keep besides. `is_cast`: under autocast."""
+        """Build the inventory of a graph. `memory`: the model of kernel memory. `is_cast`: under autocast."""
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
         graph = autocast(graph) if is_cast else graph
         works, grads = work(graph, cast if is_cast else None), frozenset(differentiable(graph))
@@ -81,78 +80,80 @@ class Inventory:
         return cls(graph, works, grads, frozenset(batched(graph)), storages(graph, kernels.copied), held, kernels, is_cast)
 
     def cast_of(self, op: Operator) -> dict[str, float]:
-        """Bytes that are read and written to have an operand in another dtype, by value."""
+        """Return the bytes read and written to cast an operator's operands, by value."""
         tensors = self.graph.tensors
         read = cast(op, tensors) if self.is_cast else {}
         return {v: float(tensors[v].size_bytes + t.size_bytes) for v, t in read.items()}
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
-        """By operator; parameters only where a copy of them is kept in another dtype."""
+        """Saved tensors by operator; parameters only if a copy of them is saved in another dtype."""
         by_operator = {}
         for op in self.graph.operators:
             read = cast(op, self.graph.tensors) if self.is_cast else {}
             tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
             done = self.works[op.name]
-            rows = self.kernels.rows(op)
-            mine = dict.fromkeys(self._storage(op, v, read, v in rows) for v in done.keeps)
-            live = any(v in self.grads for v in op.outputs)
-            if live and (mask := self.kernels.mask(op, tensors)):  # torch makes of it what is added to the scores
-                mine[mask, f"added by {op.name}", float(DTYPE_BYTES[tensors[op.inputs[0]].dtype])] = None
-            size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
-            if op.function is not None and live:
+            row_copies = self.kernels.rows(op)
+            saved = dict.fromkeys(self._storage(op, v, read, v in row_copies) for v in done.keeps)
+            has_gradient = any(v in self.grads for v in op.outputs)
+            if has_gradient and (mask := self.kernels.mask(op, tensors)):  # torch converts it to an additive mask
+                saved[mask, f"added by {op.name}", float(DTYPE_BYTES[tensors[op.inputs[0]].dtype])] = None
+            size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if has_gradient else 0.0
+            if op.function is not None and has_gradient:
                 size += op.function.working_bytes
-            if read and live:  # its operands' gradients in both dtypes
-                mine_read = [v for v in read if v in self.grads and v not in self.held]
-                both = sum(t[v].size_bytes for v in mine_read for t in (tensors, self.graph.tensors))
-                # By then the product itself is done, and the copies that it kept are gone.
-                size = max(size, both - sum(tensors[v].size_bytes for v in read if v in done.keeps and v not in self.held))
-            if self.is_cast and live and record_of(op).joins:  # forward has operands that are widened beside their originals
+            if read and has_gradient:  # its operands' gradients in both dtypes
+                operands = [v for v in read if v in self.grads and v not in self.held]
+                both_bytes = sum(t[v].size_bytes for v in operands for t in (tensors, self.graph.tensors))
+                # By then the product itself is done, and its saved copies are freed.
+                size = max(size, both_bytes - sum(tensors[v].size_bytes for v in read if v in done.keeps and v not in self.held))
+            if self.is_cast and has_gradient and record_of(op).joins:  # forward has widened copies of its operands
                 size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
                     tensors[op.outputs[0]].dtype == "float32"
                 )
-            more = self.kernels.beside(op, tensors, read, done) if live else Beside()
-            stored = tuple(sorted(one for one in mine if one))
-            by_operator[op.name] = Kept(stored, size + more.working, size + more.by_torch, more.alone, more.spread, more.weights)
+            workspace = self.kernels.beside(op, tensors, read, done) if has_gradient else Beside()
+            stored = tuple(sorted(storage for storage in saved if storage))
+            working, by_torch = size + workspace.working, size + workspace.by_torch
+            by_operator[op.name] = Kept(stored, working, by_torch, workspace.alone, workspace.spread, workspace.weights)
         return by_operator
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
-        """What an operator keeps of a value. A copy in another dtype, or in rows, is made for each operator, but of a weight once."""
+        """Return (value, copy, relative size) that an operator saves of a value; None for a parameter itself. Casts and row copies are made
+        per operator, but casts of a weight once."""
         if as_rows:
             width = read[value].size_bytes / self.graph.tensors[value].size_bytes if value in read else 1.0
             return value, f"rows for {op.name}", width
         if value in read:
-            whose = "" if value in self.held else f" for {op.name}"
-            return value, f"{read[value].dtype}{whose}", read[value].size_bytes / self.graph.tensors[value].size_bytes
+            suffix = "" if value in self.held else f" for {op.name}"
+            return value, f"{read[value].dtype}{suffix}", read[value].size_bytes / self.graph.tensors[value].size_bytes
         return None if self.root.get(value, value) in self.held else (value, "", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Bytes that are there while one operator's backward runs (`runs`): where gradients and weights are whole, where gradients
-    are scattered (stage 2 of ZeRO), where weights are gathered as well (stage 3)."""
+    """Bytes during one operator's backward (`block_runs`) by ZeRO stage: with full gradients and weights, with gradients
+    reduce-scattered (stage 2), with weights all-gathered as well (stage 3)."""
 
     full: float = 0.0
     scattered: float = 0.0
     gathered: float = 0.0
 
     def of(self, zero: int) -> float:
-        """Of a stage of ZeRO."""
+        """Return the bytes for a ZeRO stage."""
         return self.gathered if zero == 3 else self.scattered if zero == 2 else self.full
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
+    """One stage on one rank: numbers of sharded parameters, and bytes of one microbatch.
 
-    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_unsummed` are trained by every
-    replica with the same gradient, which is not summed: ZeRO leaves those whole.
+    `num_remote_experts` are parameters of experts on other data replicas: ZeRO shards those too. `num_unreduced` have the same gradient on
+    every replica, which is not reduced: ZeRO does not shard those.
 
-    `entering_bytes` come from other stages, gradients of `leaving_bytes` come back from those; `kept_bytes` are kept on the device for
-    backward, `scores_bytes` of them by attention's scores. `beside` is what there is for a moment of backward beside what is kept, less
-    what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what is gone, at
-    that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host. `from_backward`: gradients
-    are there from backward on only, and `beside` less those that are still to come.
+    `entering_bytes` are received from other stages, gradients of `leaving_bytes` come back from them; `saved_bytes` are saved on the device
+    for backward, `score_bytes` of them attention scores. `transient` is the transient memory at the peak of backward, less saved tensors
+    freed by then. With recomputed or offloaded layers `rematerialized` is what was recomputed or loaded, less what is freed, at that peak,
+    and `transient` the rest. `offloaded_bytes` of a microbatch are offloaded. `has_late_gradients`: gradient buffers exist from backward on
+    only, and `transient` excludes those not yet computed.
     """
 
     num_parameters: float
@@ -171,9 +172,9 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What one stage holds where its rank has no other: `alone`. Its parts, for a rank that has several: `kept_bytes` of each microbatch
-    that waits for its backward, `there_bytes` and `beside_bytes` of the one that is in it (`StageState`), `entering_bytes` that come for
-    each forward, `leaving_bytes` that come for each backward and `noted_bytes` of each whose weights part is put off."""
+    """Memory of one stage if its rank has no other: `alone`. Its terms, for a rank with several: `saved_bytes` of each microbatch in
+    flight, `rematerialized_bytes` and `transient_bytes` of the one in backward (`StageState`), `entering_bytes` received for each forward,
+    `leaving_bytes` received for each backward and `deferred_bytes` of each microbatch whose weight gradients are deferred."""
 
     alone: Memory
     kept_bytes: float = 0.0
@@ -185,8 +186,8 @@ class StageMemory:
 
 
 def served_copies(layout: Layout) -> float:
-    """Weights that the rank of a server holds beside the model's own, in the model's size: its part and, where updates come late, what
-    arrives for the next step and the versions of its part that others may still have to take.
+    """Return the copies of weights on a parameter server's rank besides its replica, in sizes of the model: its shard and, with stale
+    updates, the weights arriving for the next step and the versions of its shard that other ranks may still pull.
 
     >>> served_copies(Layout(data=4, servers=2)), served_copies(Layout(data=4, servers=2, staleness=1)), served_copies(Layout(data=4))
     (0.5, 2.5, 0.0)
@@ -207,46 +208,46 @@ def memory_of(
     noted_bytes: float = 0.0,
     summed_inside: int = 1,
 ) -> StageMemory:
-    """The bytes of one rank of a stage (`stage` counts chunks too).
+    """Return the memory of one rank of a stage (`stage` counts chunks too).
 
-    `summed_inside`: replicas of one host, where several hosts have them.
-    `noted_bytes`: what was made again or came back for the input part of a microbatch's backward and stays for its weights part.
+    `num_host_replicas`: replicas per host if compressed gradients are reduced inside hosts first.
+    `deferred_bytes`: recomputed or loaded for the input part of a microbatch's backward and retained for its weight gradients.
     """
     schedule = schedule_of(layout)
     rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
-    several = len(schedule.stages_of[rank])
-    # What other pipeline ranks have too stays whole (`run/state/parameters`); the optimizer's state is shared with those.
+    num_rank_stages = len(schedule.stages_of[rank])
+    # Stages that several pipeline ranks have are not sharded (`run/state/parameters`), but their optimizer state is, over those ranks.
     data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
-    pieces = zero if data > 1 else 0
+    zero_stage = zero if data > 1 else 0
     activations = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
-    there = state.there.of(pieces)
+    there = state.there.of(zero_stage)
     activation = activations * schedule.in_flight(stage) + there
-    if noted_bytes and several == 1:
-        now = schedule.held(rank)
-        activation = float((now.in_flight[:, 0] * activations + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
+    if noted_bytes and num_rank_stages == 1:
+        counts = schedule.held(rank)
+        activation = float((counts.in_flight[:, 0] * activations + counts.backward[:, 0] * there + counts.noted[:, 0] * noted_bytes).max())
     unsummed = state.num_unsummed
     shared, trained = ((n - unsummed + state.num_elsewhere) / data + unsummed for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
-    gradients *= layout.staleness + 1  # each step under way has its own
+    gradients *= layout.staleness + 1  # each step in flight has its own
     parameters += widths.weight * served_copies(layout) * state.num_trainable
-    how = Compression.parse(layout.compress)
-    if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
-        gradients += widths.gradient * state.num_trainable * (1 / summed_inside + 1 / data * (how.kind == "int8" and not zero))
+    compression = Compression.parse(layout.compress)
+    if compression.keeps:  # error feedback of a rank's own gradients, and of its shard of the reduced ones
+        gradients += widths.gradient * state.num_trainable * (1 / summed_inside + 1 / data * (compression.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
-    if layout.servers:  # what arrives there of a bucket, from all others
+    if layout.servers:  # a bucket arriving from every other rank
         gradients += min(BUCKET_BYTES, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers
         optimizer /= layout.servers
     if layout.moves_optimizer:
         optimizer = 0.0
-    beside = state.beside.of(pieces)
-    if state.from_backward:  # behind backward there is nothing else, and a bucket of gradients a second time
+    beside = state.beside.of(zero_stage)
+    if state.from_backward:  # after backward only gradients remain, and a second copy of one bucket
         beside = max(beside, bucket_alone(gradients) - activation)
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
-    beside += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    beside += PACKING.get(compression.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
-    # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
+    # Receives are posted ahead: a microbatch's gradient arrives during the backward of the one before.
     buffers = beside + 2 * entering + leaving
-    margin = scratch_bytes / several + MARGIN * (parameters + gradients + optimizer + activation + buffers)
+    margin = scratch_bytes / num_rank_stages + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     alone = Memory(parameters, gradients, optimizer, activation, buffers, margin)
     return StageMemory(alone, activations, there, beside, entering, leaving, noted_bytes)

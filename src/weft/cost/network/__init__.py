@@ -1,1 +1,1 @@
-"""Seconds of messages and collectives."""
+"""Communication model: seconds of messages and collectives."""

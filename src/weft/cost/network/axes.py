@@ -1,7 +1,7 @@
-"""Where the ranks of a layout's mesh axes lie on the links. In: a layout, axes by name. Out: the `Group` that talks along them.
+"""Rank groups of mesh axes: size and stride, and rank distances of pipeline stages, from a layout.
 
-The last axis varies fastest: its ranks are neighbours, those of the one before lie as far apart as it has ranks, and so on. Not modelled:
-groups of unequal strides, which arise where axes between those named are left out; they count as evenly spread over what they span.
+The last axis varies fastest: its ranks are neighbours, the stride of the axis before is its size, and so on. Not modelled:
+groups of unequal strides, which arise from axes that are not adjacent; they count as evenly spread over their span.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from weft.plan.layout import Layout
 
 
 def group_of(layout: Layout, *axes: str) -> Group:
-    """Ranks along `axes` of the mesh.
+    """Return the group of ranks along `axes` of the mesh.
 
     >>> layout = Layout.parse("data=2 tensor=2x4")
     >>> [(g.size, g.stride) for g in (group_of(layout, axis) for axis in ("columns", "rows", "data"))]
     [(4, 1), (2, 4), (2, 8)]
     """
-    size = stride = at = span = 1
-    for axis, n in reversed(layout.axes):
-        if axis in axes and n > 1:
-            stride = at if size == 1 else stride
-            size, span = size * n, at * n
-        at *= n
+    size = stride = distance = span = 1
+    for axis, axis_size in reversed(layout.axes):
+        if axis in axes and axis_size > 1:
+            stride = distance if size == 1 else stride
+            size, span = size * axis_size, distance * axis_size
+        distance *= axis_size
     return Group(size, max(stride, span // size), layout.num_ranks)
 
 
 def stages_apart(cluster: Cluster, layout: Layout, here: int, there: int) -> int:
-    """How far apart the ranks of two places of a pipeline are, at the most: where some lie on two nodes, as far apart as these are.
+    """Return the largest rank distance between two pipeline ranks: if some peers are on two nodes, the distance of those.
     Not modelled: stages across a node's end, of which all ranks count as sending between nodes.
 
     >>> four, near, wide = Cluster.parse("4xperlmutter"), "data=2 pipeline=8 neighbours=pipeline", "data=2 pipeline=8"
@@ -41,7 +41,7 @@ def stages_apart(cluster: Cluster, layout: Layout, here: int, there: int) -> int
 
 
 def ranks_apart(cluster: Cluster, first: int, last: int) -> int:
-    """How far apart two ranks lie: 1 where they share the innermost unit, and otherwise as far as those of different units.
+    """Return the distance of two ranks: 1 if they share the innermost unit, else the size of the largest unit that separates them.
 
     >>> four = Cluster.parse("4xperlmutter")
     >>> [ranks_apart(four, 0, last) for last in (3, 4)]

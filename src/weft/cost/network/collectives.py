@@ -1,15 +1,14 @@
-"""Seconds of every all-reduce algorithm, as a program of messages and as the library's own. In: a cluster, a group, bytes. Out: seconds,
-and which is the fastest for how many bytes (`choose`, for `all_reduce=auto`).
+"""Seconds of every all-reduce algorithm (ring, tree, recursive halving-doubling ...), as a program of messages and as the library's own,
+and the fastest by message size (`choose_algorithms`, for `all_reduce=auto`). In: a cluster, a rank group, bytes.
 
-A program's time is a closed form over its hops, so that 16,384 ranks cost as little as two: what `weft.simulate.messages` finds by running
-the program (`tests/pure/test_cost_collectives.py` holds one against the other). On links of one speed they are equal, except for ranks
-that are no power of two (which message passes a port first decides: within a fifth) and `double_tree`, which is what was counted on its
-programs, between counts a line (at most a quarter more). Over nodes `naive` and `double_tree` are estimates (within a quarter).
+A program's time is a closed form over its hops, so that 16,384 ranks cost as little as two; it equals a run of the program in
+`weft.simulate.messages` (`tests/pure/cost/test_cost_collectives.py` compares the two) on links of one speed, except for ranks that are no
+power of two (the order of messages at a port decides: within a fifth) and `double_tree`, which interpolates counts of its programs
+(at most a quarter more). Over nodes `naive` and `double_tree` are estimates (within a quarter).
 
-Where a machine was measured (`weft probe`) a hop is what messages between its ranks took, their Python and their share of the cores
-in it; and by how much longer whole programs took at some sizes than their hops say, they are taken to take at others. Not
-modelled: more than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as full), and
-collectives that meet in a switch.
+On a measured machine (`weft probe`) a hop is the measured time of messages between its ranks, Python and contention for cores
+included, and the measured slowdown of whole programs over their hops at some sizes is applied at others. Not modelled: more than two
+levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as full), and in-switch reduction.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from weft.cost.network.network import Group, collective_s, path
 from weft.errors import UsageError
 from weft.plan.choice import NATIVE, Choices
 
-LEAST, MOST = 256, 1 << 30  # bytes between which `choose` looks for crossings
-MARGIN = 0.1  # by how much a program must beat the library's own: predictions are no better, and the library's is the plainer way
+LEAST, MOST = 256, 1 << 30  # bytes between which `choose_algorithms` looks for crossings
+MARGIN = 0.1  # gain that a program must have over the library's own: predictions are no better, and the library's is simpler
 ADDED = 3.0  # bytes of memory moved to add a byte: two are read, one is written
-# Of a double tree in 8 pieces a tree: ranks -> (messages, latencies, additions) one after another, counted on the programs.
+# A double tree in 8 chunks per tree: ranks -> (messages, latencies, additions) on the critical path, counted on the programs.
 DOUBLE_TREE = {2: (32, 19, 29), 4: (48, 26, 29), 8: (55, 32, 31), 16: (66, 38, 35), 32: (74, 43, 39), 64: (82, 48, 43), 128: (92, 54, 47)}
 DOUBLE_PIECES = 16
-PART_BYTES = 4 << 20  # that cross hosts while the next part is summed inside them
+PART_BYTES = 4 << 20  # chunk that crosses hosts while the next one is reduced inside them
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What a message costs between two ranks: it keeps its ends busy for `message_s` and `byte_s` a byte and arrives `latency_s` later;
-    adding what arrived takes `add_byte_s` a byte. Affine, or measured: `one_way` and `exchange` are then times of whole messages by how
-    many ranks take part at once, `adding` of additions, `steps` what each message of a program costs beyond them.
+    """Cost of a message between two ranks: it occupies both ends for `message_s` plus `byte_s` per byte and arrives `latency_s` later;
+    adding received data takes `add_byte_s` per byte. Affine, or measured: `one_way` and `exchange` are then times of whole messages by
+    the number of concurrent ranks, `addition` of additions, `steps` the overhead of each message of a program.
     """
 
     latency_s: float
@@ -52,36 +51,36 @@ class Hop:
     threads: int = 0
 
     def step_s(self, ranks: int) -> float:
-        """What a message of a program costs more than one alone."""
+        """Seconds that a message of a program takes more than a single one."""
         return _at(self.steps, 1.0, ranks, self.threads) if self.steps else 0.0
 
     def sent_s(self, size_bytes: float, ranks: int = 2) -> float:
-        """Until a message has arrived, while half of `ranks` send and the others receive."""
+        """Seconds until a message has arrived, while half of `ranks` send and the others receive."""
         if self.one_way:
             return _at(self.one_way, size_bytes, ranks, self.threads) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def met_s(self, size_bytes: float, ranks: int = 2) -> float:
-        """Until it has arrived where each of `ranks` ranks sends one and receives one."""
+        """Seconds until it has arrived if each of `ranks` ranks sends one and receives one."""
         if self.exchange:
             return _at(self.exchange, size_bytes, ranks, self.threads) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def busy_s(self, size_bytes: float, ranks: int = 2) -> float:
-        """For which a message keeps its ends busy: the next one starts then."""
+        """Seconds for which a message occupies its ends: the next one starts then."""
         if self.exchange:
             return max(self.message_s, self.met_s(size_bytes, ranks) - self.latency_s)
         return self.message_s + size_bytes * self.byte_s
 
     def add_s(self, size_bytes: float, ranks: int = 2) -> float:
-        """To add what arrived, on `ranks` ranks at once."""
+        """Seconds of adding received data, on `ranks` ranks at once."""
         return _at(self.adding, size_bytes, ranks, self.threads) if self.adding else size_bytes * self.add_byte_s
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """A group's hops: `inside` ranks of a node over `near`, `nodes` of them over `far`. `queue`: messages of the group that pass a node's
-    port one after another when all of its ranks there send out at once. `call_s`: to start a program."""
+    """Hops of a group: `inside` ranks per node over `near`, `nodes` nodes over `far`. `queue`: messages of the group that pass a node's
+    port sequentially when all of its ranks there send to other nodes. `call_s`: start time of a program."""
 
     near: Hop
     far: Hop
@@ -95,24 +94,24 @@ class Ways:
         return self.inside * self.nodes
 
     def exchange_s(self, size_bytes: float, distance: int, add: bool) -> float:
-        """One step in which every rank exchanges with the one `distance` away."""
+        """Seconds of one step in which every rank exchanges with the one `distance` away."""
         hop = self.near if distance < self.inside else self.far
-        added = hop.add_s(size_bytes, self.size) if add else 0.0
+        add_s = hop.add_s(size_bytes, self.size) if add else 0.0
         if distance < self.inside:
-            return hop.met_s(size_bytes, self.size) + added
-        # Those that waited for the port start their next step later, too: only the port counts where it is the bottleneck.
-        return max(self.queue * hop.busy_s(size_bytes, self.size), hop.met_s(size_bytes, self.size) + added)
+            return hop.met_s(size_bytes, self.size) + add_s
+        # Ranks that waited for the port also start their next step later: only the port counts if it is the bottleneck.
+        return max(self.queue * hop.busy_s(size_bytes, self.size), hop.met_s(size_bytes, self.size) + add_s)
 
 
 def all_reduce_s(name: str, size_bytes: float, ways: Ways) -> float:
-    """Seconds of the program `name` of `weft.collectives` with its default pieces.
+    """Seconds of the program `name` of `weft.collectives` with its default chunks.
 
     >>> hop = Hop(0.0, 1.0)
     >>> all_reduce_s("ring", 1.0, Ways(hop, hop, 4))
     1.5
 
     Raises:
-        UsageError: an algorithm that is not known, by name.
+        UsageError: an unknown algorithm.
     """
     if name not in FORMS:
         raise UsageError(f"no closed form of {name}; known: {', '.join(FORMS)}")
@@ -125,7 +124,7 @@ def _ring(size: float, w: Ways) -> float:
     steps = 2 * (n - 1)
     if w.nodes == 1:
         return steps * near + added
-    # Either a piece's way round is the longest, or the slowest edge, which every piece passes one after another.
+    # The critical path is a chunk's way round the ring, or the slowest edge, which all chunks pass sequentially.
     crossings = ceil(steps / w.inside)
     around = crossings * w.far.met_s(part, n) + (steps - crossings) * near + added
     return max(around, steps * w.far.busy_s(part, n) + w.far.latency_s)
@@ -135,12 +134,12 @@ def _naive(size: float, w: Ways) -> float:
     n = w.size
     busy, added = w.near.busy_s(size, n), w.near.add_s(size, n)
     if w.nodes == 1:
-        if w.near.exchange:  # ranks that share cores move and add by turns
+        if w.near.exchange:  # ranks that share cores alternate between moving and adding
             return (n - 1) * (w.near.met_s(size, n) + added)
         return w.near.latency_s + _pipelined(busy, added, n - 1)
     far = w.far.busy_s(size, n)
-    out = max((w.inside - 1) * busy + (n - w.inside) * far, w.queue * (n - w.inside) * far)
-    return max(out, (n - 1) * added) + w.far.latency_s + min(added, far)
+    send_s = max((w.inside - 1) * busy + (n - w.inside) * far, w.queue * (n - w.inside) * far)
+    return max(send_s, (n - 1) * added) + w.far.latency_s + min(added, far)
 
 
 def _parameter_server(size: float, w: Ways) -> float:
@@ -148,8 +147,8 @@ def _parameter_server(size: float, w: Ways) -> float:
 
 
 def served_s(size_bytes: float, ways: Ways, servers: int) -> tuple[float, float]:
-    """(until all gradients are pushed and added, until all weights are pulled) of so many bytes, of which each server has an equal part:
-    all that a server's port takes, one after another, and all that it gives. Servers of one node share its port.
+    """Seconds (until all gradients are pushed and added, until all weights are pulled) with parameter servers that each have an equal
+    shard: a server's port receives all pushes sequentially, and sends all pulls. Servers of one node share its port.
 
     >>> hop = Hop(0.0, 1.0)
     >>> served_s(6.0, Ways(hop, hop, 4), 1), served_s(6.0, Ways(hop, hop, 4), 3)
@@ -165,12 +164,12 @@ def served_s(size_bytes: float, ways: Ways, servers: int) -> tuple[float, float]
 
 
 def _pipelined(busy: float, added: float, count: int) -> float:
-    """Messages one after another, each added while the next one comes."""
+    """Seconds of `count` sequential messages, each added while the next one arrives."""
     return max(busy + count * added, count * busy + added)
 
 
 def _tree(size: float, w: Ways) -> float:
-    """Up the binomial tree and down. A rank's subtree of level i has 2^i ranks, or those that are left."""
+    """Seconds up the binomial tree and down. A rank's subtree of level i has 2^i ranks, or the remaining ones."""
     n = w.size
     top = (n - 1).bit_length()
     up: dict[tuple[int, int], float] = {}
@@ -180,38 +179,38 @@ def _tree(size: float, w: Ways) -> float:
         return w.near if 1 << level < w.inside else w.far
 
     def below(level: int, count: int) -> list[tuple[int, int]]:
-        """Children's levels and sizes in a subtree of `count` ranks, the smallest level first."""
+        """Return children's levels and sizes in a subtree of `count` ranks, the smallest level first."""
         return [(i, min(1 << i, count - (1 << i))) for i in range(level) if 1 << i < count]
 
     def ready(level: int, count: int) -> float:
         if (level, count) not in up:
-            free = clock = 0.0
+            free = ready_s = 0.0
             for when, i in sorted((ready(*child), child[0]) for child in below(level, count)):
                 pairs = max(1, n >> (i + 1))
-                link = hop(i)
-                free = max(free, when) + (link.busy_s(size, 2 * pairs) if not link.one_way else 0.0)
-                came = free + link.latency_s if not link.one_way else max(free, when) + link.sent_s(size, 2 * pairs)
-                free = max(free, came - link.latency_s)
-                clock = max(clock, came) + link.add_s(size, pairs)
-            up[level, count] = clock
+                hop_ = hop(i)
+                free = max(free, when) + (hop_.busy_s(size, 2 * pairs) if not hop_.one_way else 0.0)
+                came = free + hop_.latency_s if not hop_.one_way else max(free, when) + hop_.sent_s(size, 2 * pairs)
+                free = max(free, came - hop_.latency_s)
+                ready_s = max(ready_s, came) + hop_.add_s(size, pairs)
+            up[level, count] = ready_s
         return up[level, count]
 
     def reached(level: int, count: int) -> float:
         if (level, count) not in down:
-            free = end = 0.0
+            free = end_s = 0.0
             for i, ranks in sorted(below(level, count), key=lambda child: (_height(child[1]), child[0]), reverse=True):
-                link = hop(i)
-                came = free + link.sent_s(size, 2 * max(1, n >> (i + 1)))
-                free = came - link.latency_s
-                end = max(end, came + reached(i, ranks))
-            down[level, count] = end
+                hop_ = hop(i)
+                came = free + hop_.sent_s(size, 2 * max(1, n >> (i + 1)))
+                free = came - hop_.latency_s
+                end_s = max(end_s, came + reached(i, ranks))
+            down[level, count] = end_s
         return down[level, count]
 
     return ready(top, n) + reached(top, n)
 
 
 def _height(count: int) -> int:
-    """Links from the top of a binomial tree of `count` ranks to its farthest leaf."""
+    """Return the number of links from the root of a binomial tree of `count` ranks to its farthest leaf."""
     return max((bin(rank).count("1") for rank in (count - 1, (1 << (count.bit_length() - 1)) - 1)), default=0)
 
 
@@ -220,10 +219,10 @@ def _double_tree(size: float, w: Ways) -> float:
     near = _double_s(part, w.inside, w.near, w.size)
     if w.nodes == 1:
         return near
-    # Ranks that are next to each other in a tree are next to each other in number, but for the top of the tree.
+    # Neighbours in a tree are neighbours in rank, except at the top of the tree.
     top = _double_s(part, w.size, w.far, w.size) - _double_s(part, max(2, w.inside), w.far, w.size)
     crossing, _, _ = double_counts(w.nodes)
-    through = crossing if w.queue > 1 else 2 / 3 * crossing  # the two trees cross side by side where ranks have ports of their own
+    through = crossing if w.queue > 1 else 2 / 3 * crossing  # the two trees cross concurrently if ranks have their own ports
     return near + max(top, through * w.far.busy_s(part, w.size) + 2 * log2(w.nodes) * w.far.latency_s)
 
 
@@ -232,18 +231,18 @@ def _double_s(part: float, ranks: int, hop: Hop, at_once: int) -> float:
         return 0.0
     messages, latencies, additions = double_counts(ranks)
     if hop.exchange:
-        # A measured exchange is a message of every rank at once: half of those that keep a rank busy, or what each sends in the mean.
+        # A measured exchange is a message of every rank at once: half of a rank's messages, or the mean number that it sends.
         messages = max(messages / 2, 2 * DOUBLE_PIECES * (ranks - 1) / ranks)
     return messages * hop.busy_s(part, at_once) + latencies * hop.latency_s + additions * hop.add_s(part, at_once)
 
 
 def double_counts(num_ranks: int) -> tuple[float, float, float]:
-    """What stands one after another; from 128 ranks on each doubling adds what the last one did."""
+    """Return (messages, latencies, additions) on the critical path; from 128 ranks on each doubling adds as many as the last one."""
     counts = sorted(DOUBLE_TREE)
     lower = max([n for n in counts if n <= num_ranks][-1:] or [counts[0]])
-    at = min(counts.index(lower), len(counts) - 2)
-    part = log2(num_ranks / counts[at])
-    a, b = DOUBLE_TREE[counts[at]], DOUBLE_TREE[counts[at + 1]]
+    index = min(counts.index(lower), len(counts) - 2)
+    part = log2(num_ranks / counts[index])
+    a, b = DOUBLE_TREE[counts[index]], DOUBLE_TREE[counts[index + 1]]
     x, y, z = (low + part * (high - low) for low, high in zip(a, b, strict=True))
     return x, y, z
 
@@ -251,7 +250,7 @@ def double_counts(num_ranks: int) -> tuple[float, float, float]:
 def _recursive_doubling(size: float, w: Ways) -> float:
     core = 1 << (w.size.bit_length() - 1)
     total = sum(w.exchange_s(size, 1 << i, True) for i in range(core.bit_length() - 1)) + _folds(size, w, core, size)
-    # Where at most half of them are folded, the others' sums have come by then.
+    # If at most half of them are folded, the others' sums have arrived by then.
     early = w.near.latency_s if 0 < w.size - core <= core // 2 else 0.0
     return total - early
 
@@ -259,14 +258,14 @@ def _recursive_doubling(size: float, w: Ways) -> float:
 def _halving_doubling(size: float, w: Ways) -> float:
     core = 1 << (w.size.bit_length() - 1)
     total = _folds(size, w, core, size / 2)
-    for i in range(core.bit_length() - 1):  # the halves are exchanged with those that are farthest, whose numbers differ in the top bit
+    for i in range(core.bit_length() - 1):  # halves are exchanged with the farthest ranks, whose numbers differ in the top bit
         part, distance = size / (core >> i), 1 << i
         total += w.exchange_s(part, distance, True) + w.exchange_s(part, distance, False)
     return total
 
 
 def _folds(size: float, w: Ways, core: int, first: float) -> float:
-    """Ranks beyond a power of two send all they have to the first ones, behind their partners' `first` bytes, and get the sum back."""
+    """Seconds of folding: ranks beyond a power of two send their data to the first ones, after their `first` bytes, and get the sum."""
     if core == w.size:
         return 0.0
     hop = w.far if w.nodes > 1 else w.near
@@ -275,17 +274,17 @@ def _folds(size: float, w: Ways, core: int, first: float) -> float:
 
 
 def _hierarchical(size: float, w: Ways) -> float:
-    """Rings inside, then every rank's share between nodes, then rings inside."""
-    inner = 0.0
+    """Seconds of rings inside nodes, then of every rank's shard between nodes, then of rings inside."""
+    intra_node_s = 0.0
     if w.inside > 1:
         part = size / w.inside
-        inner = (w.inside - 1) * (2 * w.near.met_s(part, w.size) + w.near.add_s(part, w.size))
+        intra_node_s = (w.inside - 1) * (2 * w.near.met_s(part, w.size) + w.near.add_s(part, w.size))
     if w.nodes == 1:
-        return inner
+        return intra_node_s
     part, steps = size / w.size, w.nodes - 1
     busy, met, added = w.far.busy_s(part, w.size), w.far.met_s(part, w.size), w.far.add_s(part, w.size)
-    between = steps * (max(w.queue * busy, met + added) + max(w.queue * busy, met))
-    return inner + between + (w.queue - 1) * busy + (w.far.latency_s if w.queue * busy > met else 0.0)
+    inter_node_s = steps * (max(w.queue * busy, met + added) + max(w.queue * busy, met))
+    return intra_node_s + inter_node_s + (w.queue - 1) * busy + (w.far.latency_s if w.queue * busy > met else 0.0)
 
 
 FORMS: Mapping[str, Callable[[float, Ways], float]] = {
@@ -301,27 +300,27 @@ FORMS: Mapping[str, Callable[[float, Ways], float]] = {
 
 
 def ways(cluster: Cluster, group: Group, transport: str = "") -> Ways:
-    """The hops of a group on a cluster. `transport`: "gloo" for gloo where the ranks of a host have shared memory otherwise."""
-    where = path(cluster, group)
+    """Return the hops of a group on a cluster. `transport`: "gloo" for gloo instead of shared memory between ranks of a host."""
+    route = path(cluster, group)
     add_byte_s = ADDED / cluster.speed(group.total).memory_bandwidth_bytes_per_s
-    near = _hop(where.link, 1, cluster.device.launch_s, add_byte_s)
+    near = _hop(route.link, 1, cluster.device.launch_s, add_byte_s)
     call_s = 0.0
     if cluster.kind.times_programs:
-        means = transport if where.nodes == 1 else cluster.kind.library
+        means = transport if route.nodes == 1 else cluster.kind.library
         near = _measured(cluster, near, means)
         calls = _tables(cluster, f"call.{means}" if means else "call")
         call_s = _at(calls, 1.0, group.size, cluster.node_size) if calls else 0.0
-    if where.nodes == 1:
+    if route.nodes == 1:
         return Ways(near, near, group.size, call_s=call_s)
-    # Groups beside one another share the ports: what one rank of each sends out at once passes them together.
-    groups = max(1, min(cluster.node_size, group.total) // where.inside)
-    shared = max(1.0, groups / where.network.ports)
-    far = _hop(where.network, where.network.ports, cluster.device.launch_s, add_byte_s)
+    # Concurrent groups share the ports: the messages of one rank of each pass them together.
+    groups = max(1, min(cluster.node_size, group.total) // route.inside)
+    shared = max(1.0, groups / route.network.ports)
+    far = _hop(route.network, route.network.ports, cluster.device.launch_s, add_byte_s)
     far = replace(far, byte_s=far.byte_s * shared)
-    if near.one_way:  # what messages cost in the hosts, and what the network adds
+    if near.one_way:  # measured cost in the hosts, limited by the network
         far = replace(near, latency_s=far.latency_s, one_way=_slowed(near.one_way, far), exchange=_slowed(near.exchange, far))
-    queue = max(1.0, where.inside * groups / where.network.ports)
-    return Ways(near, far, where.inside, where.nodes, queue / shared, call_s)
+    queue = max(1.0, route.inside * groups / route.network.ports)
+    return Ways(near, far, route.inside, route.nodes, queue / shared, call_s)
 
 
 def _hop(link: Link, ports: int, message_s: float, add_byte_s: float) -> Hop:
@@ -329,12 +328,12 @@ def _hop(link: Link, ports: int, message_s: float, add_byte_s: float) -> Hop:
 
 
 def _measured(cluster: Cluster, hop: Hop, transport: str) -> Hop:
-    """The hop with what `weft probe` measured, where it did."""
-    end = f".{transport}" if transport else ""
-    one_way, exchange, adding, steps = (_tables(cluster, name) for name in (f"send{end}", f"exchange{end}", "add", f"step{end}"))
+    """Return the hop with the measurements of `weft probe`, if there are any."""
+    suffix = f".{transport}" if transport else ""
+    one_way, exchange, adding, steps = (_tables(cluster, name) for name in (f"send{suffix}", f"exchange{suffix}", "add", f"step{suffix}"))
     if not one_way or not exchange:
         return hop
-    # Half of the smallest message is the way; the other half its two ends' Python.
+    # Half of the smallest message is latency; the other half is Python at both ends.
     latency = min(table.points[0][1] for table in one_way) / 2
     return replace(hop, latency_s=latency, message_s=latency, one_way=one_way, exchange=exchange, adding=adding, steps=steps,
                    threads=cluster.node_size)  # fmt: skip
@@ -345,7 +344,7 @@ def _tables(cluster: Cluster, name: str) -> tuple[Table, ...]:
 
 
 def _nearest(tables: tuple[Table, ...], ranks: int) -> Table:
-    """The table of the number of ranks that is nearest, of two the smaller."""
+    """Return the table with the nearest number of ranks, the smaller of two."""
     return min(tables, key=lambda table: (abs(log2(table.ranks / max(1, ranks))), table.ranks))
 
 
@@ -354,14 +353,14 @@ def _slowed(tables: tuple[Table, ...], far: Hop) -> tuple[Table, ...]:
 
 
 def _at(tables: tuple[Table, ...], size_bytes: float, ranks: int, threads: int) -> float:
-    """Seconds with so many ranks: of the nearest number that was measured, which share the cores where they are more."""
-    near = _nearest(tables, ranks)
-    crowd = max(1.0, ranks / max(near.ranks, threads)) if ranks > near.ranks else 1.0
-    return near.seconds(size_bytes) * crowd
+    """Seconds with `ranks` ranks: of the nearest measured number, slowed down if more ranks share the cores."""
+    nearest = _nearest(tables, ranks)
+    oversubscription = max(1.0, ranks / max(nearest.ranks, threads)) if ranks > nearest.ranks else 1.0
+    return nearest.seconds(size_bytes) * oversubscription
 
 
 def native_s(cluster: Cluster, size_bytes: float, group: Group, transport: str = "") -> float:
-    """Seconds of the library's own all-reduce: measured, or by its protocols."""
+    """Seconds of the library's own all-reduce: measured, or from its protocols."""
     table = cluster.table(f"all_reduce.{transport}", group.size) if transport else None
     if table is not None and cluster.ranks_per_node(group.total) >= group.total:
         return table.seconds(size_bytes)
@@ -369,8 +368,7 @@ def native_s(cluster: Cluster, size_bytes: float, group: Group, transport: str =
 
 
 def algorithms(cluster: Cluster, group: Group, transport: str = "") -> dict[str, Callable[[float], float]]:
-    """By name, the library's own among them as `native`: seconds as a function of bytes. Those that the group's shape has no use for
-    are left out.
+    """Return seconds as a function of bytes by algorithm, with the library's own as `native`, without those that do not fit the group.
 
     >>> times = algorithms(Cluster.parse("8xdgx-a100-80"), Group(64))
     >>> times["ring"](2**30) < times["naive"](2**30)
@@ -389,16 +387,17 @@ def algorithms(cluster: Cluster, group: Group, transport: str = "") -> dict[str,
 
 
 def _program(name: str, cluster: Cluster, hops: Ways, transport: str) -> Callable[[float], float]:
-    """A program's seconds by bytes: those of its hops, by how much longer it took with the nearest number of ranks that was measured."""
-    formed = partial(all_reduce_s, name, ways=hops)
+    """Return a program's seconds by bytes: those of its hops, times its measured slowdown at the nearest number of ranks."""
+    closed_form = partial(all_reduce_s, name, ways=hops)
     measured = _tables(cluster, f"program.{name}.{transport}" if transport else f"program.{name}")
     if hops.nodes > 1 or not measured:
-        return formed
-    near = _nearest(measured, hops.size)
-    there = ways(cluster, Group(near.ranks), transport)
-    longer = Table(near.collective, near.ranks, tuple((size, s / all_reduce_s(name, size, there)) for size, s in near.points))
-    most, _ = near.points[-1]
-    return lambda size_bytes: formed(size_bytes) * longer.seconds(min(size_bytes, most))
+        return closed_form
+    nearest = _nearest(measured, hops.size)
+    measured_hops = ways(cluster, Group(nearest.ranks), transport)
+    ratios = tuple((size, s / all_reduce_s(name, size, measured_hops)) for size, s in nearest.points)
+    slowdown = Table(nearest.collective, nearest.ranks, ratios)
+    largest, _ = nearest.points[-1]
+    return lambda size_bytes: closed_form(size_bytes) * slowdown.seconds(min(size_bytes, largest))
 
 
 def _native(cluster: Cluster, group: Group, transport: str, size_bytes: float) -> float:
@@ -406,21 +405,21 @@ def _native(cluster: Cluster, group: Group, transport: str, size_bytes: float) -
 
 
 def _through_memory(cluster: Cluster, group: Group, size_bytes: float) -> float:
-    """Hierarchical between processors, as `weft.world.levels` runs it: sums are scattered and gathered through a host's memory, shares
-    cross by the library's own rings, and of large sums one part crosses while the next is scattered."""
-    where = path(cluster, group)
+    """Seconds of a hierarchical all-reduce between CPU hosts (`weft.world.levels`): reduce-scatter and all-gather through a host's memory,
+    shards between hosts by the library's own rings; of large tensors one chunk crosses while the next is scattered."""
+    route = path(cluster, group)
     host = replace(cluster, levels=cluster.levels[:1])
-    inside = collective_s(host, "all_reduce", size_bytes, Group(where.inside))
-    share = Group(where.nodes, cluster.node_size, where.nodes * cluster.node_size)
+    inside_s = collective_s(host, "all_reduce", size_bytes, Group(route.inside))
+    peers = Group(route.nodes, cluster.node_size, route.nodes * cluster.node_size)
     parts = max(1, ceil(size_bytes / PART_BYTES))
-    across = parts * collective_s(cluster, "all_reduce", size_bytes / parts / where.inside, share)
-    return max(inside, across) + min(inside, across) / parts
+    across_s = parts * collective_s(cluster, "all_reduce", size_bytes / parts / route.inside, peers)
+    return max(inside_s, across_s) + min(inside_s, across_s) / parts
 
 
 def choose(cluster: Cluster, group: Group, transport: str = "") -> Choices:
-    """The fastest algorithm by bytes, for `all_reduce=auto`: the library's own unless a program is predicted to take 10 % less.
+    """Choose the fastest algorithm by bytes, for `all_reduce=auto`: the library's own unless a program is predicted to take 10 % less.
 
-    On GPUs it is the library's own for all sizes: what a program's messages cost there beyond the wires has not been measured.
+    On GPUs it is the library's own for all sizes: the overhead of a program's messages there has not been measured.
 
     >>> choose(Cluster.parse("dgx-a100-80"), Group(1)).of(4096)
     'native'
@@ -438,13 +437,13 @@ def choose(cluster: Cluster, group: Group, transport: str = "") -> Choices:
         grid.append(grid[-1] * 2)
     names = [best(size) for size in grid]
     rows = []
-    for (low, here), (high, there) in pairwise(zip(grid, names, strict=True)):
-        while here != there:
-            # The last size of `here`: where a third one wins in between, it gets its own row.
-            left, right = low, high
-            while right - left > max(1, left // 256):
-                middle = (left + right) // 2
-                left, right = (middle, right) if best(middle) == here else (left, middle)
-            rows.append((left, here))
-            low, here = right, best(right)
+    for (low, name), (high, next_name) in pairwise(zip(grid, names, strict=True)):
+        while name != next_name:
+            # Bisect to the last size of `name`: if a third algorithm wins in between, it gets its own row.
+            lower, upper = low, high
+            while upper - lower > max(1, lower // 256):
+                middle = (lower + upper) // 2
+                lower, upper = (middle, upper) if best(middle) == name else (lower, middle)
+            rows.append((lower, name))
+            low, name = upper, best(upper)
     return Choices(tuple(rows), names[-1])

@@ -1,10 +1,10 @@
-"""Seconds of a collective. In: a cluster, how many ranks take part and how far apart they are, bytes. Out: seconds.
+"""Cost model of collectives (all-reduce, all-gather, reduce-scatter, all-to-all ...) and sends. In: a cluster, a rank group, bytes.
 
-Measured tables win where the cluster has them, then curves that were measured inside a node of that kind. Otherwise the least time over
-the algorithms and protocols of the library that the links name (`Protocols`, from the catalogue; between processors gloo's): rings and
-trees, with flags in the data (LL), in every 128 bytes (LL128) or apart (Simple), each a start, hops and a rate (Hockney's alpha-beta;
-Patarasuk and Yuan 2009 for the ring's bytes), as NCCL itself chooses. Groups that communicate at the same time share their node's port.
-Not modelled: in-network reduction between nodes, congestion behind the port, and a library that misjudges which protocol is fastest.
+Tables measured on the cluster take precedence, then curves measured inside a node of that kind. Otherwise the minimum over the
+algorithms and protocols of the library that the links name (`Protocols`, from the catalogue; gloo's between CPUs): rings and
+trees, with flags in the data (LL), in every 128 bytes (LL128) or separate (Simple), each a start, hops and a rate (Hockney's alpha-beta;
+Patarasuk and Yuan 2009 for the ring's bytes), as NCCL itself chooses. Groups that communicate concurrently share their node's port.
+Not modelled: in-network reduction between nodes, congestion beyond the port, and a library that misjudges which protocol is fastest.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from weft.cost.calibration.efficiency import Protocols, protocols
 from weft.errors import UsageError
 from weft.plan.transition import LOCAL
 
-# Bytes through one rank's port, as a part of the whole tensor, for n ranks; and the latencies in a row on a ring.
+# Bytes through one rank's port as a fraction of the full tensor, for n ranks; and the number of sequential latencies on a ring.
 FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
     "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
     "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
     "all_to_all": (lambda n: (n - 1) / n**2, lambda n: n - 1),
     "broadcast": (lambda n: 1.0, lambda n: n - 1),
-    "ring": (lambda n: (n - 1) / n, lambda n: n - 1),  # pieces that all pass on to the next rank, n - 1 times
-    # Of what a rank sends to its neighbours, which it sends at once.
+    "ring": (lambda n: (n - 1) / n, lambda n: n - 1),  # ring attention: every rank passes shards to the next, n - 1 times
+    # Relative to a rank's messages to its neighbours, which it sends at once.
     "halo_exchange": (lambda n: 1.0, lambda n: 1),
     "halo_add": (lambda n: 1.0, lambda n: 1),
-    # Of the values that enter a region of branches, or leave it, all go at once: each takes its part of one exchange.
+    # All values that enter or leave a region of branches move at once: each takes its share of one exchange.
     "gather": (lambda n: (n - 1) / n / n, lambda n: 1 / n),
     "scatter": (lambda n: (n - 1) / n / n, lambda n: 1 / n),
 }
-FREE = LOCAL  # redistributions that move nothing
+FREE = LOCAL  # redistributions without communication
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`size` ranks, neighbours `stride` apart, of a job of `num_ranks`, all of whose like groups communicate at once."""
+    """A group of `size` ranks with `stride` in a job of `num_ranks`; all groups of this shape communicate concurrently."""
 
     size: int
     stride: int = 1
@@ -55,8 +55,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How a group lies on the links: `inside` ranks of it a node, `nodes` nodes, the innermost link and the slowest one between
-    nodes, and what one group gets of each, bytes/s."""
+    """A group on the links: `inside` of its ranks per node, `nodes` nodes, the innermost link and the slowest one between
+    nodes, and the bandwidth that one group gets of each, bytes/s."""
 
     inside: int
     nodes: int
@@ -67,23 +67,23 @@ class Path:
 
 
 def members_per_unit(group: Group, unit: int) -> int:
-    """Ranks of the group in one unit of `unit` consecutive devices: of one that lies across a border, where there is one."""
+    """Return the ranks of the group in one unit of `unit` consecutive devices; for a group across units, half of it."""
     if straddles(group, unit):
         return -(-group.size // 2)
     return max(1, min(group.size, unit // group.stride))
 
 
 def straddles(group: Group, unit: int) -> bool:
-    """Whether groups that would fit into a unit do not divide it, so that some lie across a border: 3 ranks each on nodes of 8.
+    """Return whether groups that fit into a unit do not divide it, so that some cross a unit's end: 3 ranks each on nodes of 8.
 
-    All wait for those in the end, so they are what counts.
+    All groups eventually wait for those, so they determine the time.
     """
     span = group.size * group.stride
     return span <= unit < group.total and unit % span > 0
 
 
 def ring_s(name: str, size_bytes: float, num_ranks: int, link: Link) -> float:
-    """A ring of `num_ranks` over one link each: factor·S/bandwidth + steps·latency; all-reduce: 2(n-1)/n and 2(n-1)."""
+    """Seconds on a ring of `num_ranks` over one link each: factor·S/bandwidth + steps·latency; all-reduce: 2(n-1)/n and 2(n-1)."""
     if num_ranks < 2:
         return 0.0
     factor, steps = FACTORS[name]
@@ -91,7 +91,7 @@ def ring_s(name: str, size_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def path(cluster: Cluster, group: Group) -> Path:
-    """Where a group's bytes go. Each rank drives the ports next to it, and groups that work at once share them."""
+    """Return the links that a group uses. Each rank drives the ports next to it, and concurrent groups share them."""
     first = cluster.levels[0].link
     inside = here = members_per_unit(group, cluster.levels[0].size) if len(cluster.levels) > 1 else group.size
     network, slowest = first, float("inf")
@@ -111,31 +111,31 @@ def path(cluster: Cluster, group: Group) -> Path:
 
 
 def by_host(cluster: Cluster, group: Group) -> tuple[Group, Group]:
-    """(the members of one node, those with the same place on every node); of a group inside one node, or with unequal numbers of members
-    on its nodes: (one member, the group).
+    """Split a group into (its ranks on one node, its ranks with equal local index on all nodes); if it is inside one node, or has unequal
+    numbers of ranks on its nodes: (one rank, the group).
 
     >>> from weft.cluster.cluster import Cluster
     >>> [part.size for part in by_host(Cluster.parse("4xdgx-a100-40"), Group(16, 2))]
     [4, 4]
     """
-    where, unit = path(cluster, group), cluster.levels[0].size
-    if len(cluster.levels) == 1 or where.nodes == 1 or where.inside * where.nodes != group.size or straddles(group, unit):
+    route, unit = path(cluster, group), cluster.levels[0].size
+    if len(cluster.levels) == 1 or route.nodes == 1 or route.inside * route.nodes != group.size or straddles(group, unit):
         return Group(1), group
-    inside = Group(where.inside, group.stride, max(where.inside * group.stride, min(unit, group.total)))
-    return inside, Group(where.nodes, group.stride * where.inside, group.total)
+    inside = Group(route.inside, group.stride, max(route.inside * group.stride, min(unit, group.total)))
+    return inside, Group(route.nodes, group.stride * route.inside, group.total)
 
 
 def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, rules: Protocols | None = None) -> float:
-    """Seconds of collective `name` on a tensor of `size_bytes` in all (its whole, however it is cut) in every group at once.
+    """Seconds of collective `name` on a full (unsharded) tensor of `size_bytes`, in all groups concurrently.
 
-    `rules` replaces those that the links name, for fitting them.
+    `rules` replaces the protocols that the links name, for fitting them.
 
     >>> from weft.cluster.cluster import Cluster
     >>> round(1e3 * collective_s(Cluster.parse("dgx-a100-40"), "all_reduce", 2**30, Group(8)), 1)
     8.9
 
     Raises:
-        UsageError: a collective that is not known, by name.
+        UsageError: an unknown collective.
     """
     n = group.size
     if name in FREE or n < 2 or size_bytes <= 0:
@@ -145,17 +145,17 @@ def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, r
     measured = _measured_s(cluster, name, size_bytes, group)
     if measured is not None:
         return measured
-    where = path(cluster, group)
-    link = where.link if where.nodes == 1 else where.network
-    rules = rules or protocols(cluster.kind.library or link.protocol)  # NCCL's rules are for GPUs
-    return (_inside_s if where.nodes == 1 else _between_s)(name, size_bytes, n, where, rules)
+    route = path(cluster, group)
+    link = route.link if route.nodes == 1 else route.network
+    rules = rules or protocols(cluster.kind.library or link.protocol)  # NCCL is for GPUs
+    return (_inside_s if route.nodes == 1 else _between_s)(name, size_bytes, n, route, rules)
 
 
 def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
-    """Rings within a node. LL's rate is that of one rank's piece, since it uses more channels the more ranks there are."""
+    """Seconds of rings within a node. LL's rate is that of one rank's chunk, since it uses more channels the more ranks there are."""
     factor, steps = FACTORS[name]
     if (curve := rules.curve(name, n)) is not None:
-        # Among other numbers of ranks: as many bytes through each port, as many steps more.
+        # For other numbers of ranks: scaled to as many bytes through each port, and at least to as many steps.
         least = curve.points[0][1]
         moved = curve.seconds(size_bytes * factor(n) / factor(curve.ranks))
         return max(moved, least * steps(n) / steps(curve.ranks))
@@ -168,35 +168,35 @@ def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocol
 
 
 def _between_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
-    """Rings and trees over nodes. An all-reduce may be a tree, up and down in log2(nodes) hops; the others are rings."""
+    """Seconds of rings and trees over nodes. An all-reduce may be a tree, up and down in log2(nodes) hops; the others are rings."""
     factor, _ = FACTORS[name]
     through_node = factor(n) * size_bytes / where.inside_bytes_per_s if where.inside > 1 else 0.0
     return float(max(through_node, min(_lines_between(name, size_bytes, n, where, rules).values())))
 
 
 def _lines_between(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> dict[str, float]:
-    """Seconds over nodes by algorithm and protocol."""
+    """Return seconds over nodes by algorithm and protocol."""
     factor, steps = FACTORS[name]
     latency, bandwidth, nodes = where.network.latency_s, where.network_bytes_per_s, where.nodes
     moved = factor(n) * size_bytes
     if name == "all_to_all":
         moved *= where.inside
-    up = log2(nodes) if name == "all_reduce" else float(nodes - 1)
-    lines = {}
+    tree_hops = log2(nodes) if name == "all_reduce" else float(nodes - 1)
+    times = {}
     for key, line in (("LL", rules.net_ll), ("LL128", rules.net_ll128), *([("Simple", rules.net_tree)] if name == "all_reduce" else [])):
-        # What passes a node's port: both ways along the tree's edges, or less what a root and leaves need not.
+        # Bytes through a node's port: both ways along the tree's edges, less what roots and leaves need not send.
         saved = rules.tree_saved if key == "Simple" else 0.0
         carried = 2 * size_bytes * (1 - saved / nodes) if name == "all_reduce" else moved
-        lines[f"tree {key}"] = latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth)
+        times[f"tree {key}"] = latency * (line.start + line.hop * tree_hops) + carried / (line.rate * bandwidth)
     ring = rules.net_ring
     part = steps(n) / (2 * (n - 1))
     hops = 2 * part * ((nodes - 1) * latency + (n - nodes) * where.link.latency_s)
-    lines["ring"] = latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth)
-    return lines
+    times["ring"] = latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth)
+    return times
 
 
 def library_lines(cluster: Cluster, size_bytes: float, group: Group) -> dict[str, float]:
-    """Seconds of an all-reduce over nodes by what the library may use, of which it takes the least: trees of three protocols, and rings.
+    """Return seconds of an all-reduce over nodes by the library's choices (trees of three protocols, rings), of which it uses the fastest.
 
     >>> from weft.cluster.cluster import Cluster
     >>> lines = library_lines(Cluster.parse("8xdgx-a100-40"), 2**30, Group(64))
@@ -204,18 +204,18 @@ def library_lines(cluster: Cluster, size_bytes: float, group: Group) -> dict[str
     'ring'
 
     Raises:
-        UsageError: a group inside one node, where there are only rings.
+        UsageError: a group inside one node, which only uses rings.
     """
-    where = path(cluster, group)
-    if where.nodes == 1:
+    route = path(cluster, group)
+    if route.nodes == 1:
         raise UsageError(f"{group.size} ranks of {cluster.name} are on one node, where all are rings; name more ranks")
-    return _lines_between("all_reduce", size_bytes, group.size, where, protocols(cluster.kind.library or where.network.protocol))
+    return _lines_between("all_reduce", size_bytes, group.size, route, protocols(cluster.kind.library or route.network.protocol))
 
 
 def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> float:
     """Seconds of one message to the rank `stride` away, while `flows` ranks of its node send as well.
 
-    Within a node every device has a port of its own; between nodes the senders share the node's ports, one each.
+    Within a node every device has its own port; between nodes the senders share the node's ports, one each.
     """
     if size_bytes <= 0:
         return 0.0
@@ -233,10 +233,10 @@ def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> 
 
 
 def _measured_s(cluster: Cluster, name: str, size_bytes: float, group: Group) -> float | None:
-    """From the cluster's tables: the same collective, or an all-reduce scaled by the ring's factors; None beyond one node."""
+    """Return seconds from the cluster's tables: of the collective, or of all-reduce scaled by ring factors; None beyond one node."""
     if cluster.ranks_per_node(group.total) < group.total:
         return None
-    # Groups that work at once share the cores and the memory that move their bytes.
+    # Concurrent groups share the cores and the memory that move their bytes.
     crowd = max(1.0, (group.total / cluster.node_size) if group.total > group.size else 1.0)
     exact = cluster.table(name, group.size)
     if exact is not None:
@@ -244,9 +244,9 @@ def _measured_s(cluster: Cluster, name: str, size_bytes: float, group: Group) ->
     tables = [t for t in cluster.tables if t.collective == "all_reduce"]
     if not tables:
         return None
-    near = min(tables, key=lambda t: (abs(t.ranks - group.size), t.ranks))
+    nearest = min(tables, key=lambda t: (abs(t.ranks - group.size), t.ranks))
     factor, steps = FACTORS[name]
     traffic, steps_taken = FACTORS["all_reduce"]
-    least = near.points[0][1]
-    moved = near.seconds(size_bytes * factor(group.size) / traffic(near.ranks))
-    return max(moved, least * steps(group.size) / steps_taken(near.ranks)) * crowd
+    least = nearest.points[0][1]
+    moved = nearest.seconds(size_bytes * factor(group.size) / traffic(nearest.ranks))
+    return max(moved, least * steps(group.size) / steps_taken(nearest.ranks)) * crowd

@@ -1,8 +1,8 @@
-"""What the all-reduce programs move, in closed form: bytes, messages and steps. In: an algorithm, numbers of ranks. Out: `Moved`.
+"""Traffic of all-reduce algorithms in closed form: bytes, messages and steps. In: an algorithm, numbers of ranks.
 
-The same as counted on the programs (`weft.simulate.messages`), which `tests/pure/test_cost_traffic.py` holds it against; for numbers of
-ranks of which no program can be built. Steps of ranks that are no power of two are within two of the program's, those of `double_tree`
-within six (from three ranks on), and it has fewer messages where pieces go the same way at once.
+Equal to the counts on the programs (`weft.simulate.messages`), as `tests/pure/cost/test_cost_traffic.py` checks, and available for
+numbers of ranks too large to build programs. Steps of ranks that are no power of two are within two of the program's, those of
+`double_tree` within six (from three ranks on), and it has fewer messages if chunks take the same link at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weft.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """In tensors: `total` over all ranks, `busiest` sent by the rank that sends most; `balance`: bytes through the busiest rank over the
-    mean one's; `steps` of one message after another; `messages` in all."""
+    """Traffic in sizes of the tensor: `total` over all ranks, `busiest` sent by the rank that sends most; `balance`: bytes through the
+    busiest rank over the mean; `steps` of sequential messages; `messages` in all."""
 
     total: float
     busiest: float
@@ -27,13 +27,13 @@ class Moved:
 
 
 def moved(name: str, num_ranks: int, inside: int = 0) -> Moved:
-    """Of the program `name` with its default pieces over `num_ranks` ranks (hierarchical: boxes of `inside`).
+    """Return the traffic of algorithm `name` with its default chunks over `num_ranks` ranks (hierarchical: `inside` ranks per node).
 
-    >>> moved("ring", 4)
-    Moved(total=6.0, busiest=1.5, balance=1.0, steps=6, messages=24)
+    >>> [(t.total, t.busiest, t.balance, t.steps, t.messages) for t in [moved("ring", 4)]]
+    [(6.0, 1.5, 1.0, 6, 24)]
 
     Raises:
-        UsageError: an algorithm that is not known, fewer than two ranks, boxes that do not divide them.
+        UsageError: an unknown algorithm, fewer than two ranks, nodes that do not divide them.
     """
     n = num_ranks
     if n < 2:
@@ -46,7 +46,7 @@ def moved(name: str, num_ranks: int, inside: int = 0) -> Moved:
             return Moved(2.0 * (n - 1), 2 * (n - 1) / n, 1.0, 2 * (n - 1), 2 * n * (n - 1))
         case "hierarchical":
             if inside < 1 or n % inside:
-                raise UsageError(f"boxes of {inside} ranks do not divide {n}")
+                raise UsageError(f"nodes of {inside} ranks do not divide {n}")
             steps = 2 * (inside - 1) + 2 * (n // inside - 1)
             return Moved(2.0 * (n - 1), 2 * (n - 1) / n, 1.0, steps, n * steps)
         case "naive":
@@ -71,9 +71,9 @@ def moved(name: str, num_ranks: int, inside: int = 0) -> Moved:
 
 
 def _double_tree(num_ranks: int) -> tuple[float, float]:
-    """(sent by the rank that sends most, through the rank that has most): each tree carries half of the tensor up and down."""
+    """Return (sent by the rank that sends most, through the busiest rank): each tree carries half of the tensor up and down."""
     sent = [0.0] * num_ranks
-    for one in (tree.binary(num_ranks), tree.binary(num_ranks, 1)):
+    for binary_tree in (tree.binary(num_ranks), tree.binary(num_ranks, 1)):
         for rank in range(num_ranks):
-            sent[rank] += (len(one.children[rank]) + (one.parent[rank] is not None)) / 2
-    return max(sent), 2 * max(sent)  # what goes up a link comes down it
+            sent[rank] += (len(binary_tree.children[rank]) + (binary_tree.parent[rank] is not None)) / 2
+    return max(sent), 2 * max(sent)  # every link carries as much down as up

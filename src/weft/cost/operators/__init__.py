@@ -1,1 +1,1 @@
-"""Operators of a layout, gathered and priced."""
+"""Operators under a sharding: inventory and prices."""

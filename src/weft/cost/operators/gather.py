@@ -1,6 +1,6 @@
-"""What pricing asks of a graph under a sharding, gathered. In: an inventory, a sharding. Out: `Parts`.
+"""Construction of a `ShardedInventory` from an inventory and a sharding.
 
-Operators of layers that repeat are alike, and a fold places them alike (`model.sharding.fold`): what one has is told once for all.
+Operators of repeated layers are equal, and a fold shards them equally (`model.sharding.fold`), so each distinct operator is computed once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.plan.transition import LOCAL, sent_part, transition
 
 
 class _Unique:
-    """Numbers things in the order in which they first come."""
+    """Numbers distinct keys in the order of their first occurrence."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
@@ -47,7 +47,7 @@ class _Unique:
 
 
 def _sent(move: Move, n: int) -> tuple[float, float]:
-    """What the rank sends that sends most, forward and backward, over what it would if pieces were equal; of windows, over the value."""
+    """Return the ratio, forward and backward, of the bytes sent by the busiest rank to those with equal shards; for halos, to the value."""
     if is_halo(move.target) and is_shard(move.source):
         part = sent_part(move.source, move.target, n)
         return part or 1.0, part or 1.0
@@ -61,19 +61,19 @@ def _longer(source: Placement, target: Placement, n: int) -> float:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """What is asked of a graph's operators whatever the sharding. `narrow`: values that are 16-bit under autocast on processors."""
+    """Facts about a graph's operators that do not depend on the sharding. `narrow_values`: 16-bit values under autocast on CPUs."""
 
     inventory: Inventory
     narrow: frozenset[str]
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """By operator's name."""
+        """Number of each operator, by name."""
         return {op.name: i for i, op in enumerate(self.inventory.graph.operators)}
 
     @cached_property
     def joined(self) -> list[tuple[int, ...]]:
-        """By operator: its operands whose gradients come to one that waits, and are added up into a third."""
+        """[operator] -> operands whose gradients are added to one computed earlier, into a third tensor."""
         operators, grads = self.inventory.graph.operators, self.inventory.grads
         last = {value: i for i, op in enumerate(operators) for value in op.inputs if op.outputs[0] in grads}
         joins = {value for value in last if value in grads and value in self.inventory.graph.place}
@@ -81,12 +81,12 @@ class Unplaced:
 
     @cached_property
     def siblings(self) -> dict[str, float]:
-        """Rows of all products of one input with weights, by operator: q, k and v run as one product."""
-        groups: dict[str, list[tuple[str, float]]] = {}
+        """Total rows of the weights multiplied with the same input, by operator: q, k and v run as one product."""
+        by_input: dict[str, list[tuple[str, float]]] = {}
         for op in self.inventory.graph.operators:
             if record_of(op).product == "linear":
-                groups.setdefault(op.inputs[0], []).append((op.name, float(self.inventory.graph.tensors[op.inputs[1]].shape[0])))
-        return {name: sum(rows for _, rows in group) for group in groups.values() for name, _ in group}
+                by_input.setdefault(op.inputs[0], []).append((op.name, float(self.inventory.graph.tensors[op.inputs[1]].shape[0])))
+        return {name: sum(rows for _, rows in rows_by_name) for rows_by_name in by_input.values() for name, _ in rows_by_name}
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
@@ -102,22 +102,22 @@ class Unplaced:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """By operator: a number, the same for those that have the same where their values lie alike."""
+        """[operator] -> a class number, equal for operators with equal costs if their values are sharded equally."""
         inventory, unique = self.inventory, _Unique()
-        sets = (inventory.batched, inventory.grads, inventory.held, self.narrow)
+        value_sets = (inventory.batched, inventory.grads, inventory.held, self.narrow)
         numbers = []
         for op, kind, joined in zip(inventory.graph.operators, operator_classes(inventory.graph), self.joined, strict=True):
-            values, done, saved = (*op.inputs, *op.outputs), inventory.works[op.name], inventory.kept[op.name]
+            operands, work, saved = (*op.inputs, *op.outputs), inventory.works[op.name], inventory.kept[op.name]
             key = (
-                kind, joined, self.siblings.get(op.name), tuple([v in some for v in values for some in sets]),
-                tuple([values.index(v) for v in values]), astuple(replace(done, keeps=())), tuple([v in done.keeps for v in values]),
+                kind, joined, self.siblings.get(op.name), tuple([v in value_set for v in operands for value_set in value_sets]),
+                tuple([operands.index(v) for v in operands]), astuple(replace(work, keeps=())), tuple([v in work.keeps for v in operands]),
                 astuple(replace(saved, storages=())), id(op.function),
             )  # fmt: skip
             numbers.append(unique(key))
         return numbers
 
     def placed(self, sharding: Sharding | None) -> Sequence[Hashable]:
-        """By operator: the same for those of one number that are placed by the same part of a fold."""
+        """[operator] -> a key, equal for operators of one cost class that share a fold's placement."""
         if sharding is None:
             return self.numbers
         if sharding.regions:
@@ -131,7 +131,7 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """What one operator has in `Parts` whatever its values are called: entries of `compute` and `collectives`, bytes."""
+    """Data of one operator in the inventory, independent of names: entries of `compute` and `collectives`, bytes."""
 
     local: int
     forward: tuple[int, ...]
@@ -145,7 +145,7 @@ class _Alone:
 
 @dataclass
 class _Gathering:
-    """`gather` at work."""
+    """State of building one inventory."""
 
     source: Unplaced
     sharding: Sharding | None
@@ -162,94 +162,96 @@ class _Gathering:
     def moved(
         self, name: str, value: str, axis: str, size: float | None = None, by_row: bool = False, ways: float = 0, among: Span = None
     ) -> int:
-        """The entry of a collective, of `size` bytes where these are not the value's."""
-        shared = (shared_by_data(self.sharding, value) or by_row) and not (axis_of(axis).replicas and axis_of(axis).cuts <= {SAMPLES})
-        moves = self.graph.tensors[value].size_bytes / (ways or self._ways(value, axis)) if size is None else size
-        follows = by_row or (size is None and value in self.inventory.batched)
-        of = self._experts[value] if axis == EXPERT else ANY
-        return self.collectives(Collective(name, axis, moves, follows, shared, value in self.source.narrow, size is not None, among, of))
+        """Add a collective on a value, or on `size` bytes, and return its entry."""
+        is_shared = (shared_by_data(self.sharding, value) or by_row) and not (axis_of(axis).replicas and axis_of(axis).cuts <= {SAMPLES})
+        size_bytes = self.graph.tensors[value].size_bytes / (ways or self._ways(value, axis)) if size is None else size
+        is_batched = by_row or (size is None and value in self.inventory.batched)
+        experts = self._experts[value] if axis == EXPERT else ANY
+        is_narrow, is_float32 = value in self.source.narrow, size is not None
+        return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts))
 
     def moves(self) -> Iterator[tuple[int, int | None, int | None]]:
-        """(operator, entries forward and backward) of every `Move`."""
+        """Yield (operator, entries forward and backward) of every `Move`."""
         sharding = self.sharding
         for move in sharding.moves if sharding is not None else ():
             if sharding is None or move.op not in self.source.position:
                 continue
             at = self.source.position[move.op]
-            ways: float = 0 if axis_of(move.axis).replicas else pieces_moving(sharding, self.graph.operators[at], move)
+            divisor: float = 0 if axis_of(move.axis).replicas else pieces_moving(sharding, self.graph.operators[at], move)
             there, back = _sent(move, sharding.sizes[move.axis])
-            ways = ways or self._ways(move.value, move.axis)
+            divisor = divisor or self._ways(move.value, move.axis)
             backward = move.backward if move.value in self.inventory.grads else ""
-            forth, again = (
-                None if name in LOCAL else self.moved(name, move.value, move.axis, ways=ways / more)
-                for name, more in ((move.forward, there), (backward, back))
+            forward, backward_entry = (
+                None if name in LOCAL else self.moved(name, move.value, move.axis, ways=divisor / factor)
+                for name, factor in ((move.forward, there), (backward, back))
             )
-            yield at, forth, again
+            yield at, forward, backward_entry
 
     def alone(self, op: Operator, joined: Sequence[int]) -> _Alone:
-        """`joined`: as `Unplaced.joined` has it."""
-        inventory, sharding, places, mine = self.inventory, self.sharding, self.places, self.inventory.kept[op.name]
+        """Build the entry of an operator. `accumulated`: its `OperatorFacts.accumulated_operands`."""
+        inventory, sharding, places, saved = self.inventory, self.sharding, self.places, self.inventory.kept[op.name]
         local = self.compute(_local(inventory, sharding, op, self.source.siblings))
         forward: list[int] = []
         backward: list[int] = []
         for axis in self.axes:
             if cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, axis, self.moved, forward, backward)
-        divide = work_ways(sharding, op)
-        extra = extra_bytes(op, self.graph.tensors, sharding, inventory.works[op.name].extra_bytes, divide)
+        divisor = work_ways(sharding, op)
+        extra = extra_bytes(op, self.graph.tensors, sharding, inventory.works[op.name].extra_bytes, divisor)
         is_cut = any(cut(sharding, op.name, axis) for axis in self.axes)
-        beside = mine.spread_bytes if is_cut else mine.alone_bytes
-        more = _beside_pieces(inventory, places, op, divide) if sharding is not None else 0.0
-        least = max((2 * places.storage_of(op.inputs[at], places.ways_read(op, at)).size_bytes for at in joined), default=0.0)
+        extra_workspace = saved.spread_bytes if is_cut else saved.alone_bytes
+        gradients = _beside_pieces(inventory, places, op, divisor) if sharding is not None else 0.0
+        min_workspace = max((2 * places.storage_of(op.inputs[at], places.ways_read(op, at)).size_bytes for at in joined), default=0.0)
         return _Alone(
             local, tuple(forward), tuple(backward), extra,
-            max(least, (mine.working_bytes + beside) / divide + more), max(least, (mine.torch_bytes + beside) / divide + more),
-            mine.weight_bytes / divide, cut(sharding, op.name, DATA),
+            max(min_workspace, (saved.working_bytes + extra_workspace) / divisor + gradients),
+            max(min_workspace, (saved.torch_bytes + extra_workspace) / divisor + gradients),
+            saved.weight_bytes / divisor, cut(sharding, op.name, DATA),
         )  # fmt: skip
 
 
 def gather(source: Unplaced, sharding: Sharding | None) -> Parts:
-    """What pricing asks of a graph under a sharding."""
+    """Build the inventory of a graph under a sharding."""
     inventory, graph = source.inventory, source.inventory.graph
     work = _Gathering(source, sharding)
     places, makers, keys = work.places, graph.place, source.placed(sharding)
     forward: list[tuple[int, int]] = []
     backward: list[tuple[int, int]] = []
-    for at, there, back in work.moves():
-        forward += [] if there is None else [(at, there)]
-        backward += [] if back is None else [(at, back)]
-    alone: dict[Hashable, _Alone] = {}
-    each, stored, reads, makes = [], [], [], []
+    for at, forward_entry, backward_entry in work.moves():
+        forward += [] if forward_entry is None else [(at, forward_entry)]
+        backward += [] if backward_entry is None else [(at, backward_entry)]
+    data_of_key: dict[Hashable, _Alone] = {}
+    per_operator, stored, reads, makes = [], [], [], []
     for i, (op, key) in enumerate(zip(graph.operators, keys, strict=True)):
-        if key not in alone:
-            alone[key] = work.alone(op, source.joined[i])
-        each.append(mine := alone[key])
-        forward += [(i, entry) for entry in mine.forward]
-        backward += [(i, entry) for entry in mine.backward]
+        if key not in data_of_key:
+            data_of_key[key] = work.alone(op, source.joined[i])
+        per_operator.append(data := data_of_key[key])
+        forward += [(i, entry) for entry in data.forward]
+        backward += [(i, entry) for entry in data.backward]
         if op.name in work.travels:
             for entries in (forward, backward):
                 entries.append((i, work.moved("all_to_all", work.travels[op.name][0], EXPERT)))
         arriving = places.read(op, key)
         places.add(op, arriving)
-        saved = (places.kept(op, arriving, *one) for one in inventory.kept[op.name].storages)
-        stored.append((*saved, *places.padded(op), *kept(places, op)))
+        saved_storages = (places.kept(op, arriving, *item) for item in inventory.kept[op.name].storages)
+        stored.append((*saved_storages, *places.padded(op), *kept(places, op)))
         makes.append(tuple(places.storages[v] for v in op.outputs))
         reads.append(tuple((makers[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in makers))
     return Parts(
         tuple(work.compute.numbers),  # type: ignore[arg-type]
-        np.array([one.local for one in each], dtype=np.intp),
+        np.array([item.local for item in per_operator], dtype=np.intp),
         tuple(work.collectives.numbers),  # type: ignore[arg-type]
         _columns(forward),
         _columns(backward),
         tuple(stored),
         tuple(reads),
         tuple(makes),
-        np.array([one.extra for one in each]),
-        np.array([one.working for one in each]),
-        np.array([one.owned for one in each]),
-        np.array([one.weights for one in each]),
+        np.array([item.extra for item in per_operator]),
+        np.array([item.working for item in per_operator]),
+        np.array([item.owned for item in per_operator]),
+        np.array([item.weights for item in per_operator]),
         _waiting(graph, inventory.grads, makers, [places.storage_of(v).amount for v in makers]),
-        np.array([one.shared for one in each], dtype=bool),
+        np.array([item.shared for item in per_operator], dtype=bool),
         source.attention,
         source.blocks,
         source.attention_core,
@@ -257,42 +259,42 @@ def gather(source: Unplaced, sharding: Sharding | None) -> Parts:
 
 
 def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: float) -> float:
-    """Bytes of gradients that are not cut as the operator's work is: of what it reads whole, and of summands. A convolution has that of
-    its first operand in a layout of its own, too."""
+    """Return the bytes of gradients that are sharded less than the operator's work: of replicated operands and partial sums. A convolution
+    also has that of its first operand in a blocked layout."""
     tensors, sharding = inventory.graph.tensors, places.sharding
-    more = 0.0
+    size = 0.0
     for at, value in enumerate(op.inputs):
         if value in inventory.grads and value not in inventory.held:
-            twice = 2.0 if at == 0 and inventory.works[op.name].kind == "convolution" else 1.0
-            ways = places.ways_read(op, at)
-            more += twice * tensors[value].size_bytes * max(0.0, 1 / ways - 1 / divide)
-            if record_of(op).joins and ways < pieces(sharding, value):  # of its gradient a piece is cut out and sent
-                more += tensors[value].size_bytes / ways
+            copies = 2.0 if at == 0 and inventory.works[op.name].kind == "convolution" else 1.0
+            divisor = places.ways_read(op, at)
+            size += copies * tensors[value].size_bytes * max(0.0, 1 / divisor - 1 / divide)
+            if record_of(op).joins and divisor < pieces(sharding, value):  # a shard of its gradient is copied and sent
+                size += tensors[value].size_bytes / divisor
     for value in op.outputs:
         if value in inventory.grads:
-            more += tensors[value].size_bytes * max(0.0, 1 / pieces(sharding, value) - 1 / divide)
-    more += on_the_way(inventory, sharding, op)
-    return more
+            size += tensors[value].size_bytes * max(0.0, 1 / pieces(sharding, value) - 1 / divide)
+    size += on_the_way(inventory, sharding, op)
+    return size
 
 
 def _waiting(graph: Graph, grads: frozenset[str], makers: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
-    """By operator: gradients that lie there while its backward runs, since something behind it has made them and their own operator's
-    backward is still to come: of what goes round it. `sizes`: of what is `makers`. What goes round an operator and is added to its result
-    has the gradient of that result, one tensor, which counts there as the operator's."""
+    """[operator] -> bytes of gradients alive during its backward because a later operator computed them and the backward of their producer
+    is still to come (skip connections). `sizes`: of the values in `makers`. A skip connection that is added to an operator's result shares
+    the gradient of that result, one tensor, which counts as the operator's."""
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs}
     first = {value: i for i, op in reversed([*enumerate(graph.operators)]) for value in op.inputs}
     rows = [[0.0] * (len(graph.operators) + 1) for _ in range(3)]
     for (value, maker), size in zip(makers.items(), sizes, strict=True):
         if value in grads and last.get(value, 0) > maker + 1:
-            for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
-                row[maker + 1] += each
-                row[last[value]] -= each
+            for row, amount in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
+                row[maker + 1] += amount
+                row[last[value]] -= amount
             reader = graph.operators[last[value]]
-            beside = [makers[v] for v in reader.inputs if v in makers and first[v] == last[v] and makers[v] > maker]
-            if record_of(reader).gradient in ("same", "summed") and len(beside) == 1:
-                for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
-                    row[beside[0]] -= each
-                    row[beside[0] + 1] += each
+            other_makers = [makers[v] for v in reader.inputs if v in makers and first[v] == last[v] and makers[v] > maker]
+            if record_of(reader).gradient in ("same", "summed") and len(other_makers) == 1:
+                for row, amount in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
+                    row[other_makers[0]] -= amount
+                    row[other_makers[0] + 1] += amount
     return Amounts(*(np.cumsum(row[:-1]) for row in rows))
 
 
@@ -302,7 +304,7 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArra
 
 
 def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblings: dict[str, float]) -> Local:
-    done = inventory.works[op.name]
+    work = inventory.works[op.name]
     tensors = inventory.graph.tensors
     if sharding is not None and op.name in sharding.elsewhere:
         return Local(Kernel("view"), op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
@@ -318,44 +320,44 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
                 form, ranks = sharding.forms[op.inputs[1]].get(axis, R), sharding.ways(op, axis)
                 dim = form.dim if is_shard(form) else None
                 m, n, k = (m, _of(n, ranks), k) if dim == 0 else (m, n, _of(k, ranks)) if dim == 1 else (_of(m, ranks), n, k)
-    elif done.kind == "attention":
+    elif work.kind == "attention":
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = _of(float(np.prod(query[:-2])), divide)
         scores = heads * query[-2] * key[-2]
         head = float(query[-1])
         visible = 0.5 if is_causal(op) else 1.0
-    products = done.kind in ("linear", "convolution", "recurrent")
+    products = work.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
-    filling, torch_kernel = inventory.kernels.convolution(op, tensors, sharding) if done.kind == "convolution" else (FULL, NEVER)
-    kind = "linear" if is_product(op, tensors, sharding) else done.kind
-    more = merged(inventory, sharding, op) if done.kind == "attention" else (0.0, 0.0)
+    filling, torch_kernel = inventory.kernels.convolution(op, tensors, sharding) if work.kind == "convolution" else (FULL, NEVER)
+    kind = "linear" if is_product(op, tensors, sharding) else work.kind
+    more = merged(inventory, sharding, op) if work.kind == "attention" else (0.0, 0.0)
     kernel = Kernel(
-        kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
+        kind, work.flops / divide, work.backward_flops / divide, (work.bytes + more[0]) / divide, (work.backward_bytes + more[1]) / divide,
         m, n, k, share, scores, heads, weights, filling if kind == "convolution" else FULL, torch_kernel,
-        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors, in_units(sharding, op)), visible, head,
-        _fixed(inventory, op, divide), done.taps / divide, done.backward_taps / divide,
+        work.cast_bytes / divide, work.backward_cast_bytes / divide, single_steps(op, tensors, in_units(sharding, op)), visible, head,
+        _fixed(inventory, op, divide), work.taps / divide, work.backward_taps / divide,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
 
 
 def _of(size: float, ways: float) -> float:
-    """A part of a size: of unequal pieces the longest, which is a whole number where the size is."""
+    """Return the size of a shard: of unequal shards the longest, an integer if the size is."""
     return size / ways if isinstance(ways, int) else round(size / ways, 6)
 
 
 def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:
-    """Of what an operator moves that of operands which are the same for every sample, of scalars, and of their gradients."""
-    done, tensors = inventory.works[op.name], inventory.graph.tensors
+    """Return the part of an operator's traffic that does not scale with the batch: weights, scalars, and their gradients."""
+    work, tensors = inventory.works[op.name], inventory.graph.tensors
     fixed = [v for v in dict.fromkeys((*op.inputs, *op.outputs)) if v not in inventory.batched or not tensors[v].shape]
     if op.outputs[0] not in inventory.batched or op.function is not None or not fixed:
         return NOTHING
-    read = 0.0 if done.kind == "gather" else float(sum(tensors[v].size_bytes for v in fixed))
-    back = float(sum(tensors[v].size_bytes * ((v in inventory.grads) + (v in done.keeps)) for v in fixed))
+    read = 0.0 if work.kind == "gather" else float(sum(tensors[v].size_bytes for v in fixed))
+    backward_read = float(sum(tensors[v].size_bytes * ((v in inventory.grads) + (v in work.keeps)) for v in fixed))
     casts = inventory.cast_of(op)
-    cast, learned = (float(sum(size for v, size in casts.items() if v in some)) for some in (set(fixed), set(fixed) & inventory.grads))
+    cast, learned = (float(sum(size for v, size in casts.items() if v in subset)) for subset in (set(fixed), set(fixed) & inventory.grads))
     return Moved(*(min(full, part) / divide for full, part in (
-        (done.bytes, read), (done.backward_bytes, back), (done.cast_bytes, cast), (done.backward_cast_bytes, learned),
+        (work.bytes, read), (work.backward_bytes, backward_read), (work.cast_bytes, cast), (work.backward_cast_bytes, learned),
     )))  # fmt: skip
 
 
@@ -363,25 +365,25 @@ def _inside(
     inventory: Inventory, sharding: Sharding | None, op: Operator, axis: str, moved: Callable[..., int],
     forward: list[int], backward: list[int],
 ) -> None:  # fmt: skip
-    """Entries of the collectives that a cut operator's own kernel makes, which no `Move` shows, added to those `forward` and `backward`."""
+    """Add to `forward` and `backward` the entries of collectives inside a sharded operator's own kernel, which no `Move` shows."""
     assert sharding is not None
     record, out = record_of(op), op.outputs[0]
-    lies = sharding.forms[out].get(axis, R)
-    is_replicated = is_full(lies)
+    placement = sharding.forms[out].get(axis, R)
+    is_replicated = is_full(placement)
     tensors = inventory.graph.tensors
-    for one in around(inventory, sharding, op, axis):
-        at = moved(one.name, one.value, axis, one.size_bytes, one.size_bytes is not None, one.ways, one.among)
-        forward += [at] * one.forward
-        backward += [at] * one.backward
+    for ring in around(inventory, sharding, op, axis):
+        entry = moved(ring.name, ring.value, axis, ring.size_bytes, ring.size_bytes is not None, ring.ways, ring.among)
+        forward += [entry] * ring.forward
+        backward += [entry] * ring.backward
     if cut(sharding, op.name, axis) and in_units(sharding, op):
         steps, state = gathered_steps(op, tensors)
         forward += [moved("all_gather", out, axis, state, by_row=True)] * steps
         backward += [moved("reduce_scatter", out, axis, state, by_row=True)] * (steps if out in inventory.grads else 0)
     elif record.fuses_softmax and is_replicated:
-        # Largest logit, sum and target's logit of every row.
+        # Maximum, sum and target logit of every row.
         forward += [moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True)] * 3
-    elif record.over_samples and not (is_shard(lies) and lies.dim == 1) and len(op.args) > 5 and op.args[5] is True:
-        # In training, over samples or places; ranks that have channels of their own have the statistics of those.
+    elif record.over_samples and not (is_shard(placement) and placement.dim == 1) and len(op.args) > 5 and op.args[5] is True:
+        # In training, over samples or positions; ranks with a shard of channels have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append(statistics)
         backward.append(statistics)
@@ -390,4 +392,4 @@ def _inside(
         forward.append(largest)
         backward.append(largest)
     elif inventory.works[op.name].kind in ("linear", "convolution") and is_replicated:
-        forward.append(moved("all_reduce", out, axis))  # summed before the bias is added
+        forward.append(moved("all_reduce", out, axis))  # reduced before the bias is added

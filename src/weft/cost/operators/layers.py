@@ -1,11 +1,11 @@
-"""What each layer costs under each way of cutting it. In: a graph, a cluster, a batch, a number of ranks. Out: a `Layer` a pattern.
+"""Cost of each layer under each of its shardings. In: a graph, a cluster, a batch, a number of ranks. Out: a `Layer` per pattern.
 
-A layer is an operator that has weights, multiplies or keeps something for backward; repeated ones are one, with their count. Each is taken
-out of its model and priced alone by the planner's own pricer: cut by every label of its factor rule that divides, and whole. What it
-sends is what the cut itself asks for, where its neighbours hand on and take what it reads and makes as it lies; `moved` is what comes on
-top where they are whole on every rank. The step is one microbatch. Not modelled: products that run as one where they read the same
-input (q, k and v), storages that a layer keeps and reads a part of, operands that autocast has narrow already, overlap, and cuts of one
-layer by two labels.
+A layer is an operator that has weights, multiplies or saves tensors for backward; repeated ones are one, with their count. Each is isolated
+from its model and priced by the planner's own pricer: sharded by every label of its factor rule that divides, and replicated. Its
+communication is that of the sharding itself, with neighbours that produce and read values in its placements; `moved` is the additional
+redistribution if they are replicated. The step is one microbatch. Not modelled: products that run as one because they read the same
+input (q, k and v), storages that a layer saves and reads a part of, operands that autocast has cast already, overlap, and shardings of
+one layer by two labels.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from weft.plan.patterns import pattern_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_halo
 
 REPLICATED = "whole"
-# Kinds of labels by which a layer is cut, and the layout that cuts by them.
+# Kinds of labels by which a layer is sharded, and the layout that shards by them.
 LAYOUTS = {
     SAMPLES: "data={n}", "height": "spatial={n}x1", "width": "spatial=1x{n}", "planes": "spatial={n}x1x1", "outputs": "tensor={n}",
     "inputs": "tensor={n}", EXPERTS: "data={n} expert={n}", "heads": "tensor={n}", "features": "tensor={n}", "vocabulary": "tensor={n}",
     "positions": "tensor={n} sequence_parallel=on",
 }  # fmt: skip
-CONTEXT = "context={n} attention=gather"  # of attention, which gathers keys and values
+CONTEXT = "context={n} attention=gather"  # for attention, which all-gathers keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A layer cut by `label`, which is `kind`, over the ranks of `layout`; the whole layer on every rank has no label.
+    """A layer sharded by `label` of `kind` over the ranks of `layout`; the replicated layer has no label.
 
-    Of one rank and one step: FLOPs forward and backward, bytes that it keeps for backward and no layer before it does, of its weights, and
-    that it sends: for its result, for its operands' gradients, to sum its weights' gradients, and where its neighbours are whole.
-    Seconds of its kernels, of what it sends in forward and backward, of its weights' sums, and where its neighbours are whole.
+    Per rank and step: FLOPs forward and backward; bytes that it saves for backward and no earlier layer does, of its weights, and
+    sent: for its result, for its operands' gradients, to reduce its weights' gradients, and to neighbours that are replicated.
+    Seconds of its kernels, of communication in forward and backward, of gradient reduction, and of replicated neighbours.
     """
 
     kind: str
@@ -72,14 +72,14 @@ class Way:
 
     @property
     def total_s(self) -> float:
-        """Its seconds beside neighbours that lie as it does."""
+        """Seconds with neighbours in matching placements."""
         return self.compute_s + self.communication_s + self.gradient_s
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`count` operators alike at `site`, a pattern; `first` names one of them, `shape` is its result's. `ways`: whole, then each cut that
-    divides."""
+    """A layer that occurs `count` times at `site`, a pattern; `first` is the name of one operator, `shape` its result's. `shardings`:
+    replicated, then by each label that divides."""
 
     site: str
     first: str
@@ -90,10 +90,10 @@ class Layer:
 
 
 def layers(graph: Graph, cluster: Cluster, batch_size: int, ranks: int, precision: str = "float32") -> tuple[Layer, ...]:
-    """Every layer of the model in its order, each over `ranks` ranks in every way there is.
+    """Price every layer of the model in order, each over `ranks` ranks in every sharding.
 
     Raises:
-        LayoutError: no ranks. Infeasible: a precision that the devices do not have.
+        LayoutError: no ranks. Infeasible: a precision that the devices lack.
     """
     if ranks < 1:
         raise LayoutError(f"{ranks} ranks share no layer; give 1 or more")
@@ -104,16 +104,16 @@ def layers(graph: Graph, cluster: Cluster, batch_size: int, ranks: int, precisio
         by_kind.setdefault((pattern_of(op.site), op.target, shapes, model.keeps_first(op)), []).append(op)
     rows = []
     for (site, *_), members in by_kind.items():
-        ways = tuple(model.ways(members[0]))
-        if ways[0].flops or ways[0].parameter_bytes or ways[0].kept_bytes:
-            one = members[0]
-            rows.append(Layer(str(site), one.name, len(members), one.target.split(".")[1], graph.tensors[one.outputs[0]].shape, ways))
+        shardings = tuple(model.ways(members[0]))
+        if shardings[0].flops or shardings[0].parameter_bytes or shardings[0].kept_bytes:
+            op = members[0]
+            rows.append(Layer(str(site), op.name, len(members), op.target.split(".")[1], graph.tensors[op.outputs[0]].shape, shardings))
     return tuple(rows)
 
 
 @dataclass
 class _Model:
-    """A model of which layers are taken out."""
+    """A model whose layers are isolated and priced."""
 
     graph: Graph
     cluster: Cluster
@@ -131,17 +131,17 @@ class _Model:
 
     @cached_property
     def learned(self) -> set[str]:
-        """Values that have a gradient."""
+        """Values with a gradient."""
         return differentiable(self.graph)
 
     @cached_property
     def batched(self) -> set[str]:
-        """Values whose size follows the samples."""
+        """Values whose size scales with the batch."""
         return batched(self.graph)
 
     @cached_property
     def keepers(self) -> Mapping[tuple[str, str], str]:
-        """[storage, copy] -> the first operator that keeps it."""
+        """[storage, copy] -> the first operator that saves it."""
         inventory = self.inventory
         readers: dict[tuple[str, str], str] = {}
         for op in inventory.graph.operators:
@@ -150,7 +150,7 @@ class _Model:
         return readers
 
     def keeps_first(self, op: Operator) -> tuple[bool, ...]:
-        """Of each storage that an operator keeps, whether none before it does."""
+        """Return, for each storage that an operator saves, whether no earlier operator does."""
         root = self.inventory.root
         return tuple(self.keepers[root.get(value, value), copy] == op.name for value, copy, _ in self.inventory.kept[op.name].storages)
 
@@ -160,30 +160,30 @@ class _Model:
         return pricer.held_inventory(Layout(precision=self.precision))
 
     def ways(self, op: Operator) -> Iterator[Way]:
-        """Whole, then by label."""
-        alone = _Alone.of(self, op)
-        yield alone.way(REPLICATED, "", Layout(precision=self.precision))
+        """Yield the prices of an operator replicated, then sharded by each label."""
+        isolated = _Alone.of(self, op)
+        yield isolated.way(REPLICATED, "", Layout(precision=self.precision))
         rule = self.graph.rules[op.name]
         if rule is None or self.ranks == 1:
             return
         for label in rule.labels:
             kind = self.kind_of(op, rule, label)
-            words = CONTEXT if kind == "positions" and record_of(op).kind == "attention" else LAYOUTS[kind]
-            layout = Layout.parse(f"{words.format(n=self.ranks)} precision={self.precision}")
-            try:  # tokens come from samples to experts, and go back
-                cut = next((x for x in rule.labels if self.kind_of(op, rule, x) == SAMPLES), label) if kind == EXPERTS else label
-                yield replace(alone.way(kind, cut, layout), label=label)
+            template = CONTEXT if kind == "positions" and record_of(op).kind == "attention" else LAYOUTS[kind]
+            layout = Layout.parse(f"{template.format(n=self.ranks)} precision={self.precision}")
+            try:  # expert parallelism: tokens are dispatched from sample shards to experts and combined back
+                sharded_label = next((x for x in rule.labels if self.kind_of(op, rule, x) == SAMPLES), label) if kind == EXPERTS else label
+                yield replace(isolated.way(kind, sharded_label, layout), label=label)
             except LayoutError:  # the rule does not allow it, or the length does not divide
                 continue
 
     def kind_of(self, op: Operator, rule: Rule, label: str) -> str:
-        """What a label stands for: a key of `LAYOUTS`."""
+        """Return the kind of a label: a key of `LAYOUTS`."""
         meaning = self.meanings[op.name]
         if label in meaning.samples:
             return SAMPLES
         rows = [(v, row) for v, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)) if row]
-        places = [self.positions.get((v, row.index(label)), frozenset()) for v, row in rows if label in row]
-        if (positions := next((kind for kind in POSITIONS if any(kind in place for place in places)), None)) is not None:
+        position_kinds = [self.positions.get((v, row.index(label)), frozenset()) for v, row in rows if label in row]
+        if (positions := next((kind for kind in POSITIONS if any(kind in kinds for kinds in position_kinds)), None)) is not None:
             return positions
         if rule.kernels.get(label) == "vocabulary":
             return "vocabulary"
@@ -200,7 +200,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Alone:
-    """One operator as a model of its own, between what makes its operands and a reader of each result."""
+    """One operator as a separate graph, between producers of its operands and a reader of each result."""
 
     model: _Model
     op: Operator
@@ -208,74 +208,74 @@ class _Alone:
 
     @classmethod
     def of(cls, model: _Model, op: Operator) -> _Alone:
-        full_graph, tensors = model.graph, {v: model.graph.tensors[v] for v in (*op.inputs, *op.outputs)}
-        held = {
-            kind: tuple(v for v in getattr(full_graph, kind) if v.value in op.inputs) for kind in ("parameters", "buffers", "constants")
+        model_graph, tensors = model.graph, {v: model.graph.tensors[v] for v in (*op.inputs, *op.outputs)}
+        variables = {
+            kind: tuple(v for v in getattr(model_graph, kind) if v.value in op.inputs) for kind in ("parameters", "buffers", "constants")
         }
-        present = {v.value for group in held.values() for v in group}
-        inputs: list[Variable] = []
-        before: list[Operator] = []
+        known = {v.value for group in variables.values() for v in group}
+        graph_inputs: list[Variable] = []
+        producers: list[Operator] = []
         tensors["unit"], scalar = Tensor((), "float32"), Variable("unit", "unit", Tensor((), "float32"), trainable=True)
         for value in dict.fromkeys(op.inputs):
-            if value in present:
+            if value in known:
                 continue
             entering = value
-            if value in full_graph.place:
+            if value in model_graph.place:
                 entering = f"{value}_given"
                 tensors[entering] = tensors[value]
-                other = Ref("unit") if value in model.learned else 1.0
-                before.append(Operator(f"{value}_source", _ADD, (Ref(entering), other), (), (value,), f"{value}/source"))
-            inputs.append(Variable(entering, entering, tensors[value], batched=value in model.batched))
-        behind = []
+                addend = Ref("unit") if value in model.learned else 1.0
+                producers.append(Operator(f"{value}_source", _ADD, (Ref(entering), addend), (), (value,), f"{value}/source"))
+            graph_inputs.append(Variable(entering, entering, tensors[value], batched=value in model.batched))
+        readers = []
         for value in op.outputs:
-            if full_graph.last_reader.get(value) is not None or value in (full_graph.loss, *full_graph.outputs):
+            if model_graph.last_reader.get(value) is not None or value in (model_graph.loss, *model_graph.outputs):
                 tensors[f"{value}_read"] = tensors[value]
-                behind.append(Operator(f"{value}_reader", _ADD, (Ref(value), Ref("unit")), (), (f"{value}_read",), f"{value}/reader"))
-        read = tuple(f"{value}_read" for value in op.outputs if f"{value}_read" in tensors)
+                readers.append(Operator(f"{value}_reader", _ADD, (Ref(value), Ref("unit")), (), (f"{value}_read",), f"{value}/reader"))
+        results = tuple(f"{value}_read" for value in op.outputs if f"{value}_read" in tensors)
         graph = Graph(
-            (*held["parameters"], scalar), held["buffers"], tuple(inputs), held["constants"], (*before, op, *behind), tensors,
-            read[0] if read else op.outputs[0], full_graph.batch_size, read[1:],
+            (*variables["parameters"], scalar), variables["buffers"], tuple(graph_inputs), variables["constants"],
+            (*producers, op, *readers), tensors, results[0] if results else op.outputs[0], model_graph.batch_size, results[1:],
         )  # fmt: skip
         return cls(model, op, graph)
 
     def way(self, kind: str, label: str, layout: Layout) -> Way:
-        """This layer cut by `label`.
+        """Price this layer sharded by `label`.
 
         Raises:
             LayoutError: the rule does not allow it, or the length does not divide.
         """
-        beside = self._priced(layout, label, replicated=True)
-        apart = beside if kind in (REPLICATED, SAMPLES, EXPERTS) else self._priced(layout, label, replicated=False)
+        alike = self._priced(layout, label, replicated=True)
+        replicated = alike if kind in (REPLICATED, SAMPLES, EXPERTS) else self._priced(layout, label, replicated=False)
         op, model = self.op, self.model
-        at = self.graph.place[op.outputs[0]]
-        compute = beside.seconds[0] + beside.seconds[1]
-        talk = [float(both[0].sum() + both[1].sum()) for both in ((p.seconds[2], p.seconds[3]) for p in (beside, apart))]
-        weights = [(v, beside.ways(v.value)) for v in self.graph.parameters if v.value in op.inputs]
+        index = self.graph.place[op.outputs[0]]
+        compute = alike.seconds[0] + alike.seconds[1]
+        collective_s = [float(pair[0].sum() + pair[1].sum()) for pair in ((p.seconds[2], p.seconds[3]) for p in (alike, replicated))]
+        weights = [(v, alike.ways(v.value)) for v in self.graph.parameters if v.value in op.inputs]
         size = sum(v.tensor.size / ways for v, ways in weights)
-        summed = sum(v.tensor.size / ways for v, ways in weights if beside.is_summed(v.value) and v.trainable)
-        pricer = beside.pricer
+        num_reduced = sum(v.tensor.size / ways for v, ways in weights if alike.is_summed(v.value) and v.trainable)
+        pricer = alike.pricer
         widths = pricer.devices.widths(layout.precision)
         group = pricer.group(layout, *(axis for axis, n in layout.axes if n > 1))
-        share = FACTORS["all_reduce"][0](group.size) if group.size > 1 else 0.0
-        forward, backward = beside.sent()
-        done = pricer.inventory.works[op.name]
+        ring_factor = FACTORS["all_reduce"][0](group.size) if group.size > 1 else 0.0
+        forward, backward = alike.sent()
+        work = pricer.inventory.works[op.name]
         samples = pricer.samples(layout) / pricer.graph.batch_size if op.outputs[0] in model.batched else 1.0
-        ranks = prod(n for axis, n in beside.sizes.items() if not axis_of(axis).cuts_samples)
+        ranks = prod(n for axis, n in alike.sizes.items() if not axis_of(axis).cuts_samples)
         return Way(
             kind,
             label,
             str(layout),
-            (done.flops + done.backward_flops) * samples / ranks,
-            beside.kept(at, model.keepers, model.inventory.root),
+            (work.flops + work.backward_flops) * samples / ranks,
+            alike.kept(index, model.keepers, model.inventory.root),
             widths.weight * size,
             forward,
             backward,
-            share * widths.gradient * summed,
-            sum(apart.sent()) - forward - backward,
-            float(compute[at]),
-            talk[0],
-            pricer.collective("all_reduce", widths.gradient * summed, group) if summed else 0.0,
-            max(0.0, talk[1] - talk[0]),
+            ring_factor * widths.gradient * num_reduced,
+            sum(replicated.sent()) - forward - backward,
+            float(compute[index]),
+            collective_s[0],
+            pricer.collective("all_reduce", widths.gradient * num_reduced, group) if num_reduced else 0.0,
+            max(0.0, collective_s[1] - collective_s[0]),
         )
 
     def _priced(self, layout: Layout, label: str, replicated: bool) -> _Priced:
@@ -289,10 +289,10 @@ class _Alone:
         return _Priced(pricer, layout, self.op, sharding)
 
     def _choice(self, axis: str, n: int, label: str) -> Choice:
-        """How the operator runs where `label` is cut: as summands where it leaves some."""
+        """Return the operator's strategy with `label` sharded: with partial sums as results if it produces them."""
         error = None
-        for word in (label, f"{label}+"):
-            problem = AxisProblem(self.graph, axis, n, Prices(), Given({}, {self.op.site: word}), Others())
+        for text in (label, f"{label}+"):
+            problem = AxisProblem(self.graph, axis, n, Prices(), Given({}, {self.op.site: text}), Others())
             try:
                 return problem.choices(self.op)[0]
             except LayoutError as refused:
@@ -303,7 +303,7 @@ class _Alone:
 
 @dataclass(frozen=True)
 class _Priced:
-    """One way of placing a layer, priced."""
+    """A layer under one sharding, priced."""
 
     pricer: OperatorPricer
     layout: Layout
@@ -323,74 +323,75 @@ class _Priced:
         return self.sharding.sizes if self.sharding is not None else {}
 
     def ways(self, value: str) -> int:
-        """Pieces of a variable."""
+        """Return the number of shards of a variable."""
         if self._is_spread(value):
             return min(self.layout.expert, self.pricer.graph.tensors[value].shape[0])
         forms = self.sharding.forms[value] if self.sharding is not None else {}
         return prod(self.sizes[axis] for axis, form in forms.items() if is_cut(form))
 
     def is_summed(self, value: str) -> bool:
-        """Whether the gradient of a variable is summed over the ranks."""
+        """Return whether the gradient of a variable is reduced over the ranks."""
         return self.sharding is not None and value in self.sharding.gradients and not self._is_spread(value)
 
     def _is_spread(self, value: str) -> bool:
         return self.layout.expert > 1 and value in expert_weights(self.pricer.graph)
 
     def sent(self) -> tuple[float, float]:
-        """Bytes that a rank sends, forward and backward, weights' gradients left out."""
+        """Return the bytes that a rank sends, forward and backward, without weights' gradients."""
         pricer, layout = self.pricer, self.layout
-        parts = [
-            FACTORS[one.name][0](pricer.moving(layout, one).size) * size if size else 0.0
-            for one, size in zip(self.parts.collectives, pricer.moved_bytes(layout), strict=True)
+        sent_bytes = [
+            FACTORS[collective.name][0](pricer.moving(layout, collective).size) * size if size else 0.0
+            for collective, size in zip(self.parts.collectives, pricer.moved_bytes(layout), strict=True)
         ]
-        forward, backward = (sum(parts[i] for i in which) for _, which in (self.parts.forward, self.parts.backward))
+        forward, backward = (sum(sent_bytes[i] for i in entries) for _, entries in (self.parts.forward, self.parts.backward))
         return forward, backward
 
     def kept(self, at: int, keepers: Mapping[tuple[str, str], str], root: Mapping[str, str]) -> float:
-        """Bytes that the layer keeps and none before it does."""
+        """Return the bytes that the layer saves and no earlier layer does."""
         storages = ((s, s.root.split()[0]) for s in self.parts.stored[at])
-        mine = [s for s, value in storages if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
-        alone = replace(self.parts, stored=(*self.parts.stored[:at], tuple(mine), *self.parts.stored[at + 1 :]))
+        first_saved = [s for s, value in storages if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
+        inventory = replace(self.parts, stored=(*self.parts.stored[:at], tuple(first_saved), *self.parts.stored[at + 1 :]))
         half = self.pricer.devices.is_half(self.layout)
-        return keeps(alone, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
+        return keeps(inventory, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
 
 
 _ADD = "aten.add.Tensor"
 
 
 def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, replicated: bool) -> Sharding:
-    """The sharding of a layer alone; with `replicated` its neighbours' values lie as it wants them, without summands, else whole."""
+    """Return the sharding of an isolated layer. `has_aligned_neighbours`: neighbouring values are in its own placements, without partial
+    sums; else they are replicated."""
     forms: dict[str, dict[str, Placement]] = {value: {axis: R} for value in graph.tensors}
     needs: dict[str, tuple[dict[str, Placement | None], ...]] = {o.name: tuple({axis: R} for _ in o.inputs) for o in graph.operators}
     gradients: dict[str, tuple[str, ...]] = {}
     moves: list[Move] = []
     needs[op.name] = tuple({axis: need} for need in choice.needs)
-    held = {v.value for v in (*graph.parameters, *graph.buffers)}
-    gathers = axis_of(axis).cuts_sequences  # keys and values come in pieces of positions, as queries do
-    pieces = next((need for need in choice.needs if is_cut(need) and not is_halo(need)), None)
+    variables = {v.value for v in (*graph.parameters, *graph.buffers)}
+    gathers = axis_of(axis).cuts_sequences  # keys and values are sharded by positions, as queries are
+    sequence_shard = next((need for need in choice.needs if is_cut(need) and not is_halo(need)), None)
     for value, need in zip(op.inputs, choice.needs, strict=True):
         if need is None:
             continue
-        if value in held:
+        if value in variables:
             forms[value] = {axis: need}
             if need is D:
                 gradients[value] = (axis,)
             continue
-        lies = Shard(need.dim) if is_halo(need) else need if is_cut(need) else R
-        if gathers and pieces is not None and len(graph.tensors[value].shape) > max(2, pieces.dim):
-            lies = pieces
-        source: Placement = lies if replicated else R
-        forms[value] = {axis: source}
-        if source is not need and all(m.value != value or m.target is not need for m in moves):
-            moves.append(Move(value, op.name, axis, source, need, *move_collectives(source, need)))
-    for value, form in zip(op.outputs, choice.makes, strict=True):
-        forms[value] = {axis: form}
+        placement = Shard(need.dim) if is_halo(need) else need if is_cut(need) else R
+        if gathers and sequence_shard is not None and len(graph.tensors[value].shape) > max(2, sequence_shard.dim):
+            placement = sequence_shard
+        produced_as: Placement = placement if replicated else R
+        forms[value] = {axis: produced_as}
+        if produced_as is not need and all(m.value != value or m.target is not need for m in moves):
+            moves.append(Move(value, op.name, axis, produced_as, need, *move_collectives(produced_as, need)))
+    for value, output_placement in zip(op.outputs, choice.makes, strict=True):
+        forms[value] = {axis: output_placement}
     for reader in graph.operators:
-        for at, value in enumerate(reader.inputs):
+        for index, value in enumerate(reader.inputs):
             if reader is not op and value in op.outputs and (produced := forms[value][axis]) is not R:
-                want = R if produced is P or not replicated else produced
-                needs[reader.name] = (*needs[reader.name][:at], {axis: want}, *needs[reader.name][at + 1 :])
-                if want is not produced:
-                    moves.append(Move(value, reader.name, axis, produced, want, *move_collectives(produced, want)))
+                wanted = R if produced is P or not replicated else produced
+                needs[reader.name] = (*needs[reader.name][:index], {axis: wanted}, *needs[reader.name][index + 1 :])
+                if wanted is not produced:
+                    moves.append(Move(value, reader.name, axis, produced, wanted, *move_collectives(produced, wanted)))
     ops = {o.name: {axis: choice.label if o is op else ""} for o in graph.operators}
     return Sharding({axis: n}, ops, forms, needs, gradients, tuple(moves), ())

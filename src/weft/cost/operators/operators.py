@@ -1,7 +1,7 @@
 """Seconds of a layout's operators and collectives, one microbatch of a rank. In: a graph's inventory, a cluster, a batch, a layout. Out:
-arrays by operator; what stages and a step make of them says `weft.cost.step`.
+arrays by operator, which `weft.cost.step` combines into stages and a step.
 
-What layouts that are cut alike share is found once.
+Results that equally sharded layouts share are computed once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from weft.plan.precision import PRECISIONS
 
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
-# The axes that cut, sequence and sample parallelism, how pieces of sequences attend, and for how many samples of a rank that was decided.
+# The sharding axes, sequence and sample parallelism, the attention of sharded sequences, and the samples per rank that decided it.
 Cutting = tuple[tuple[tuple[str, int], ...], bool, bool, str, int]
 
 
 @dataclass
 class OperatorPricer:
-    """Prices operators of one graph on one cluster for one batch. It keeps what layouts share; nothing else changes.
+    """Cost model of the operators of one graph on one cluster for one batch, with caches of what layouts share.
 
-    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: of gradients that are summed at once.
+    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: size of a gradient bucket.
     """
 
     graph: Graph
@@ -56,11 +56,11 @@ class OperatorPricer:
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     stack: Stack | None = None
     bucket_bytes: float = BUCKET_BYTES
-    busy: tuple[int, int] | None = None  # processors: ranks that work at once, and threads of each; None for what a layout has
-    replicas: tuple[int, int] | None = None  # those with unequal shares that this one prices, from one to another; None for all
-    placed_for: int = 0  # the batch by which operators are placed, where this one is of the smaller of its unequal microbatches
+    busy: tuple[int, int] | None = None  # CPUs: (concurrent ranks, threads of each); None for those of a layout
+    replicas: tuple[int, int] | None = None  # range of replicas with unequal shares that this pricer prices; None for all
+    placed_for: int = 0  # the batch size that decides the sharding, if this pricer is for the smaller of unequal microbatches
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
-    _canonical: dict[Cutting, Cutting] = field(default_factory=dict)  # of those that cut alike, the first
+    _canonical: dict[Cutting, Cutting] = field(default_factory=dict)  # the first key with an equal sharding
     _parts: dict[Cutting, Parts] = field(default_factory=dict)
     _cast_parts: dict[Cutting, Parts] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class OperatorPricer:
 
     @cached_property
     def unplaced(self) -> Unplaced:
-        """What is asked of the inventory whatever the sharding."""
+        """Facts about operators that do not depend on the sharding."""
         return Unplaced(self.inventory, self._narrow)
 
     @cached_property
@@ -87,7 +87,7 @@ class OperatorPricer:
 
     @cached_property
     def devices(self) -> Devices:
-        """What is asked of the cluster's kind of devices."""
+        """The device model of the cluster."""
         return devices_of(self.cluster, self.stack, self.busy)
 
     @cached_property
@@ -107,46 +107,46 @@ class OperatorPricer:
     def _asked(self, layout: Layout) -> Cutting:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
         samples = -(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))
-        each = weighed(samples if layout.replica_ranks > 1 else 1)
-        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", layout.attention, each
+        weighed_samples = weighed(samples if layout.replica_ranks > 1 else 1)
+        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", layout.attention, weighed_samples
 
     def place(self, layout: Layout, sharding: Sharding) -> None:
-        """Price a layout under `sharding`, not under the best that there is."""
+        """Set the sharding under which a layout is priced, in place of the best one."""
         asked = self._asked(layout)
         self._canonical[asked], self._shardings[asked] = asked, sharding
 
     def _cut(self, layout: Layout) -> Cutting:
-        """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
-        asked = self._asked(layout)
-        if asked not in self._canonical:
-            sizes, *_, each = asked
-            sharding = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
-            like = (key for key, other in self._shardings.items() if key[:-1] == asked[:-1] and other == sharding)
-            self._canonical[asked] = key = next(like, asked)
+        """Return the key of a layout's sharding: of equally sharded layouts that of the first."""
+        requested = self._asked(layout)
+        if requested not in self._canonical:
+            sizes, *_, samples = requested
+            sharding = placed(self.graph, self.cluster, layout, samples, self.shards) if sizes else None
+            equal_keys = (key for key, candidate in self._shardings.items() if key[:-1] == requested[:-1] and candidate == sharding)
+            self._canonical[requested] = key = next(equal_keys, requested)
             self._shardings.setdefault(key, sharding)
-        return self._canonical[asked]
+        return self._canonical[requested]
 
     def sharding(self, layout: Layout) -> Sharding | None:
-        """The sharding over data and the tensor axes (`placed_sizes`), at the samples that a rank has; None for one rank a stage."""
+        """Return the sharding over data and tensor axes (`placement_axis_sizes`) at the samples of a rank; None for one rank per stage."""
         return self._shardings[self._cut(layout)]
 
     def samples(self, layout: Layout) -> int:
-        """Samples that one rank has of a microbatch; of unequal ones of the larger, and of the replica with most that this one prices."""
+        """Return the samples of a microbatch on one rank: the maximum over unequal microbatches and over the priced replicas."""
         return most_rows(self.batch_size, layout, self.replicas)
 
     def microbatch(self, layout: Layout) -> float:
-        """Size of the whole microbatch, all data replicas together, against the graph's batch; of unequal ones the larger."""
+        """Return the size of the global microbatch (the larger of unequal ones) relative to the graph's batch."""
         return self.samples(layout) * layout.data / self.graph.batch_size
 
     def parts(self, layout: Layout) -> Parts:
-        """Unique operators and collectives under the layout's sharding."""
+        """Return the inventory under the layout's sharding."""
         key = self._cut(layout)
         if key not in self._parts:
             self._parts[key] = gather(self.unplaced, self.sharding(layout))
         return self._parts[key]
 
     def held_parts(self, layout: Layout) -> Parts:
-        """The same with what operators keep and work on in the dtypes that the layout's precision gives them."""
+        """Return the sharded inventory in the dtypes of the layout's precision."""
         if not self.devices.is_cast(layout):
             return self.parts(layout)
         key = self._cut(layout)
@@ -155,11 +155,11 @@ class OperatorPricer:
         return self._cast_parts[key]
 
     def held_inventory(self, layout: Layout) -> Inventory:
-        """What operators keep and work on in the dtypes that the layout's precision gives them."""
+        """Return the inventory in the dtypes of the layout's precision."""
         return self.cast_inventory if self.devices.is_cast(layout) else self.inventory
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
-        """Forward and backward of compute, forward and backward of collectives, by operator."""
+        """Return seconds by operator: forward and backward of compute, forward and backward of collectives."""
         key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile, layout.batch_norm,
                layout.shares, layout.begins[-1:])  # fmt: skip
         if key not in self._times:
@@ -169,62 +169,63 @@ class OperatorPricer:
         return self._times[key]
 
     def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Kernel, Fraction]]:
-        """Unique operators, and how many times the graph's rows one rank has of each."""
-        mine = Fraction(self.samples(layout), self.graph.batch_size)
-        by = {(True, True): mine, (True, False): mine * layout.data, (False, True): Fraction(1, layout.data), (False, False): Fraction(1)}
-        return [(local.kernel, by[local.batched, local.shared]) for local in parts.compute]
+        """Return the distinct operators' kernels, each with the factor from the graph's rows to those of one rank."""
+        share = Fraction(self.samples(layout), self.graph.batch_size)
+        once = Fraction(1)
+        factors = {(True, True): share, (True, False): share * layout.data, (False, True): once / layout.data, (False, False): once}
+        return [(local.kernel, factors[local.batched, local.shared]) for local in parts.compute]
 
     def _collectives(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        talk = self.devices.talk(layout)
-        by_operator, behind = [], []
-        for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
-            group = self.moving(layout, one)
-            seconds = self.collective(one.name, size_bytes, group) if size_bytes else 0.0
-            by_operator.append(talk.slower * seconds + talk.meeting_s * (seconds > 0))
-            # What goes round does so while all blocks but the last are computed.
-            behind.append((1 - 1 / group.size) * talk.rounds_hide if one.name == ROUND else 0.0)
-        unique, hides = np.array([*by_operator, 0.0]), np.array([*behind, 0.0])
-        rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
-        both = []
-        for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, talk.shown, compute[1])):
-            total, going, hidden = (np.zeros(len(parts.index)) for _ in range(3))
-            np.add.at(total, where, np.where(rounds[what], 0.0, part * unique[what]))
-            np.add.at(going, where, np.where(rounds[what], unique[what], 0.0))
-            np.maximum.at(hidden, where, hides[what])
-            both.append(total + np.maximum(0.0, going - hidden * busy))
-        return both[0], both[1]
+        costs = self.devices.talk(layout)
+        by_collective, hidden_by = [], []
+        for collective, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
+            group = self.moving(layout, collective)
+            seconds = self.collective(collective.name, size_bytes, group) if size_bytes else 0.0
+            by_collective.append(costs.slower * seconds + costs.meeting_s * (seconds > 0))
+            # Ring passes overlap with the compute of all blocks but the last.
+            hidden_by.append((1 - 1 / group.size) * costs.rounds_hide if collective.name == ROUND else 0.0)
+        unique, hidden_fraction = np.array([*by_collective, 0.0]), np.array([*hidden_by, 0.0])
+        rounds = np.array([*(collective.name == ROUND for collective in parts.collectives), False])
+        passes = []
+        for (operators, entries), fraction, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, costs.shown, compute[1])):
+            total, ring_s, hidden = (np.zeros(len(parts.index)) for _ in range(3))
+            np.add.at(total, operators, np.where(rounds[entries], 0.0, fraction * unique[entries]))
+            np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))
+            np.maximum.at(hidden, operators, hidden_fraction[entries])
+            passes.append(total + np.maximum(0.0, ring_s - hidden * busy))
+        return passes[0], passes[1]
 
     def moving(self, layout: Layout, one: Collective) -> Group:
-        """Ranks among which a collective goes: what replicas sum is placed over data alone, for all of them."""
+        """Return the rank group of a collective; reductions over replicas, placed over data alone, include the expert axis."""
         group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).cuts_samples else ()))
         return Group(one.among[0], one.among[1] * group.stride, group.num_ranks) if one.among else group
 
     def expert_ways(self, layout: Layout) -> float:
-        """All experts of the widest layer over those of the rank that has most: as many as there are ranks, where these divide."""
-        most = -(-self._most_experts // layout.expert)
-        return max(1.0, self._most_experts / most) if layout.expert > 1 else 1.0
+        """Return the experts of the widest layer over the most on one rank: the size of the expert axis, if it divides them."""
+        max_local = -(-self._most_experts // layout.expert)
+        return max(1.0, self._most_experts / max_local) if layout.expert > 1 else 1.0
 
     @cached_property
     def _most_experts(self) -> int:
         return max((self.graph.tensors[value].shape[0] for value in expert_weights(self.graph)), default=1)
 
     def moved_bytes(self, layout: Layout) -> list[float]:
-        """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 of what is not moved."""
+        """Return the full tensor's bytes of each collective, at the layout's precision; 0 if nothing is sent."""
         scale, amounts = self.microbatch(layout), []
-        for one in self.parts(layout).collectives:
-            size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
-            if axis_of(one.axis).cuts_experts:
-                size *= layout.expert  # the tokens of all of its ranks
-                if one.of[1]:  # which go once to each rank that has any of their experts
-                    size *= ranks_reached(*one.of, layout.expert) / one.of[1]
-            # Over samples only statistics are always float32.
-            moves = self.moving(layout, one).size > 1 and not (one.wide and one.axis in layout.local_statistics)
-            amounts.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
+        for collective in self.parts(layout).collectives:
+            size = collective.size_bytes * (scale if collective.batched else 1.0) / (layout.data if collective.shared else 1)
+            if axis_of(collective.axis).cuts_experts:
+                size *= layout.expert  # tokens of all ranks
+                if collective.of[1]:  # a token is sent once to each rank that has any of its experts
+                    size *= ranks_reached(*collective.of, layout.expert) / collective.of[1]
+            # Only statistics are always float32 over samples.
+            is_sent = self.moving(layout, collective).size > 1 and not (collective.wide and collective.axis in layout.local_statistics)
+            amounts.append(size * self._width(layout, collective.narrow, collective.wide) if is_sent else 0.0)
         return amounts
 
     def _width(self, layout: Layout, narrow: bool, wide: bool = False) -> float:
-        """Width of what moves against float32."""
+        """Return the width of communicated elements relative to float32."""
         if layout.precision == "float64":
             return 2.0
         if wide or not PRECISIONS[layout.precision].products or (self.devices.casts and not narrow):
@@ -232,12 +233,12 @@ class OperatorPricer:
         return 0.5
 
     def collective(self, name: str, size_bytes: float, group: Group) -> float:
-        """`collective_s` on this cluster, each question once."""
-        key = (name, size_bytes, group.size, group.stride, group.num_ranks)  # which is compared in a fraction of a group's own time
+        """Seconds of a collective on this cluster, cached."""
+        key = (name, size_bytes, group.size, group.stride, group.num_ranks)  # cheaper to hash than a group
         if key not in self._network:
             self._network[key] = collective_s(self.cluster, name, size_bytes, group)
         return self._network[key]
 
     def group(self, layout: Layout, *axes: str) -> Group:
-        """Ranks along `axes`, as `group_of` has them."""
+        """Return the group of ranks along `axes`."""
         return group_of(layout, *axes)

@@ -1,7 +1,7 @@
-"""What pricing asks of a graph and a sharding again and again, gathered once. In: an inventory, a sharding. Out: `Parts`.
+"""Inventory of a graph under a sharding: distinct operators, collectives and storages (`ShardedInventory`), computed once per sharding.
 
-Operators that cost the same are one entry (layers are alike), so a layout is priced in the time of one layer. Data is divided
-later: entries say whether they follow the batch and whether replicas share them. Not modelled: values shared that do not follow the batch.
+Operators of equal cost are one entry (layers repeat), so a layout is priced in the time of one layer. The batch is divided later: entries
+state whether they scale with it and whether it is sharded over replicas. Not modelled: data-sharded values without a batch dimension.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Cut
 from weft.plan.axis import DATA, EXPERT, axis_of
 
-Seen = set[tuple[str, str]]  # storages that are counted already: (root, which copy of it in another dtype)
+Seen = set[tuple[str, str]]  # storages already counted: (root, name of a copy in another dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """An operator as one tensor rank has it, with the samples of all data replicas."""
+    """An operator on one tensor rank, with the samples of all data replicas."""
 
     kernel: Kernel
     batched: bool
-    shared: bool  # by the data replicas
+    shared: bool  # over data replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective on `size_bytes` (float32, whole along `axis`, the graph's batch). `narrow`: in 16 bits under autocast. `of`: the experts
-    that its rows are of."""
+    """A collective on `size_bytes` (float32, unsharded along `axis`, the graph's batch). `is_narrow`: 16-bit under autocast. `experts`: the
+    experts that its rows belong to."""
 
     name: str
     axis: str
@@ -48,13 +48,13 @@ class Collective:
     shared: bool
     narrow: bool
     wide: bool = False  # float32 whatever the precision
-    among: Span = None  # ranks of the axis, where not all
+    among: Span = None  # a subgroup of the axis; None for all
     of: Choices = ANY
 
 
 @dataclass(frozen=True)
 class Parts:
-    """`compute[index[i]]` is operator i. `forward` and `backward`: (operator, entry of `collectives`)."""
+    """Operator i is `compute[index[i]]`. `forward` and `backward`: (operators, entries of `collectives`)."""
 
     compute: tuple[Local, ...]
     index: NDArray[np.intp]
@@ -62,26 +62,26 @@ class Parts:
     forward: tuple[NDArray[np.intp], NDArray[np.intp]]
     backward: tuple[NDArray[np.intp], NDArray[np.intp]]
     stored: tuple[tuple[Stored, ...], ...]
-    reads: tuple[tuple[tuple[int, Stored], ...], ...]  # what each operator reads of others', with the number of the one that made it
+    reads: tuple[tuple[tuple[int, Stored], ...], ...]  # (number of the producer, storage) of each operand
     makes: tuple[tuple[Stored, ...], ...]
-    extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
-    working_bytes: NDArray[np.float64]  # in each operator's backward, of tensors that follow the batch if the operator does
-    torch_bytes: NDArray[np.float64]  # the same where torch makes convolutions itself, as float32
+    extra_bytes: NDArray[np.float64]  # float32 tensors saved by each operator that are no value of the graph
+    working_bytes: NDArray[np.float64]  # workspace of each operator's backward; scales with the batch if the operator does
+    torch_bytes: NDArray[np.float64]  # the same with torch's own convolution kernel, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
-    waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
+    waiting: Amounts  # gradients alive meanwhile: of values produced before the operator and read after it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
-    blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
-    attention_core: tuple[int, ...]  # the core of attention that each is of, which selective recomputation repeats; -1 for none
+    blocks: tuple[str, ...]  # the numbered block of each operator, the unit of recomputation; "" for none
+    attention_core: tuple[int, ...]  # the attention core of each operator, the unit of selective recomputation; -1 for none
 
     @cached_property
     def batched(self) -> NDArray[np.bool_]:
-        """By operator: whether its size follows the batch."""
+        """[operator] -> whether its size scales with the batch."""
         return np.array([local.batched for local in self.compute], dtype=bool)[self.index]
 
     @cached_property
     def extra(self) -> dict[int, Amount]:
-        """What operators keep that is no value of the graph, of those that do."""
+        """Saved bytes that are no value of the graph, by operator, where there are any."""
         amounts = {}
         for i in np.flatnonzero(self.extra_bytes).tolist():
             size = float(self.extra_bytes[i])
@@ -90,36 +90,36 @@ class Parts:
 
     @cached_property
     def extra_half(self) -> dict[int, Amount]:
-        """The same where every float tensor is 16-bit: besides losses' logarithms it is masks, a byte an element."""
-        masks = {i for i in self.extra if self.compute[self.index[i]].kernel.kind == "elementwise"}
-        return {i: Amount(*(0.25 * n for n in one)) if i in masks else one for i, one in self.extra.items()}
+        """The same if every float tensor is 16-bit: besides log-probabilities of losses these are masks, a byte per element."""
+        mask_operators = {i for i in self.extra if self.compute[self.index[i]].kernel.kind == "elementwise"}
+        return {i: Amount(*(0.25 * n for n in amount)) if i in mask_operators else amount for i, amount in self.extra.items()}
 
     @cached_property
     def torch_kernels(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """By operator: when torch makes a convolution itself (`TorchKernel`): its samples, whether alone, whether where it is thin."""
+        """[operator] -> the fields `samples`, `alone`, `thin` of its `TorchKernel`, as three arrays."""
         owns = [local.kernel.torch_kernel for local in self.compute]
-        samples, alone, thin = (np.array([getattr(one, what) for one in owns])[self.index] for what in ("samples", "alone", "thin"))
+        samples, alone, thin = (np.array([getattr(k, name) for k in owns])[self.index] for name in ("samples", "alone", "thin"))
         return samples, alone, thin
 
     @cached_property
     def repeated(self) -> NDArray[np.bool_]:
-        """By operator: whether it stands in a numbered block."""
+        """[operator] -> whether it is in a numbered block."""
         return np.array([bool(name) for name in self.blocks], dtype=bool)
 
     @cached_property
     def block_numbers(self) -> NDArray[np.intp]:
-        """By operator: the number of its block."""
+        """[operator] -> the number of its block."""
         numbers = {name: i for i, name in enumerate(dict.fromkeys(self.blocks))}
         return np.array([numbers[name] for name in self.blocks], dtype=np.intp)
 
     @cached_property
     def again(self) -> NDArray[np.bool_]:
-        """By operator: whether full recomputation runs it twice: those of numbered blocks, and all where there are none."""
+        """[operator] -> whether full recomputation runs it twice: those in numbered blocks, or all if there are no blocks."""
         return self.repeated if self.repeated.any() else np.ones(len(self.blocks), dtype=bool)
 
 
 def block(site: str) -> str:
-    """The outermost numbered block that a site stands in, of which models repeat many; "" for none.
+    """Return the outermost numbered block of a site, the unit that models repeat; "" for none.
 
     >>> block("layers.3.mlp.up/linear"), block("head/linear")
     ('layers.3', '')
@@ -129,7 +129,7 @@ def block(site: str) -> str:
 
 
 def storages_bytes(items: Iterable[Stored], half: bool, seen: Seen, besides: Container[tuple[str, str]] = ()) -> Amount:
-    """Those of these storages that are not in `seen`, to which they are added, nor `besides`. `half` as for `keeps`."""
+    """Return the bytes of the storages in neither `seen` nor `besides`, and add them to `seen`. `half`: every float tensor is 16-bit."""
     shared = batched = fixed = 0.0
     for item in items:
         key = (item.root, item.copy)
@@ -147,9 +147,9 @@ def storages_bytes(items: Iterable[Stored], half: bool, seen: Seen, besides: Con
 
 
 def keeps(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> list[Amount]:
-    """By operator: what it keeps for backward and none before it does. `seen`: storages that others count, to which these are added.
+    """Return, by operator, the bytes that it saves for backward and no earlier one does. `seen`: storages already counted; it is updated.
 
-    `half`: where every float tensor is 16-bit, as on GPUs; under autocast the inventory itself says what is.
+    `half`: every float tensor is 16-bit, as on GPUs; under autocast the inventory itself has the dtypes.
     """
     seen, amounts, extras = Seen() if seen is None else seen, [], parts.extra_half if half else parts.extra
     for i in operators:
@@ -159,17 +159,17 @@ def keeps(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen
 
 
 def kept_bytes(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> Amount:
-    """What these operators keep together, as `keeps`."""
+    """Return the bytes that these operators save together."""
     return sum(keeps(parts, operators, half, seen), NO_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Parameters of a stage: their number on one tensor rank, those that train, and those to sum over each set of axes.
+    """Numbers of a stage's parameters on one tensor rank: all, trainable ones, and those whose gradients are reduced over each set of axes.
 
-    `expert` of the number are of experts (all of which train), which replicas of these alone sum.
+    `num_expert` of them are experts' (all trainable), which are reduced only over replicas of the same experts.
 
-    `tied` of the trainable ones another stage has too.
+    `num_tied` of the trainable ones are shared with another stage.
     """
 
     number: float
@@ -180,7 +180,7 @@ class Held:
 
     @property
     def unsummed(self) -> float:
-        """Trainable ones whose gradients the ranks that have them do not sum, since each has the same."""
+        """Number of trainable parameters whose gradients are not reduced, since they are equal on every rank."""
         return self.trainable - sum(n for axes, n in self.sums if any(axis_of(a).follows for a in axes))
 
 
@@ -191,38 +191,38 @@ def held_parameters(
     readers: Mapping[str, int],
     experts: frozenset[str] = frozenset(),
 ) -> Held:
-    """`parameters`: the graph's by value. `used`: the values that the stage reads. `readers`: how many stages read each.
-    `experts`: those that are cut by experts."""
+    """Count a stage's parameters. `parameters`: the graph's by value. `used`: values that the stage reads. `readers`: number of stages that
+    read each. `experts`: those sharded by experts."""
     number = trainable = tied = expert = 0.0
     sums: dict[tuple[str, ...], float] = {}
     for value in used:
         variable = parameters.get(value)
         if variable is None:
             continue
-        local = variable.tensor.size / pieces(sharding, value)
-        number += local
+        num_local = variable.tensor.size / pieces(sharding, value)
+        number += num_local
         if not variable.trainable:
             continue
-        trainable += local
+        trainable += num_local
         if readers[value] > 1:
-            tied += local
-        over = () if sharding is None else tuple(sharding.gradients.get(value, ()))
+            tied += num_local
+        axes = () if sharding is None else tuple(sharding.gradients.get(value, ()))
         if value in experts:
-            expert += local
-        elif DATA in over:
-            over = (*over, EXPERT)
-        if over:
-            sums[over] = sums.get(over, 0.0) + local
+            expert += num_local
+        elif DATA in axes:
+            axes = (*axes, EXPERT)
+        if axes:
+            sums[axes] = sums.get(axes, 0.0) + num_local
     return Held(number, trainable, tuple(sums.items()), tied, expert)
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
-    """Where stages of equally many numbered blocks begin; () for one stage, and where blocks do not divide so or hand on unequally."""
+    """Return the first sites of stages with equal numbers of blocks; () for one stage, or if blocks do not divide or send unequal bytes."""
     sites: dict[str, Cut] = {}
-    for one in cuts:
-        if name := block(one.site):
-            sites.setdefault(name, one)
-    if num_stages == 1 or len(sites) % num_stages or len({one.size_bytes for one in sites.values()}) > 1:
+    for cut in cuts:
+        if name := block(cut.site):
+            sites.setdefault(name, cut)
+    if num_stages == 1 or len(sites) % num_stages or len({cut.size_bytes for cut in sites.values()}) > 1:
         return ()
-    starts = [one.site for one in sites.values()]
+    starts = [cut.site for cut in sites.values()]
     return tuple(starts[len(starts) * i // num_stages] for i in range(1, num_stages))

@@ -1,8 +1,7 @@
-"""What attention costs besides where keys and values go round the ranks (`weft.lower.kernels.ring`), and where sets of these exchange heads
-before (`weft.lower.kernels.exchanged`). In: an inventory, a sharding, an operator. Out: what goes round and what is exchanged, bytes of
-memory that move to merge its blocks, and that those take which are on their way.
+"""Costs of ring attention (`weft.lower.kernels.ring`) and of Ulysses' head exchange (`weft.lower.kernels.exchanged`), alone or combined.
 
-Not modelled: that a block goes no further than it is seen, and blocks of windows that nobody computes.
+In: an inventory, a sharding, an operator. Out: collectives, memory traffic of merging softmax blocks, and buffers of blocks in transit.
+Not modelled: causal or windowed blocks that need not be sent or computed.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from weft.model.sharding.sharding import Sharding, exchanged, passed_round
 from weft.ops.attention import is_causal, mask_of
 from weft.plan.placement import is_shard
 
-ROUND = "ring"  # the collective of what goes round while an operator computes
-# Times through memory of what a block is added to, forward and backward, over its bytes: it is scaled and added to in float32 (8 + 10 bytes
-# an element of 16 bits, 8 + 12 of 32), gradients are added to (10 and 12).
+ROUND = "ring"  # the collective that passes keys and values on while attention computes
+# Memory traffic of merging a block, forward and backward, over the accumulator's bytes: it is scaled and added to in float32 (8 + 10 bytes
+# per 16-bit element, 8 + 12 per 32-bit element), gradients are accumulated (10 and 12).
 MERGING, MERGING_WIDE = (9.0, 5.0), (5.0, 3.0)
 WIDE = 2.0  # float32 against 16 bits
 
 
 def rounds(inventory: Inventory, sharding: Sharding | None, op: Operator) -> dict[str, tuple[str, ...]]:
-    """By axis whose ranks pass them round, an operator's keys and values."""
+    """Return an operator's keys and values by axis over which ring attention passes them."""
     if sharding is None or inventory.works[op.name].kind != "attention":
         return {}
-    by_axis = {axis: passed_round(sharding, op, inventory.graph.rules[op.name], axis) for axis in tensor_axes(sharding)}
-    return {axis: values for axis, values in by_axis.items() if values}
+    values_by_axis = {axis: passed_round(sharding, op, inventory.graph.rules[op.name], axis) for axis in tensor_axes(sharding)}
+    return {axis: values for axis, values in values_by_axis.items() if values}
 
 
-Span = tuple[int, int] | None  # of how many ranks of an axis, and how far apart along it
+Span = tuple[int, int] | None  # number of ranks of an axis, and their stride along it
 
 
 class Sets(NamedTuple):
-    """`beside` ranks of an axis, side by side, exchange heads, and keys go round `apart` such sets. `repeats`: how many times a head of
-    keys is sent, since several ranks read it."""
+    """Sizes of combined ring and Ulysses attention: `ulysses_size` adjacent ranks of an axis exchange heads, and keys go round a ring of
+    `ring_size` such groups. `key_repeats`: number of times that a key head is sent, since several ranks read it."""
 
     beside: int
     apart: int
@@ -47,22 +46,22 @@ class Sets(NamedTuple):
 
 
 def sets(inventory: Inventory, sharding: Sharding, op: Operator, axis: str) -> Sets:
-    """How the ranks of an axis that pass keys round are arranged."""
-    graph, n = inventory.graph, sharding.sizes[axis]
+    """Return the ring and Ulysses sizes of an axis."""
+    graph, axis_size = inventory.graph, sharding.sizes[axis]
     rule, queries, keys = graph.rules[op.name], *(graph.tensors[v].shape for v in op.inputs[:2])
-    count = exchanged(sharding, op, rule, axis, queries)
-    heads = keys[-3] / pieces_of_heads(sharding, op, len(queries) - 3) if count > 1 else 1
-    return Sets(count, n // count, max(1.0, count / heads))
+    ulysses_size = exchanged(sharding, op, rule, axis, queries)
+    heads = keys[-3] / pieces_of_heads(sharding, op, len(queries) - 3) if ulysses_size > 1 else 1
+    return Sets(ulysses_size, axis_size // ulysses_size, max(1.0, ulysses_size / heads))
 
 
 def pieces_of_heads(sharding: Sharding, op: Operator, dim: int) -> float:
-    """Pieces into which other axes cut the heads of queries."""
+    """Return the number of shards of query heads over other axes."""
     forms = sharding.needs[op.name][0].items()
     return prod(form.ways(sharding.sizes[axis]) for axis, form in forms if is_shard(form) and form.dim == dim)
 
 
 def exchanges(inventory: Inventory, op: Operator, sets: Sets) -> Iterator[tuple[str, float]]:
-    """What of attention is exchanged for heads, each way: values, and how many times their bytes; of a mask its rows, not those of all."""
+    """Yield (value, multiple of its bytes) exchanged between heads and positions, each way; of a mask only its rows."""
     tensors, mask = inventory.graph.tensors, mask_of(op)
     yield from ((value, 1.0) for value in (op.inputs[0], op.outputs[0]))
     yield from ((value, sets.repeats) for value in op.inputs[1:3])
@@ -72,8 +71,8 @@ def exchanges(inventory: Inventory, op: Operator, sets: Sets) -> Iterator[tuple[
 
 
 class Around(NamedTuple):
-    """A collective of an operator, so many times in its forward and its backward, `among` some ranks of an axis. `ways`: what the value's
-    bytes are divided by; `size_bytes`: bytes instead, of what is float32 whatever the value is."""
+    """A collective of an operator with its counts in forward and backward, `subgroup` a subgroup of an axis. `num_shards`: divisor of the
+    value's bytes; `size_bytes`: bytes instead, of float32 data whatever the value's dtype."""
 
     name: str
     value: str
@@ -85,61 +84,61 @@ class Around(NamedTuple):
 
 
 def around(inventory: Inventory, sharding: Sharding, op: Operator, axis: str) -> Iterator[Around]:
-    """What goes round the ranks of an axis, both ways, and its gradients, which are float32; and what is exchanged for heads, both ways."""
+    """Yield the ring passes of keys and values, both ways, and of their float32 gradients; and the all-to-alls of heads, both ways."""
     values = rounds(inventory, sharding, op).get(axis)
     if not values:
         return
-    tensors, among = inventory.graph.tensors, sets(inventory, sharding, op, axis)
-    learns = op.outputs[0] in inventory.grads
-    for value in values if among.apart > 1 else ():
-        ways, sides = pieces(sharding, value, axis) * among.beside / among.repeats, (among.apart, among.beside)
-        yield Around(ROUND, value, 1, learns, sides, ways)
-        if learns:
-            yield Around(ROUND, value, 0, 1, sides, 1.0, tensors[value].size_bytes / ways)
-    for value, times in exchanges(inventory, op, among) if among.beside > 1 else ():
-        ways = pieces(sharding, value, axis) * among.apart / times
-        yield Around("all_to_all", value, 1, value in inventory.grads, (among.beside, 1), ways)
+    tensors, sizes = inventory.graph.tensors, sets(inventory, sharding, op, axis)
+    has_gradient = op.outputs[0] in inventory.grads
+    for value in values if sizes.apart > 1 else ():
+        divisor, subgroup = pieces(sharding, value, axis) * sizes.beside / sizes.repeats, (sizes.apart, sizes.beside)
+        yield Around(ROUND, value, 1, has_gradient, subgroup, divisor)
+        if has_gradient:
+            yield Around(ROUND, value, 0, 1, subgroup, 1.0, tensors[value].size_bytes / divisor)
+    for value, times in exchanges(inventory, op, sizes) if sizes.beside > 1 else ():
+        divisor = pieces(sharding, value, axis) * sizes.apart / times
+        yield Around("all_to_all", value, 1, value in inventory.grads, (sizes.beside, 1), divisor)
 
 
 def kept(places: Places, op: Operator) -> Iterator[Stored]:
-    """What backward keeps of heads that were exchanged, besides as much as it keeps of what is: the result before it goes back, heads of
-    keys that several ranks read, a mask's rows."""
+    """Yield storages that backward saves additionally after a head exchange: the result before it is exchanged back, key heads that several
+    ranks read, a mask's rows."""
     inventory, sharding = places.inventory, places.sharding
     for axis in rounds(inventory, sharding, op):
         assert sharding is not None
-        among = sets(inventory, sharding, op, axis)
-        for value, times in exchanges(inventory, op, among) if among.beside > 1 else ():
-            more = times - (value in op.inputs[:3])
-            if more > 0:
+        sizes = sets(inventory, sharding, op, axis)
+        for value, times in exchanges(inventory, op, sizes) if sizes.beside > 1 else ():
+            extra_copies = times - (value in op.inputs[:3])
+            if extra_copies > 0:
                 stored = places.storage_of(value)
-                yield stored._replace(root=f"{value} by heads for {op.name}", size_bytes=more * stored.size_bytes, held=False)
+                yield stored._replace(root=f"{value} by heads for {op.name}", size_bytes=extra_copies * stored.size_bytes, held=False)
 
 
 def merged(inventory: Inventory, sharding: Sharding | None, op: Operator) -> tuple[float, float]:
-    """Bytes that move, forward and backward, to merge an operator's blocks: one a rank and step; of causal ones half see one another."""
+    """Return the memory traffic, forward and backward, of merging an operator's blocks: one per rank and step; half of causal ones."""
     tensors, forward, backward = inventory.graph.tensors, 0.0, 0.0
     for axis, values in rounds(inventory, sharding, op).items():
         assert sharding is not None
-        arranged = sets(inventory, sharding, op, axis)
-        blocks = arranged.apart * (0.75 if is_causal(op) else 1.0)
-        there, back = MERGING if inventory.kernels.is_half else MERGING_WIDE
-        forward += there * blocks * tensors[op.outputs[0]].size_bytes
-        backward += back * blocks * sum(tensors[v].size_bytes for v in (op.inputs[0], *values))
+        sizes = sets(inventory, sharding, op, axis)
+        blocks = sizes.apart * (0.75 if is_causal(op) else 1.0)
+        forward_ratio, backward_ratio = MERGING if inventory.kernels.is_half else MERGING_WIDE
+        forward += forward_ratio * blocks * tensors[op.outputs[0]].size_bytes
+        backward += backward_ratio * blocks * sum(tensors[v].size_bytes for v in (op.inputs[0], *values))
     return forward, backward
 
 
 def on_the_way(inventory: Inventory, sharding: Sharding | None, op: Operator) -> float:
-    """Bytes of a block of keys and values that is here and of one on its way, and in float32 of gradients: of this rank's own block and of
-    the one that is here; of more than two ranks also of what comes from those before and of what goes on."""
+    """Return the bytes of the current and the next block of keys and values, and of float32 gradients: of this rank's own block and the
+    current one; with more than two ranks also of those received and sent on."""
     tensors, amount = inventory.graph.tensors, 0.0
     for axis, values in rounds(inventory, sharding, op).items():
         assert sharding is not None
-        arranged = sets(inventory, sharding, op, axis)
-        around = 0 if arranged.apart == 1 else 2 if arranged.apart == 2 else 4
-        wide = (WIDE if inventory.kernels.is_half else 1.0) * around
-        each = arranged.repeats * (2 * (around > 0) + wide)
-        amount += sum(each * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
-        if arranged.beside > 1:  # what one way brings lies beside what it was made of
-            both = exchanges(inventory, op, arranged)
-            amount += max(times * tensors[v].size_bytes / pieces(sharding, v) for v, times in both)
+        sizes = sets(inventory, sharding, op, axis)
+        num_gradients = 0 if sizes.apart == 1 else 2 if sizes.apart == 2 else 4
+        gradient_blocks = (WIDE if inventory.kernels.is_half else 1.0) * num_gradients
+        blocks = sizes.repeats * (2 * (num_gradients > 0) + gradient_blocks)
+        amount += sum(blocks * tensors[v].size_bytes / pieces(sharding, v) for v in dict.fromkeys(values))
+        if sizes.beside > 1:  # an all-to-all has a separate result
+            pairs = exchanges(inventory, op, sizes)
+            amount += max(times * tensors[v].size_bytes / pieces(sharding, v) for v, times in pairs)
     return amount

@@ -1,1 +1,1 @@
-"""A stage's share of time and memory."""
+"""Time and memory of one pipeline stage."""

@@ -1,8 +1,8 @@
-"""Which stages of a pipeline cost the same. In: parts, parameters, stages. Out: for every stage the first that is like it.
+"""Detection of structurally equal pipeline stages, which are priced once. In: an inventory, parameters, stages. Out: the first equal stage.
 
-Most stages of a deep model are runs of equal layers, and differ in names alone. Operators get a number for all that pricing asks of
-them, and of what is met again (a storage that two operators keep, a weight that two read) how far back it was met: stages with the same
-numbers in a row have the same sums, bit for bit. Not modelled: stages that cost the same although their operators come in another order.
+Most stages of a deep model are sequences of equal layers, and differ in names alone. Operators get a class number for all their costs,
+and for repeated occurrences (a storage that two operators save, a weight that two read) the distance to the last one: stages with the same
+sequence of numbers have the same sums, bit for bit. Not modelled: stages of equal cost whose operators come in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Numbers = NDArray[np.intp]
 
 
 def parameter_kinds(parameters: Mapping[str, Variable], sharding: Sharding | None, experts: frozenset[str]) -> dict[str, int]:
-    """A number for every parameter, the same for those that take as much and whose gradients are summed alike."""
+    """Return a class number for every parameter, equal for parameters of equal size whose gradients are reduced equally."""
     kinds: dict[Hashable, int] = {}
     gradients = {} if sharding is None else sharding.gradients
     return {
@@ -37,9 +37,9 @@ def parameter_kinds(parameters: Mapping[str, Variable], sharding: Sharding | Non
 
 
 def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool_], of_parameters: Mapping[str, int]) -> Numbers:
-    """A number for every operator of the graph, the same for those of which pricing asks the same.
+    """Return a class number for every operator of the graph, equal for operators of equal cost.
 
-    How far back something was met counts operators that belong to a stage: those that follow from the batch alone keep nothing.
+    Distances count operators that belong to a stage: those that depend on the batch's shape alone save nothing.
     """
     forward, backward = _at(*parts.forward), _at(*parts.backward)
     waiting = list(zip(parts.waiting.shared.tolist(), parts.waiting.batched.tolist(), parts.waiting.fixed.tolist(), strict=True))
@@ -47,23 +47,23 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
     met_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
     made_at: list[int] = []
-    free, place, numbers = inventory.graph.free, 0, []
+    free, position, numbers = inventory.graph.free, 0, []
 
     def met(item: Stored) -> Hashable:
-        back = _back(met_at, f"{item.root} {item.copy}", place)
+        back = _back(met_at, f"{item.root} {item.copy}", position)
         return back, item.size_bytes, item.batched, item.shared, item.is_float, bool(item.copy), item.held
 
     for i, op in enumerate(inventory.graph.operators):
-        made_at.append(place)
-        entered = tuple([(place - made_at[maker], met(item)) for maker, item in parts.reads[i]])
-        saved, makes = tuple([met(item) for item in parts.stored[i]]), tuple([met(item) for item in parts.makes[i]])
+        made_at.append(position)
+        entered = tuple([(position - made_at[maker], met(item)) for maker, item in parts.reads[i]])
+        saved_keys, makes = tuple([met(item) for item in parts.stored[i]]), tuple([met(item) for item in parts.makes[i]])
         read = []
         for value in op.inputs:
             if value in of_parameters:
-                read.append((_back(read_at, value, place), of_parameters[value]))
-        place += op.name not in free
+                read.append((_back(read_at, value, position), of_parameters[value]))
+        position += op.name not in free
         key = (
-            parts.index[i], forward.get(i), backward.get(i), entered, saved, makes, tuple(read), parts.extra_bytes[i],
+            parts.index[i], forward.get(i), backward.get(i), entered, saved_keys, makes, tuple(read), parts.extra_bytes[i],
             parts.working_bytes[i], parts.torch_bytes[i], *waiting[i], parts.weight_bytes[i], parts.shared[i], parts.attention[i],
             bool(parts.blocks[i]), weighted[i], op.name in free,
         )  # fmt: skip
@@ -72,17 +72,17 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
 
 
 def _back(last: dict[str, int], thing: str, place: int) -> int:
-    """How far back a thing was met, -1 where it never was; now it is met here."""
+    """Return the distance to the last occurrence of a key, -1 if there is none, and record this one."""
     distance = place - last[thing] if thing in last else -1
     last[thing] = place
     return distance
 
 
 def _at(where: Numbers, what: Numbers) -> dict[int, tuple[int, ...]]:
-    places: dict[int, list[int]] = {}
-    for i, which in zip(where.tolist(), what.tolist(), strict=True):
-        places.setdefault(i, []).append(which)
-    return {i: tuple(some) for i, some in places.items()}
+    entries: dict[int, list[int]] = {}
+    for i, entry in zip(where.tolist(), what.tolist(), strict=True):
+        entries.setdefault(i, []).append(entry)
+    return {i: tuple(values) for i, values in entries.items()}
 
 
 def firsts(
@@ -93,21 +93,21 @@ def firsts(
     stages: Sequence[Stage],
     numbers: Sequence[Numbers],
 ) -> tuple[int, ...]:
-    """For every stage the first that is like it. `numbers`: of their operators; `kinds`: as `operator_kinds` gives them.
+    """[stage] -> the first equal stage. `numbers`: of the stages' operators; `kinds`: from `operator_cost_classes`.
 
-    Stages hand on and receive as much, read parameters that as many stages read, and have as many numbered blocks at the same places.
+    Equal stages send and receive equal bytes, read parameters with equal numbers of readers, and have blocks at equal positions.
     """
     readers = Counter(value for stage in stages for value in stage.variables)
     tensors, batched = inventory.graph.tensors, inventory.batched
 
-    def crossing(ends: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[tuple[int, bool], ...], ...]:
-        return tuple(tuple((tensors[v].size_bytes, v in batched) for v in values) for _, values in ends)
+    def crossing(links: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[tuple[int, bool], ...], ...]:
+        return tuple(tuple((tensors[v].size_bytes, v in batched) for v in values) for _, values in links)
 
-    seen: dict[Hashable, int] = {}
+    first_of_key: dict[Hashable, int] = {}
     first = []
-    for i, (stage, mine) in enumerate(zip(stages, numbers, strict=True)):
-        blocks = np.unique(parts.block_numbers[mine], return_inverse=True)[1]
-        held = tuple([(of_parameters[v], readers[v] > 1) for v in stage.variables if v in of_parameters])
-        key = (kinds[mine].tobytes(), blocks.tobytes(), held, crossing(stage.receives), crossing(stage.sends))
-        first.append(seen.setdefault(key, i))
+    for i, (stage, operators) in enumerate(zip(stages, numbers, strict=True)):
+        blocks = np.unique(parts.block_numbers[operators], return_inverse=True)[1]
+        parameters = tuple([(of_parameters[v], readers[v] > 1) for v in stage.variables if v in of_parameters])
+        key = (kinds[operators].tobytes(), blocks.tobytes(), parameters, crossing(stage.receives), crossing(stage.sends))
+        first.append(first_of_key.setdefault(key, i))
     return tuple(first)

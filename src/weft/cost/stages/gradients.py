@@ -1,13 +1,12 @@
-"""Seconds of summing gradients over data replicas. In: how many, a layout, widths. Out: seconds of the step and of each microbatch.
+"""Seconds of gradient reduction over data replicas (all-reduce, ZeRO, parameter servers, compression), exposed after overlap with backward.
 
-Sums run in buckets behind the last backward where a framework overlaps them, in one go after it where not. ZeRO (Rajbhandari et al.
-2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
-none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. To servers gradients are pushed bucket
-by bucket, and weights are pulled after the update, when nothing hides them; a server's port passes all of it. Compressed sums are exchanged
-in pieces and gathered (`run.compressed`), between hosts once the ranks of each have summed, and what packs and unpacks them takes the
-compute's time. Where updates come late,
-sums of a step hide behind the next steps too. On GPUs what hides takes a part of its time from the compute that it hides behind. Not
-modelled: buckets that start late, and ranks that are late by chance, for which late updates are.
+Reductions run in buckets concurrently with the last backward if a framework overlaps them, else at once after it. ZeRO (Rajbhandari et al.
+2020): stages 1 and 2 reduce-scatter gradients and all-gather the new weights; from stage 2 gradients are scattered every microbatch, since
+none stays unsharded; stage 3 gathers weights for every forward and backward, two layers ahead of use. With parameter servers gradients are
+pushed by bucket, and weights are pulled after the update, without overlap, through the server's port. Compressed reductions exchange and
+gather shards (`run.compressed`), between hosts after a reduction inside each, and packing takes compute time. With stale updates reductions
+overlap with the next steps too. On GPUs overlapped communication takes a fraction of its time from compute. Not modelled: buckets that
+start late, and random stragglers, which are the reason for stale updates.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from weft.schedules import schedule_of
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
 
-BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # what is tried: the first bucket of a run is 1 MiB
-WORTH = 0.01  # part of the sums' seconds that another size than the usual one must save
-# Bytes of memory that each element takes on the way: counted from the operators, but for top-k's selection, which is measured.
+BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # sizes tried: the first bucket of a run is 1 MiB
+WORTH = 0.01  # fraction of the reduction time that another size than the default must save
+# Bytes of memory traffic per element: counted from the operators, except for top-k's selection, which is measured.
 ENCODE_BYTES = {"bfloat16": 10.0, "int8": 80.0, "topk": 400.0}
-ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # each that arrives
+ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # per received element
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Numbers of gradients to sum over each set of axes; `tied` are summed with the other stage that has them; `number`: parameters."""
+    """Numbers of gradients to reduce over each set of axes; `num_tied` are reduced with the stage that shares them; `num_parameters`:
+    parameters."""
 
     over: tuple[tuple[tuple[str, ...], float], ...]
     tied: float
@@ -48,8 +48,8 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
-    """Buckets that are ready one after another during backward and are summed in turn: `full` ones of `bucket_bytes`, which take `each_s`,
-    and one of what is left over, which takes `tail_s` (0 where nothing is)."""
+    """Buckets that become ready during backward and are reduced in order: `full` ones of `bucket_bytes`, which take `each_s`,
+    and a partial one, which takes `tail_s` (0 if there is none)."""
 
     size_bytes: float
     full: float
@@ -62,96 +62,96 @@ class _Queue:
         return self.full * self.each_s + self.tail_s
 
     def left_s(self, total_s: float, window_s: float, total_bytes: float) -> float:
-        """Of `total_s` of sums what is left after a backward of `window_s`, in which `total_bytes` get ready evenly.
+        """Seconds of `total_s` of reductions that are exposed after a backward of `window_s`, in which `total_bytes` become ready evenly.
 
-        The sums go on without a pause from the first bucket on, or from the last full one, or from what is left over; nothing hides
+        Reductions run without a pause from the first bucket on, or from the last full one, or from the partial one; nothing overlaps
         before the first is ready.
         """
         ready = self.bucket_bytes / total_bytes
-        full = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
+        last_ready = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
         last = self.tail_s or self.each_s
-        overdue_s = window_s * (full - 1) + self.each_s + self.tail_s
-        return max(min(last, total_s), min(overdue_s, total_s), total_s - window_s * (1 - ready))
+        tail_end_s = window_s * (last_ready - 1) + self.each_s + self.tail_s
+        return max(min(last, total_s), min(tail_end_s, total_s), total_s - window_s * (1 - ready))
 
 
 def summing_s(
     pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, window_s: float, each_s: float, step_s: float = 0.0
 ) -> tuple[float, Seconds]:
-    """(seconds of a step that show, collectives of every microbatch that show).
+    """Return (exposed seconds of a step, exposed collectives of every microbatch).
 
-    `window_s`: what the sums of a step could hide behind; `each_s`: what those of a microbatch could;
-    `step_s`: the compute of a whole step. With staleness=K a step's sums have those of the next K steps as their window, in which K
-    more steps' sums pass too: so per step one is what hides, whatever K.
+    `window_s`: compute that reductions of a step may overlap with; `each_s`: the same for those of a microbatch;
+    `step_s`: the compute of a whole step. With staleness=K a step's reductions have the next K steps as their window, in which K
+    more steps' reductions run too: so the overlap per step is one step, whatever K.
     """
-    after, packing, pulled = 0.0, 0.0, 0.0
+    after_s, packing_s, pull_s = 0.0, 0.0, 0.0
     queues: list[_Queue] = []
-    inside = Seconds()
+    per_microbatch = Seconds()
     devices = pricer.devices
     overlap, contention = devices.overlap(layout), devices.contention
     for axes, count in sums.over:
         group = pricer.group(layout, *axes)
         if group.size == 1 or not count:
             continue
-        if DATA in axes and EXPERT not in axes:  # of experts, of which a rank has some
+        if DATA in axes and EXPERT not in axes:  # experts are sharded
             count /= pricer.expert_ways(layout)
         size = widths.gradient * count
-        if layout.servers:  # summands inside of a replica are added up before
-            inside_it = pricer.group(layout, *(axis for axis in axes if axis != DATA))
-            after += pricer.collective("all_reduce", size, inside_it)
+        if layout.servers:  # partial sums inside a replica are reduced before
+            local_group = pricer.group(layout, *(axis for axis in axes if axis != DATA))
+            after_s += pricer.collective("all_reduce", size, local_group)
             group = pricer.group(layout, DATA)
         bucket = min(size, pricer.bucket_bytes) if devices.buckets else size
-        full, rest = divmod(size, bucket)
+        num_full, rest = divmod(size, bucket)
         parts = [bucket_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]
-        (each, touched), (tail, more) = parts
-        packing += (full * touched + more) / devices.speed(layout).memory_bandwidth_bytes_per_s if touched + more else 0.0
+        (each, moved), (tail, moved_last) = parts
+        packing_s += (num_full * moved + moved_last) / devices.speed(layout).memory_bandwidth_bytes_per_s if moved + moved_last else 0.0
         if layout.servers:
-            pulled += served_s(widths.weight * count, ways(pricer.cluster, group), layout.servers)[1]
-        queue = _Queue(size, full, bucket, each, tail)
+            pull_s += served_s(widths.weight * count, ways(pricer.cluster, group), layout.servers)[1]
+        queue = _Queue(size, num_full, bucket, each, tail)
         queues.append(queue)
         weights = pricer.collective("all_gather", widths.weight * count, group) if layout.zero else 0.0
         if layout.zero < 2:
-            after += queue.seconds + weights
+            after_s += queue.seconds + weights
         elif layout.zero == 2:
-            inside += Seconds(0.0, queue.seconds)
-            after += weights
+            per_microbatch += Seconds(0.0, queue.seconds)
+            after_s += weights
         else:
-            again = 2 if layout.repeats_layers else 1  # also where only some are: at most what is counted here
-            inside += Seconds(weights, again * weights + queue.seconds)
-    tied = 0.0
+            num_gathers = 2 if layout.repeats_layers else 1  # an upper bound if only some layers are recomputed
+            per_microbatch += Seconds(weights, num_gathers * weights + queue.seconds)
+    tied_s = 0.0
     if sums.tied and layout.pipeline > 1:
         ends = Group(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
-        tied = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
+        tied_s = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
     if devices.ties_hide:
-        after += tied
+        after_s += tied_s
     if layout.staleness:
-        after, pulled = max(0.0, after + pulled - overlap * step_s), 0.0
-    elif overlap and after:
+        after_s, pull_s = max(0.0, after_s + pull_s - overlap * step_s), 0.0
+    elif overlap and after_s:
         window, total_bytes = overlap * window_s, sum(queue.size_bytes for queue in queues)
-        # Without buckets there is the sum of tied weights alone.
-        shown = max((queue.left_s(after, window, total_bytes) for queue in queues), default=max(0.0, after - window))
-        after = shown + contention * (after - shown)
-    # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
-    after += packing + pulled + (0.0 if devices.ties_hide else tied)
-    if inside.total:
-        # Every microbatch's collectives run beside its compute; what is longer shows.
-        shown = max(0.0, 1 - each_s * devices.zero_hides / inside.total)
+        # Without buckets there are only tied weights.
+        shown = max((queue.left_s(after_s, window, total_bytes) for queue in queues), default=max(0.0, after_s - window))
+        after_s = shown + contention * (after_s - shown)
+    # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
+    after_s += packing_s + pull_s + (0.0 if devices.ties_hide else tied_s)
+    if per_microbatch.total:
+        # Collectives of a microbatch overlap with its compute; only the excess is exposed.
+        shown = max(0.0, 1 - each_s * devices.zero_hides / per_microbatch.total)
         shown += contention * (1 - shown)
-        inside = Seconds(inside.forward * shown, inside.backward * shown)
-    return after, inside
+        per_microbatch = Seconds(per_microbatch.forward * shown, per_microbatch.backward * shown)
+    return after_s, per_microbatch
 
 
 def bucket_s(pricer: Pricer, layout: Layout, group: Group, size_bytes: float, widths: Widths) -> tuple[float, float]:
-    """(seconds of the network, bytes of memory that packing touches) of summing a bucket; to servers: until it is pushed and added."""
-    how = Compression.parse(layout.compress)
-    if how.kind != "none":
-        return compressed_s(pricer, how, size_bytes / widths.gradient, group, layout.zero, widths)
+    """Return (network seconds, memory traffic of packing) of reducing a bucket; with servers until it is pushed and added."""
+    compression = Compression.parse(layout.compress)
+    if compression.kind != "none":
+        return compressed_s(pricer, compression, size_bytes / widths.gradient, group, layout.zero, widths)
     if layout.servers:
         return served_s(size_bytes, ways(pricer.cluster, group), layout.servers)[0], 0.0
     return pricer.collective("reduce_scatter" if layout.zero else "all_reduce", size_bytes, group), 0.0
 
 
 def compressed_s(pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths) -> tuple[float, float]:
-    """(seconds of the network, bytes of memory that packing touches) of summing one bucket of `num_elements` compressed."""
+    """Return (network seconds, memory traffic of packing) of the compressed reduction of one bucket of `num_elements`."""
     host, rail = by_host(pricer.cluster, group)
     inside_s = pricer.collective("reduce_scatter", widths.gradient * num_elements, host)
     if not zero:
@@ -161,7 +161,7 @@ def compressed_s(pricer: Pricer, how: Compression, num_elements: float, group: G
 
 
 def _between_s(pricer: Pricer, how: Compression, size: int, group: Group, zero: int, width: int) -> tuple[float, float]:
-    """The same among ranks that each compress their `size` elements."""
+    """Return the same between ranks that each compress their `size` elements."""
     n = group.size
     piece = -(-size // n)
     if how.kind == "topk" and not zero:
@@ -169,7 +169,7 @@ def _between_s(pricer: Pricer, how: Compression, size: int, group: Group, zero: 
         seconds = pricer.collective("all_gather", n * how.message_bytes(size, width), group)
         return seconds, ENCODE_BYTES["topk"] * size + ADD_BYTES["topk"] * arrived
     message = how.message_bytes(piece, width)
-    seconds = pricer.collective("all_to_all", n * n * message, group)  # each member has a message for every one
+    seconds = pricer.collective("all_to_all", n * n * message, group)  # every rank has a message for every rank
     touched = ENCODE_BYTES[how.kind] * size + ADD_BYTES[how.kind] * n * how.sent(piece)
     if not zero:
         seconds += pricer.collective("all_gather", n * message, group)
@@ -178,17 +178,17 @@ def _between_s(pricer: Pricer, how: Compression, size: int, group: Group, zero: 
 
 
 def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> int:
-    """The size of buckets for which sums of gradients show the fewest seconds of a step, of the stages that begin at `sites`.
+    """Return the bucket size with the least exposed gradient reduction, for the stages that begin at `sites`.
 
-    Small buckets pay the start of a collective often; of large ones the last is long, behind which nothing hides. 0: no size
-    is better by more than `WORTH` than the usual one, or sums hide behind nothing: between ranks of one host, where a table's small
-    tensors look faster because they stay in caches, as a step's do not.
+    Small buckets pay the start of a collective often; the last of large ones is long and does not overlap. 0: no size is better than the
+    default by more than `MIN_GAIN`, or reductions do not overlap: between ranks of one host, where small tensors of a measured table look
+    faster because they stay in caches, unlike those of a step.
     """
 
     def seconds(bucket_bytes: int) -> float:
         costs = pricer.with_buckets(bucket_bytes).stages(layout, sites)
-        each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
-        return max(sum(each[s] for s in mine) for mine in schedule_of(layout).stages_of) if len(costs) > 1 else each[0]
+        stage_s = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
+        return max(sum(stage_s[s] for s in rank_stages) for rank_stages in schedule_of(layout).stages_of) if len(costs) > 1 else stage_s[0]
 
     if layout.stage_ranks == 1 or not pricer.devices.overlap(layout):
         return 0
@@ -198,10 +198,10 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
 
 
 def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: Widths) -> float:
-    """Seconds of summing a stage's gradients with the ranks that have its other replicas, where there are any."""
+    """Seconds of reducing a stage's gradients with the pipeline ranks of its other replicas, if there are any."""
     holders = schedule_of(layout).ranks_of[stage]
     if len(holders) == 1:
         return 0.0
-    away = (max(holders) - min(holders)) // (len(holders) - 1)
-    replicas = Group(len(holders), away * layout.stage_stride, layout.num_ranks)
+    stride = (max(holders) - min(holders)) // (len(holders) - 1)
+    replicas = Group(len(holders), stride * layout.stage_stride, layout.num_ranks)
     return pricer.collective("all_reduce", widths.gradient * sums.number, replicas)

@@ -1,7 +1,7 @@
-"""What follows from a pipeline's stages whatever the batch. In: what is known of a graph, its parts, stages. Out: a `Section` of each.
+"""Cache of batch-independent stage data. In: the inventory of a graph under a sharding, stages. Out: a `StageSection` of each.
 
-A section is worked out when it is first asked for, and once for stages that are alike (`equal_stages`): a search asks many pipelines
-for their first stage alone, and of a deep model most others are the same.
+A section is computed on first use, and once for structurally equal stages (`equal_stages`): a search needs only the first stage of many
+pipelines, and in a deep model most others are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.model.stages.stages import Stage
 
 @dataclass(frozen=True)
 class Kinds:
-    """One graph under one sharding, with numbers that are the same for operators and parameters of which pricing asks the same."""
+    """One graph under one sharding, with class numbers that are equal for operators and parameters of equal cost."""
 
     inventory: Inventory
     sharding: Sharding | None
@@ -36,23 +36,23 @@ class Kinds:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """By operator's name: its number in the graph."""
+        """Number of each operator in the graph, by name."""
         return {op.name: i for i, op in enumerate(self.inventory.graph.operators)}
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """By value."""
+        """Class numbers of parameters, by value."""
         return parameter_kinds({v.value: v for v in self.inventory.graph.parameters}, self.sharding, self.experts)
 
     @cached_property
     def operators(self) -> NDArray[np.intp]:
-        """In the graph's order."""
+        """Class numbers of operators, in the graph's order."""
         return operator_kinds(self.inventory, self.parts, self.weighted, self.parameters)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """The sections of `stages`. `half` as for `weft.cost.operators.parts.keeps`."""
+    """Sections of `stages`. `half`: every float tensor is 16-bit."""
 
     kinds: Kinds
     stages: Sequence[Stage]
@@ -61,14 +61,14 @@ class Sections:
 
     @cached_property
     def first(self) -> tuple[int, ...]:
-        """For every stage the first that is like it."""
+        """[stage] -> the first equal stage."""
         kinds = self.kinds
         if len(self.stages) == 1:
             return (0,)
         return firsts(kinds.inventory, kinds.parts, kinds.operators, kinds.parameters, self.stages, self._numbers)
 
     def of(self, stage: int) -> Section:
-        """A stage's."""
+        """Return the section of a stage."""
         if stage not in self._cache:
             first = self.first[stage]
             if first == stage:
@@ -92,12 +92,12 @@ class Sections:
         parts, sharding, experts = self.kinds.parts, self.kinds.sharding, self.kinds.experts
         stage, numbers, readers = self.stages[number], self._numbers[number], self._readers
         parameters = {v.value: v for v in self.kinds.inventory.graph.parameters}
-        held = held_parameters(parameters, sharding, stage.variables, readers, experts)
-        # What several stages have stays whole on each.
-        mine = {
+        counts = held_parameters(parameters, sharding, stage.variables, readers, experts)
+        # Parameters that several stages share are not sharded by ZeRO.
+        sizes = {
             v: parameters[v].tensor.size / pieces(sharding, v)
             for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
         }  # fmt: skip
         starts = starts_of([parts.blocks[i] for i in numbers])
-        runs = cache(partial(Runs.of, stage.operators, starts, mine, experts, self.kinds.inventory.grads))
-        return section(parts, numbers, held, self.half, runs)
+        runs = cache(partial(Runs.of, stage.operators, starts, sizes, experts, self.kinds.inventory.grads))
+        return section(parts, numbers, counts, self.half, runs)

@@ -1,8 +1,8 @@
-"""A stage's share of `Parts`: what its operators and its layers keep, whatever the batch, and what of it stays under a choice of residency.
+"""Saved activations of a stage by operator and layer, and their residency under recomputation (activation checkpointing) and offload.
 
-In: `Parts`, the stage's operators. Out: `Section`, which tells `Staying` for every choice of layers that are repeated or moved. A run is
-what stands in one numbered block, or between two: checkpointing and copies are by run (`run.residency.layers`). A storage is counted once:
-by the first run that keeps it, since it is there until that one's backward is over.
+In: a `ShardedInventory`, the stage's operators. Out: `StageSection`, which computes `ResidencyBytes` for every choice of recomputed or
+offloaded layers. A run is a sequence of operators of one numbered block, or between two blocks: recomputation and copies are by run
+(`run.residency.layers`). A storage is counted once, in the first run that saves it, since it lives until that run's backward ends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Staying:
-    """What becomes of what a stage keeps of one microbatch for backward, under a choice of layers that are repeated or moved.
+    """Bytes that a stage saves of one microbatch under a choice of recomputed and offloaded layers.
 
-    By operator: `activations` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
-    came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes,
-    and of those that are repeated, when it has run again.
-    By run: `at_once`, all that comes back of it, `away`, the layers that do not keep their own, in parts, and `present`, those of them that
-    are there in its backward. `moved` goes to the host.
+    By operator: `activations` on the device from its forward to its backward; `rematerialized` during its backward by recomputation, or
+    `loaded` from the host on demand; `forward_transient`: in offloaded runs, bytes alive after its forward before the run is offloaded,
+    and in recomputed ones after its recomputation.
+    By run: `loaded_by_run`, all that is loaded of it, `layers_away`, the fraction of layers that do not save their own tensors, and
+    `layers_present`, those of them present in its backward. `offloaded` goes to the host.
     """
 
     activations: Amounts
@@ -49,7 +49,7 @@ class Staying:
 
 @dataclass(frozen=True)
 class Groups:
-    """A stage's operators by their numbered block; a stage without any is one block. `half` as for `keeps`."""
+    """Operators of a stage by their numbered block; a stage without any is one block. `half`: every float tensor is 16-bit."""
 
     parts: Parts
     operators: Sequence[int]
@@ -57,7 +57,7 @@ class Groups:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the blocks, in order."""
+        """Names of the blocks, in order."""
         return tuple(dict.fromkeys(name for name in self._blocks if name)) or ("",)
 
     @cached_property
@@ -66,13 +66,13 @@ class Groups:
 
     @cached_property
     def runs(self) -> list[tuple[str, list[int]]]:
-        """(block, operators) of every run, in order."""
+        """The runs in order: (block, operators) of each."""
         starts = starts_of(self._blocks)
         return [(self._blocks[a], list(self.operators[a:b])) for a, b in zip(starts, [*starts[1:], len(self.operators)], strict=True)]
 
     @cached_property
     def where(self) -> dict[str, NDArray[np.intp]]:
-        """By block: its operators' places among those of the stage."""
+        """[block] -> positions of its operators among those of the stage."""
         places: dict[str, list[int]] = {}
         for place, name in enumerate(self._blocks):
             places.setdefault(name, []).append(place)
@@ -80,37 +80,37 @@ class Groups:
 
     @cached_property
     def adds(self) -> dict[str, Amount]:
-        """By block: what it keeps that none behind it does; together they are what all keep.
+        """[block] -> bytes that it saves and no later block does; together these are all saved bytes.
 
-        What one hands to the next is counted there: it is on the device unless that one moves.
+        The output of a block is counted in the next one: it is on the device unless that one is offloaded.
         """
-        seen = Seen()
+        counted = Seen()
         amounts = dict.fromkeys(self.names, NO_BYTES)
-        for name, mine in reversed(self.runs):
+        for name, operators in reversed(self.runs):
             if name in amounts:
-                amounts[name] += kept_bytes(self.parts, mine, self.half, seen)
+                amounts[name] += kept_bytes(self.parts, operators, self.half, counted)
         return amounts
 
     @cached_property
     def enters(self) -> dict[str, Amount]:
-        """By block: what comes into it that comes into none before it."""
-        seen = Seen()
+        """[block] -> bytes that enter it and no earlier block."""
+        counted = Seen()
         amounts = dict.fromkeys(self.names, NO_BYTES)
-        for name, mine in self.runs:
+        for name, operators in self.runs:
             if name in amounts:
-                amounts[name] += self.entering(mine, seen)
+                amounts[name] += self.entering(operators, counted)
         return amounts
 
     def entering(self, run: Sequence[int], seen: Seen) -> Amount:
-        """What the operators of a run read that others made, and nobody has counted."""
-        mine = set(run)
-        items = (item for i in run for maker, item in self.parts.reads[i] if maker not in mine)
+        """Return the bytes not yet counted that a run's operators read from other runs."""
+        operators = set(run)
+        items = (item for i in run for maker, item in self.parts.reads[i] if maker not in operators)
         return storages_bytes(items, self.half, seen)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Runs that are moved or repeated together, mostly one: the block of the first, the blocks of all, their operators."""
+    """Runs that are offloaded or recomputed together, mostly one: the block of the first, the blocks of all, their operators."""
 
     name: str
     blocks: tuple[str, ...]
@@ -119,13 +119,13 @@ class _Part:
 
 
 def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piecewise: bool) -> Staying:
-    """`last_stays`: of offload of everything, the last run is not moved. `piecewise`: what was moved comes back as it is asked for, and
-    `back` and `forward` are told; otherwise `at_once` says it all."""
+    """Return the bytes of a stage under a residency. `keeps_last_run`: offload of everything excludes the last run. `loads_by_operator`:
+    offloaded tensors are loaded on demand (`loaded` and `forward_transient` are set); otherwise run by run (`loaded_by_run`)."""
     parts, half = groups.parts, groups.half
     repeated = frozenset(which.repeated(stage, groups.names))
     selective = which.recompute.kind == "selective"
-    cut = _cut(groups, which, stage, last_stays, repeated)
-    activations, seen = _kept_amounts(groups, cut, repeated, selective)
+    segments = _cut(groups, which, stage, last_stays, repeated)
+    activations, counted = _kept_amounts(groups, segments, repeated, selective)
     there: list[Amount] = []
     back: list[Amount] = []
     forward: list[Amount] = []
@@ -133,37 +133,37 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     away: list[float] = []
     present: list[float] = []
     total, host = NO_BYTES, Seen()
-    num_runs = Counter(name for name, _ in groups.runs)  # of a layer that others interrupt there are several
-    for part in cut:
-        mine, goes = part.operators, part.goes
-        come, none = NO_BYTES, [NO_BYTES] * len(mine)
-        again = asked = passing = none
-        if part.name in repeated:
-            items = set(seen)
-            if goes:
-                total += groups.entering(mine, host)
-                come = groups.entering(mine, items)
+    num_runs = Counter(name for name, _ in groups.runs)  # a layer interrupted by others has several
+    for segment in segments:
+        operators, is_offloaded = segment.operators, segment.goes
+        loaded, nothing = NO_BYTES, [NO_BYTES] * len(operators)
+        recomputed = on_demand = transient = nothing
+        if segment.name in repeated:
+            items = set(counted)
+            if is_offloaded:
+                total += groups.entering(operators, host)
+                loaded = groups.entering(operators, items)
                 if piecewise:
-                    asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
+                    on_demand, transient = [loaded] * len(operators), _passing(groups, operators, counted, saves=False)
             elif piecewise:
-                passing = _running(parts, mine, half, seen)
-            again = list(accumulate(keeps(parts, mine, half, items)))  # those behind an operator have given back what they made
-        elif goes:
-            total += kept_bytes(parts, mine, half, host)
-            come = kept_bytes(parts, mine, half, set(seen))
+                transient = _running(parts, operators, half, counted)
+            recomputed = list(accumulate(keeps(parts, operators, half, items)))  # recomputed tensors of later operators are freed
+        elif is_offloaded:
+            total += kept_bytes(parts, operators, half, host)
+            loaded = kept_bytes(parts, operators, half, set(counted))
             if piecewise:
-                asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
+                on_demand, transient = _asked_for(parts, operators, half, counted), _passing(groups, operators, counted, saves=True)
         elif selective:
-            again = _core_recomputed(groups, mine, seen)
-            passing = _core_rerun(groups, mine, seen)
-        there += again
-        back += asked
-        forward += passing
-        at_once += [come, *[NO_BYTES] * (len(part.blocks) - 1)]
-        gone = [(part.name in repeated or goes) * (name in groups.names) / num_runs[name] for name in part.blocks]
-        away += gone
-        present += accumulate(gone)
-    num_moved = len({part.name for part in cut if part.goes and part.name in groups.names})
+            recomputed = _core_recomputed(groups, operators, counted)
+            transient = _core_rerun(groups, operators, counted)
+        there += recomputed
+        back += on_demand
+        forward += transient
+        at_once += [loaded, *[NO_BYTES] * (len(segment.blocks) - 1)]
+        fraction_away = [(segment.name in repeated or is_offloaded) * (name in groups.names) / num_runs[name] for name in segment.blocks]
+        away += fraction_away
+        present += accumulate(fraction_away)
+    num_moved = len({segment.name for segment in segments if segment.goes and segment.name in groups.names})
     return Staying(
         Amounts.of(activations), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away),
         np.array(present), total, num_moved, len(groups.names),
@@ -171,39 +171,39 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
 
 
 def _cut(groups: Groups, which: Residency, stage: int, last_stays: bool, repeated: frozenset[str]) -> list[_Part]:
-    """The runs of a stage, those of a segment together."""
+    """Split the runs of a stage into segments."""
     runs = groups.runs
     if which.offload.picks:
-        gone = set(which.moved(stage, groups.names))
-        moved = [name in gone for name, _ in runs]
+        offloaded_names = set(which.moved(stage, groups.names))
+        is_offloaded = [name in offloaded_names for name, _ in runs]
     else:
-        moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
-    parts = []
-    for first, behind in joined([name in repeated for name, _ in runs], which.segment):
-        blocks = tuple(name for name, _ in runs[first:behind])
-        parts.append(_Part(blocks[0], blocks, [i for _, mine in runs[first:behind] for i in mine], moved[first]))
-    return parts
+        is_offloaded = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    segments = []
+    for first, end in joined([name in repeated for name, _ in runs], which.segment):
+        blocks = tuple(name for name, _ in runs[first:end])
+        segments.append(_Part(blocks[0], blocks, [i for _, operators in runs[first:end] for i in operators], is_offloaded[first]))
+    return segments
 
 
 def _kept_amounts(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
-    """By operator: what it keeps and none before it, of what neither moves nor is made again; and those storages."""
+    """Return ([operator] -> bytes that it saves and no earlier one does, of tensors neither offloaded nor recomputed; those storages)."""
     activations: list[Amount] = []
-    seen = Seen()
-    for part in cut:
-        mine = part.operators
-        if part.goes:
-            activations += [NO_BYTES] * len(mine)
-        elif part.name in repeated:
-            activations += [groups.entering(mine, seen), *[NO_BYTES] * (len(mine) - 1)]
+    counted = Seen()
+    for segment in cut:
+        operators = segment.operators
+        if segment.goes:
+            activations += [NO_BYTES] * len(operators)
+        elif segment.name in repeated:
+            activations += [groups.entering(operators, counted), *[NO_BYTES] * (len(operators) - 1)]
         elif selective:
-            activations += _around_core(groups, mine, seen)
+            activations += _around_core(groups, operators, counted)
         else:
-            activations += keeps(groups.parts, mine, groups.half, seen)
-    return activations, seen
+            activations += keeps(groups.parts, operators, groups.half, counted)
+    return activations, counted
 
 
 def _core_operators(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
-    """By number: the operators of each core of attention in a run."""
+    """Return the operators of each attention core in a run, by number."""
     by_core: dict[int, list[int]] = {}
     for i in run:
         if parts.attention_core[i] >= 0:
@@ -212,35 +212,35 @@ def _core_operators(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _around_core(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
-    """By operator of a run: what it keeps and none before it, where cores of attention keep what enters them alone."""
+    """[operator of a run] -> bytes that it saves and no earlier one does, if attention cores save only their inputs."""
     parts, half, amounts = groups.parts, groups.half, []
-    firsts = {mine[0]: mine for mine in _core_operators(parts, run).values()}
+    firsts = {operators[0]: operators for operators in _core_operators(parts, run).values()}
     for i in run:
-        inside = parts.attention_core[i] >= 0
+        is_inside = parts.attention_core[i] >= 0
         entering = groups.entering(firsts[i], seen) if i in firsts else NO_BYTES
-        amounts.append(entering if inside else kept_bytes(parts, [i], half, seen))
+        amounts.append(entering if is_inside else kept_bytes(parts, [i], half, seen))
     return amounts
 
 
 def _core_recomputed(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
-    """By operator of a run: what its core has made again while its backward is at it."""
+    """[operator of a run] -> bytes that its attention core has recomputed during its backward."""
     parts, amounts = groups.parts, dict.fromkeys(run, NO_BYTES)
-    for mine in _core_operators(parts, run).values():
-        amounts.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
+    for operators in _core_operators(parts, run).values():
+        amounts.update(zip(operators, accumulate(keeps(parts, operators, groups.half, set(seen))), strict=True))
     return [amounts[i] for i in run]
 
 
 def _core_rerun(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
-    """By operator of a run: what is there when its core has run again up to it."""
+    """[operator of a run] -> bytes alive when its attention core has been recomputed up to it."""
     parts, amounts = groups.parts, dict.fromkeys(run, NO_BYTES)
-    for mine in _core_operators(parts, run).values():
-        amounts.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
+    for operators in _core_operators(parts, run).values():
+        amounts.update(zip(operators, _running(parts, operators, groups.half, seen), strict=True))
     return [amounts[i] for i in run]
 
 
 def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> list[Amount]:
-    """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
-    nothing, what enters it), and what it reads and makes."""
+    """[operator of a run] -> bytes alive after its forward, besides those in `seen`: saved up to it (if the run saves nothing, its inputs),
+    and its own operands and results."""
     parts, half, counted = groups.parts, groups.half, set(seen)
     entering, amounts = NO_BYTES if saves else groups.entering(run, counted), []
     for i in run:
@@ -252,8 +252,8 @@ def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> lis
 
 
 def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
-    """By operator of a run: what is there when it has run again, beside what `seen` has: what those up to it keep, and what they made that
-    operators behind them will read."""
+    """[operator of a run] -> bytes alive after its recomputation, besides those in `seen`: saved up to it, and results that later operators
+    will read."""
     amounts = list(accumulate(keeps(parts, run, half, set(seen))))
     first: dict[tuple[str, str], int] = {}
     last: dict[tuple[str, str], int] = {}
@@ -274,8 +274,8 @@ def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[A
 
 
 def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
-    """By operator of a run that was moved: what is back while its backward is at it, of what `seen` does not have already: what it keeps
-    itself, and what operators behind it asked for and it or one before it will read."""
+    """[operator of an offloaded run] -> bytes loaded during its backward, besides those in `seen`: its own saved tensors, and those loaded
+    for later operators that it or an earlier one will read."""
     first: dict[tuple[str, str], int] = {}
     last: dict[tuple[str, str], int] = {}
     items: dict[tuple[str, str], Stored] = {}
@@ -284,7 +284,7 @@ def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list
             key = item.root, item.copy
             first.setdefault(key, at)
             last[key], items[key] = at, item
-    amounts = [kept_bytes(parts, [i], half, set(items)) for i in run]  # what is no value of the graph
+    amounts = [kept_bytes(parts, [i], half, set(items)) for i in run]  # saved tensors that are no value of the graph
     counted = set(seen)
     for key, item in items.items():
         size = storages_bytes([item], half, counted)
@@ -294,7 +294,7 @@ def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list
 
 
 def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
-    """By operator of a stage: whether recomputation runs it twice."""
+    """[operator of a stage] -> whether recomputation runs it twice."""
     if not which.recompute.of_layers:
         return np.zeros(len(operators), dtype=bool)
     if not which.recompute.picks and not which.offload.picks:
@@ -307,29 +307,29 @@ def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage:
 
 @dataclass(frozen=True)
 class Section:
-    """A stage's share of `Parts`: its operators by number, and what follows from them whatever the batch."""
+    """Batch-independent data of a stage: its operators by number, their parameters and saved bytes."""
 
     operators: NDArray[np.intp]
     held: Held
-    activations: Amounts  # by operator, what none before it keeps
+    activations: Amounts  # by operator, saved by no earlier one
     score_bytes: Amount  # float32
-    runs: Callable[[float], Runs]  # by how many pieces experts are in
+    runs: Callable[[float], Runs]  # by the number of expert shards
     groups: Groups
-    staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
+    staying: Callable[[Residency, int, bool, bool], Staying]  # computed on first use
 
 
 def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, runs: Callable[[float], Runs]) -> Section:
-    """`half` as for `keeps`."""
+    """Build the section of a stage's `operators`. `half`: every float tensor is 16-bit."""
     scores = []
     for shared in (True, False):
-        mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
-        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
+        operators_ = [int(i) for i in operators if bool(parts.shared[i]) is shared]
+        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in operators_ if parts.attention[i]))
     numbers = operators.tolist()
     activations = Amounts.of(keeps(parts, numbers, half))
     return Section(operators, held, activations, Amount(*scores), runs, *grouped(parts, numbers, half))
 
 
 def grouped(parts: Parts, operators: Sequence[int], half: bool) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:
-    """A stage's operators by their block, and what of theirs stays, see `Section`. `half` as for `keeps`."""
+    """Group a stage's operators by block, and return the groups with the cached function of their residency bytes."""
     groups = Groups(parts, operators, half)
     return groups, cache(partial(staying, groups))

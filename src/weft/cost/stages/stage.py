@@ -1,4 +1,4 @@
-"""What one stage costs, and what several on one rank do. In: seconds and bytes. Out: `StageCost`, sums, the delay of the slowest rank."""
+"""Cost of one stage (`StageCost`), and peak memory of a rank with several stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.schedules import Held, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one rank. `compute` and `tensor`: of one microbatch, `weight_s` of its backward being for the gradients of weights.
+    """Cost of one stage on one rank. `compute` and `collectives`: of one microbatch, `weight_s` of its backward for weight gradients.
     `gradients_s`, `optimizer_s`: of the step.
     """
 
@@ -37,31 +37,28 @@ class StageCost:
 
 
 def together(held: Sequence[StageMemory], schedule: Schedule, rank: int) -> Memory:
-    """What the stages of one rank hold when they hold most: weights and their states of all, and what is kept of each by then.
+    """Return the peak memory of a rank with several stages: weights and their states of all, and saved activations of each at the peak.
 
     >>> from weft.plan.layout import Layout
     >>> from weft.schedules import schedule_of
     >>> both = StageMemory(Memory(1.0), kept_bytes=8.0), StageMemory(Memory(2.0), kept_bytes=3.0)
-    >>> named = [schedule_of(Layout(pipeline=2, microbatches=2, schedule=name)) for name in ("gems-mast", "chimera")]
-    >>> [together(both, one, 0).activations for one in named]
+    >>> schedules = [schedule_of(Layout(pipeline=2, microbatches=2, schedule=name)) for name in ("gems-mast", "chimera")]
+    >>> [together(both, schedule, 0).activations for schedule in schedules]
     [8.0, 11.0]
     """
     if len(held) == 1:
         return held[0].alone
-    total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
+    total = Memory(*(sum(getattr(stage.alone, name) for stage in held) for name in Memory.__dataclass_fields__))
     held_bytes, beside = by_moment(held, schedule.held(rank))
-    most = int((held_bytes + beside).argmax())
-    activations, buffers = float(held_bytes[most]), float(beside[most])
-    less = total.activations + total.buffers - activations - buffers
-    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)
+    peak = int((held_bytes + beside).argmax())
+    activations, buffers = float(held_bytes[peak]), float(beside[peak])
+    excess = total.activations + total.buffers - activations - buffers
+    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * excess)
 
 
 def by_moment(held: Sequence[StageMemory], now: Held) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """By moment of `now`: what a rank keeps, and what is there besides."""
-
-    def of(part: str) -> NDArray[np.float64]:
-        return np.array([getattr(one, part) for one in held])
-
-    held_bytes = now.in_flight @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
-    beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
-    return held_bytes, beside
+    """Return (saved bytes, transient bytes) of a rank by moment of its schedule."""
+    columns = [(m.kept_bytes, m.there_bytes, m.noted_bytes, m.beside_bytes, m.entering_bytes, m.leaving_bytes) for m in held]
+    kept, there, noted, beside, entering, leaving = np.ascontiguousarray(np.array(columns, dtype=np.float64).T)
+    saved = now.in_flight @ kept + now.backward @ there + now.noted @ noted
+    return saved, now.backward @ beside + now.entering @ entering + now.returning @ leaving

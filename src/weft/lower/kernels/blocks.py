@@ -63,9 +63,7 @@ class Rows:
     def add(self, start: int, out: Tensor, top: Tensor, total: Tensor) -> None:
         """What a block found, of the rows from `start` on."""
         count = top.shape[-1]
-        mine_out, mine_top, mine_total = (
-            x.narrow(dim, start, count) for x, dim in ((self.out, -2), (self.top, -1), (self.total, -1))
-        )
+        mine_out, mine_top, mine_total = (x.narrow(dim, start, count) for x, dim in ((self.out, -2), (self.top, -1), (self.total, -1)))
         higher = torch.maximum(mine_top, top)
         fade, new = (mine_top - higher).exp_(), (top - higher).exp_()
         mine_out.mul_(fade.unsqueeze(-1)).addcmul_(out.to(mine_out.dtype), new.unsqueeze(-1))

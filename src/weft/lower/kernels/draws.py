@@ -121,9 +121,7 @@ class Dropping(NamedTuple):
     p: float
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropping: Dropping
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropping: Dropping) -> Tensor:
     """softmax(q k^T scale + mask) v of queries [..., heads, S, d], with dropout of the weights. Keys may have fewer heads."""
     if torch.is_autocast_enabled(q.device.type):
         narrow = torch.get_autocast_dtype(q.device.type)

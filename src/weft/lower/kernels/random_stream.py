@@ -126,9 +126,7 @@ class _Numbers(ctypes.Structure):
     _fields_ = (("base", c_uint64), ("dims", c_int64), ("count", c_int64 * MOST), ("apart", c_int64 * MOST))
 
 
-def _draw(
-    library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | None, out: Tensor, bound: int, scale: float
-) -> None:
+def _draw(library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | None, out: Tensor, bound: int, scale: float) -> None:
     total = out.numel()
     if not total:
         return

@@ -1,1 +1,1 @@
-"""What a batch is to a graph: where its samples lie, what is drawn for them, whether parts of it add up."""
+"""The batch of a graph: where samples lie, what is drawn for them, whether losses of microbatches add up."""

@@ -1,18 +1,18 @@
-"""What of a graph can be put together from parts of its batch. In: a graph of a batch. Out: how each value of a part lies to the whole's.
+"""Gradient accumulation: which values of a batch can be combined from those of its microbatches.
 
-A batch may be divided into parts that are computed one after another (microbatches). A value of a part then has a placement, as
-along a mesh axis (`plan/placement`), or none:
+A batch may be computed in parts, one after another (microbatches). A value of a part has a placement relative to the batch's, as along a
+mesh axis (`plan/placement`), or none:
 
-    Replicate  the same in every part: it does not depend on samples, or is counted over the whole batch before the step
-    Shard(2)   the part's samples lie in dimension 2
-    Partial    a summand: the parts' add up to the whole's
-    MIXED      made of several samples of the part in another way, so that the whole's cannot be had from the parts'
+    Replicate  the same in every part: independent of samples, or counted over the whole batch before the step
+    Shard(2)   the part's samples are in dimension 2
+    Partial    a partial sum: the parts' values add up to the batch's
+    MIXED      computed from several samples of the part in another way, so the batch's value does not follow from the parts'
 
-What is a summand and follows from the batch alone (a count of targets, a sum of weights) is a *total*: it can be had of the whole batch
-before the step, and what reads it reads that. So a loss that is a sum over samples divided by such a count is a summand itself. Where a
+A partial sum that depends on the batch only (a count of targets, a sum of weights) is a *total*: it can be computed for the whole batch
+before the step, and its readers read that. So a loss that is a sum over samples divided by such a count is a partial sum itself. Where a
 trained value is mixed, samples are *coupled*, and microbatches change what is trained: batch norm, contrastive losses.
 
-Not modelled: totals that are no sums (the largest of a batch).
+Not modeled: totals that are no sums (the maximum of a batch).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Form = Placement | None
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """An operator that makes what it makes of several samples together, and in which way."""
+    """An operator whose output depends on several samples together, and the reason."""
 
     site: str
     why: str
 
 
 def local_statistics(graph: Graph) -> tuple[Coupling, ...]:
-    """Where `batch_norm=local` trains something else than the whole batch."""
+    """Return the operators for which `batch_norm=local` differs from training on the whole batch."""
     why = "takes statistics over each replica's samples"
     return tuple(Coupling(op.site, why) for op in graph.operators if record_of(op).over_samples and takes_statistics(op))
 
 
 def coupling_words(coupled: Sequence[Coupling]) -> str:
-    """Where microbatches differ from the whole batch, in words; empty where they do not.
+    """Describe where microbatches differ from the whole batch; empty where they do not.
 
     >>> coupling_words([Coupling("norm/batch_norm", "takes statistics over samples"), Coupling("b", "")])
     'norm/batch_norm takes statistics over samples (and 1 more)'
@@ -57,7 +57,7 @@ def coupling_words(coupled: Sequence[Coupling]) -> str:
 
 
 def microbatch_words(coupled: Sequence[Coupling]) -> str:
-    """That microbatches change what is trained, and where, in one line; empty where they do not."""
+    """Describe in one line that and where microbatches change what is trained; empty where they do not."""
     if not coupled:
         return ""
     return (
@@ -68,9 +68,9 @@ def microbatch_words(coupled: Sequence[Coupling]) -> str:
 
 @dataclass(frozen=True)
 class Additive:
-    """`forms`: of every value. `averages`: operators whose summands are means, so that each part counts by its samples.
+    """`placements`: of every value. `mean_operators`: operators whose partial sums are means, so that parts are weighted by their samples.
 
-    `totals`: values that are summed over the batch before the step. `coupled`: where parts of the batch differ from the whole.
+    `totals`: values summed over the batch before the step. `coupled`: where parts of the batch differ from the whole.
     """
 
     forms: Mapping[str, Form]
@@ -80,9 +80,9 @@ class Additive:
 
 
 def additive(graph: Graph, part: Graph | None = None) -> Additive:
-    """Follow the samples of a batch (two at least) through a graph that ends in a loss.
+    """Analyze a graph that ends in a loss: which values of a batch (of two samples at least) are sums over its parts.
 
-    `part`: the same operators for a part of the batch; what follows the samples in size alone (`torch.ones(len(x))`) is seen by it.
+    `part`: the same operators for a part of the batch; it reveals values that depend on the number of samples only (`torch.ones(len(x))`).
     """
     followed = _Followed(graph, part)
     for op in graph.operators:
@@ -96,7 +96,7 @@ def additive(graph: Graph, part: Graph | None = None) -> Additive:
 
 
 def _behind(graph: Graph) -> set[str]:
-    """The loss and every value that it is made of."""
+    """Return the loss and every value that it depends on."""
     reached = {graph.loss}
     for op in reversed(graph.operators):
         if reached.intersection(op.outputs):
@@ -109,7 +109,7 @@ class _Followed:
     graph: Graph
     part: Graph | None = None
     forms: dict[str, Form] = field(default_factory=dict)
-    even: dict[str, frozenset[int]] = field(default_factory=dict)  # of what is replicated: dimensions along which it is alike everywhere
+    even: dict[str, frozenset[int]] = field(default_factory=dict)  # of replicated values: dimensions along which they are uniform
     averages: set[str] = field(default_factory=set)
     totals: set[str] = field(default_factory=set)
     coupled: list[tuple[Operator, str]] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Followed:
         self.forms.update({v.value: Shard(0) for v in self.graph.inputs if v.batched})
 
     def through(self, op: Operator) -> None:
-        """Tell what an operator makes."""
+        """Determine the placements of an operator's outputs."""
         forms = [self.forms[v] for v in op.inputs]
         rule = self.graph.rules[op.name]
         if writes_buffer(op, self.placed):
@@ -133,7 +133,7 @@ class _Followed:
         elif MIXED in forms:
             forms_out = [MIXED] * len(op.outputs)
         elif P in forms:
-            forms_out = self._mixed(op, "puts single samples beside what is made of all")
+            forms_out = self._mixed(op, "combines single samples with a value of all of them")
         else:
             forms_out = self._rows(op, rule, forms)
         for value, form in zip(op.outputs, forms_out, strict=True):
@@ -143,7 +143,7 @@ class _Followed:
             self.forms[value] = R if form is P and free else self._sized(op, value) if form is R else form
 
     def _sized(self, op: Operator, value: str) -> Form:
-        """The form of what reads no sample's values: it may have a row for each sample all the same."""
+        """Return the placement of a value that depends on no sample's values: it may still have one row per sample."""
         extents = self.graph.tensors[value].shape
         shape = extents if self.part is None else self.part.tensors[value].shape
         grown = [d for d, (n, m) in enumerate(zip(extents, shape, strict=True)) if n != m]
@@ -151,7 +151,7 @@ class _Followed:
             return R
         if len(grown) == 1 and grown[0] in self.even.get(value, ()):
             return Shard(grown[0])
-        self.coupled.append((op, "makes something else for each number of a sample"))
+        self.coupled.append((op, "makes a value that depends on the position of a sample"))
         return MIXED
 
     def _mixed(self, op: Operator, why: str) -> list[Form]:
@@ -159,13 +159,13 @@ class _Followed:
         return [MIXED] * len(op.outputs)
 
     def _shared_dims(self, op: Operator, rule: Rule | None) -> None:
-        """Along which dimensions of what is made of the same in every part that is alike."""
+        """Record the dimensions along which outputs of replicated inputs are uniform."""
         record = record_of(op)
         for number, value in enumerate(op.outputs):
             shape = self.graph.tensors[value].shape
             if record.sample_invariant or draws(op):
                 self.even[value] = frozenset(range(len(shape)))
-            elif record.moves == "repeat":  # what had one row, or none
+            elif record.moves == "repeat":  # dimensions that had one row, or none
                 source = self.graph.tensors[op.inputs[0]].shape
                 extra = len(shape) - len(source)
                 self.even[value] = frozenset(d for d in range(len(shape)) if d < extra or source[d - extra] == 1)
@@ -178,40 +178,40 @@ class _Followed:
                 )
 
     def _combined(self, op: Operator, forms: list[Form]) -> list[Form]:
-        """Of summands, what is the same in every part, and what is mixed: a summand where the operator is linear."""
+        """Combine partial sums with replicated and mixed values: a partial sum where the operator is linear."""
         summands = [form is P for form in forms]
         if not any(summands):
             return [MIXED] * len(op.outputs)
-        floats = all(self.graph.tensors[v].can_learn or self.graph.tensors[v].dtype == "int64" for v in op.outputs)
-        carried = together(op) if floats else []
-        if floats and sums(op):
-            carried = list(op.inputs)  # a number beside it counts in shares, see `normalise`
-        if carried and all(form is R or v in carried for v, form in zip(op.inputs, forms, strict=True)):
+        is_numeric = all(self.graph.tensors[v].can_learn or self.graph.tensors[v].dtype == "int64" for v in op.outputs)
+        linear_in = together(op) if is_numeric else []
+        if is_numeric and sums(op):
+            linear_in = list(op.inputs)  # an added number is weighted by shares, see `summable_loss`
+        if linear_in and all(form is R or v in linear_in for v, form in zip(op.inputs, forms, strict=True)):
             return [P] * len(op.outputs)
-        if floats and sum(summands) == 1 and summands.index(True) in each(op) and MIXED not in forms:
+        if is_numeric and sum(summands) == 1 and summands.index(True) in each(op) and MIXED not in forms:
             return [P] * len(op.outputs)
         if MIXED in forms:
             return [MIXED] * len(op.outputs)
         return self._mixed(op, "is no sum over samples")
 
     def _rows(self, op: Operator, rule: Rule | None, forms: list[Form]) -> list[Form]:
-        """What is made of samples by themselves, besides what is the same in every part."""
+        """Return placements of outputs computed sample by sample, from shards and replicated values."""
         if rule is None:
             return self._mixed(op, "has no rule for its samples")
         read = [(v, form, row) for v, form, row in zip(op.inputs, forms, rule.inputs, strict=True) if row is not None]
         labels = {row[form.dim] for _, form, row in read if is_shard(form)}
-        if not labels:  # of samples it takes but the shape
+        if not labels:  # only the shape of samples is read
             for value in op.outputs:
                 self.even[value] = frozenset(range(len(self.graph.tensors[value].shape)))
             return [R] * len(op.outputs)
-        (label, *others) = labels
+        (label, *other_labels) = labels
         kernel = rule.kernels.get(label)
-        if others or not label or kernel in ("extreme", "vocabulary", "apart"):
+        if other_labels or not label or kernel in ("extreme", "vocabulary", "apart"):
             return self._mixed(op, "works on several samples at once")
         if kernel in MIXING:
             self.coupled.append((op, "takes statistics over samples" if kernel == "statistics" else "counts over samples in order"))
         if any(form is R and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
-            self.coupled.append((op, "reads something else for each number of a sample"))
+            self.coupled.append((op, "reads a value that depends on the position of a sample"))
         forms_out: list[Form] = []
         for row in rule.outputs:
             if label in row:

@@ -1,7 +1,7 @@
-"""Which random numbers a model draws, and where the samples lie in them. In: graphs. Out: shapes, and `Fold`s.
+"""Random draws of a model, and where samples are in them.
 
-A draw whose samples are known by their way from the batch (`samples`) is told at once. Others (`torch.rand(x.shape[0], 1)`) are held
-against a capture with another number of samples: the dimension that has grown counts them.
+Draws with a known path from the batch (`samples`) are resolved directly. Others (`torch.rand(x.shape[0], 1)`) are compared with a capture
+with another number of samples: the dimension that has grown counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Dimension `dim` of a tensor is `outer` times the samples times `inner`: rows of (batch, positions), heads of (batch, heads)."""
+    """Dimension `dim` of a tensor is `outer` x samples x `inner`: rows of (batch, positions), heads of (batch, heads)."""
 
     dim: int
     outer: int = 1
@@ -27,15 +27,15 @@ class Fold:
 
 
 def drawn_shape(op: Operator, tensors: Mapping[str, Tensor]) -> Shape:
-    """For which shape an operator draws numbers, one an element."""
+    """Return the shape for which an operator draws numbers, one per element."""
     shape = record_of(op).drawn_shape
     return shape(op, tensors) if shape is not None else tensors[op.outputs[0]].shape
 
 
 def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...]:
-    """Of every draw, in order, where its samples lie; None where it has none. `other`: the model captured with more samples.
+    """Return, for every draw in order, the location of its samples; None where it has none. `other`: captures the model with more samples.
 
-    A draw that follows the samples in several dimensions is of a model that couples them: no two microbatches are parts of one batch there.
+    A draw with samples in several dimensions belongs to a model that couples them: there no two microbatches are parts of one batch.
     """
     drawing = [op for op in graph.operators if draws(op)]
     places = places_of_samples(graph)
@@ -56,7 +56,7 @@ def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...
     try:
         larger = other()
         shapes, samples = [drawn_shape(op, larger.tensors) for op in larger.operators if draws(op)], larger.batch_size
-    except ModelError:  # the model knows its number of samples
+    except ModelError:  # the model works with one number of samples only
         pass
     for i in unplaced:
         shape = drawn_shape(drawing[i], graph.tensors)
@@ -65,6 +65,6 @@ def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...
             continue
         grown = [dim for dim, (n, m) in enumerate(zip(shape, shapes[i], strict=True)) if n != m]
         if len(grown) == 1 and shape[grown[0]] * samples == shapes[i][grown[0]] * graph.batch_size:
-            inner, rest = divmod(shape[grown[0]], graph.batch_size)
-            folds[i] = None if rest else Fold(grown[0], 1, inner)
+            inner, remainder = divmod(shape[grown[0]], graph.batch_size)
+            folds[i] = None if remainder else Fold(grown[0], 1, inner)
     return tuple(folds)

@@ -1,11 +1,9 @@
-"""A loss whose parts add up: the graph of a part of a batch, so that the sum over parts is the loss of the whole.
+"""Summable losses for gradient accumulation: rewrite the graph of a microbatch so that its losses add up to the batch's.
 
-In: the graph of a part as it was captured, and what of the whole batch's graph is additive. Out: `Normalised`.
-
-A mean over targets that count (cross-entropy with `ignore_index`) becomes their sum, divided by how many there are; how many is a total,
-which is counted over the whole batch before the step and read as a constant (`Total`). A mean over samples counts by the share of the
-batch's samples that the part has, a constant as well, and so does what does not depend on samples (a penalty on weights) and what cannot
-be put together. Numbers that the model's code takes from the number of its samples (`loss.sum() / len(x)`) are those of the whole batch.
+A mean over targets that count (cross-entropy with `ignore_index`) becomes their sum divided by their number; that number is a total,
+counted over the whole batch before the step and read as a constant (`BatchTotal`). A mean over samples is multiplied by the microbatch's
+share of the samples, a constant as well, and so are values independent of samples (a weight penalty) and those that do not add up. Numbers
+that the model's code derives from its number of samples (`loss.sum() / len(x)`) are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ SHARE = "batch_share"
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """`value` is made of a part of the batch; `variable` is the sum over all of them."""
+    """`value` is of a microbatch; `variable` is its sum over the batch."""
 
     value: str
     variable: str
@@ -33,9 +31,9 @@ class Total:
 
 @dataclass(frozen=True)
 class Normalised:
-    """`graph`: of a part. `adds`: whether the losses of parts add up to the whole's; else they count by the parts' shares of the samples.
+    """`graph`: of a microbatch. `is_summable`: whether losses add up to the batch's; else they are weighted by shares of the samples.
 
-    `share`: the constant that says which share of the batch it is, "" where nothing reads it. `totals`: constants that are counted before
+    `share_constant`: the constant with the microbatch's share of the batch, "" where nothing reads it. `totals`: constants counted before
     the step, in order.
     """
 
@@ -46,7 +44,7 @@ class Normalised:
 
     @property
     def given(self) -> frozenset[str]:
-        """Constants that come with every microbatch."""
+        """Constants supplied with every microbatch."""
         return frozenset({self.share} - {""} | {total.variable for total in self.totals})
 
     @property
@@ -61,31 +59,31 @@ class Normalised:
 
     @property
     def counted_from(self) -> frozenset[str]:
-        """What of the batch totals are counted from; no gradient goes back to it by them."""
+        """Batch inputs from which totals are counted; no gradient flows to them through totals."""
         return frozenset(v for op in self.counting(self.totals) for v in op.inputs) & {v.value for v in self.graph.inputs}
 
     def stages(self, sites: Sequence[str], trains: bool = True) -> tuple[Stage, ...]:
-        """The graph cut into stages, as `split` does. One that reads totals has what they are counted from, too."""
+        """Partition the graph into stages, as `split` does. A stage that reads totals also has the inputs they are counted from."""
         variables = {v.value: i for i, v in enumerate(self.graph.variables)}
         stages = []
         for stage in split(self.graph, sites, trains):
-            mine = self.counted_by(stage)
-            extra = {v for op in self.counting(mine) for v in op.inputs if v in variables}
-            stages.append(replace(stage, variables=tuple(sorted({*stage.variables, *extra}, key=variables.__getitem__))))
+            totals_here = self.counted_by(stage)
+            total_inputs = {v for op in self.counting(totals_here) for v in op.inputs if v in variables}
+            stages.append(replace(stage, variables=tuple(sorted({*stage.variables, *total_inputs}, key=variables.__getitem__))))
         return tuple(stages)
 
     def counted_by(self, stage: Stage) -> tuple[Total, ...]:
-        """The totals that a stage reads, and those that these are counted with."""
+        """Return the totals that a stage reads, and those needed to count them."""
         wanted = set(stage.variables)
         while True:
-            mine = tuple(t for t in self.totals if t.variable in wanted)
-            more = {v for op in self.counting(mine) for v in op.inputs} - wanted
-            if not more & {t.variable for t in self.totals}:
-                return mine
-            wanted |= more
+            totals_here = tuple(t for t in self.totals if t.variable in wanted)
+            missing = {v for op in self.counting(totals_here) for v in op.inputs} - wanted
+            if not missing & {t.variable for t in self.totals}:
+                return totals_here
+            wanted |= missing
 
     def counting(self, totals: Sequence[Total]) -> tuple[Operator, ...]:
-        """The operators that count these totals in a part, in order."""
+        """Return the operators that count these totals in a microbatch, in order."""
         wanted = {total.value for total in totals}
         operators = []
         for op in reversed(self.graph.operators):
@@ -96,7 +94,7 @@ class Normalised:
 
 
 def counted(graph: Graph) -> Graph:
-    """The graph with a sum and a count in place of every mean over targets that count."""
+    """Return the graph with a sum and a count in place of every mean over targets that count."""
     tensors = dict(graph.tensors)
     operators: list[Operator] = []
     for op in graph.operators:
@@ -105,7 +103,7 @@ def counted(graph: Graph) -> Graph:
 
 
 def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
-    """A mean over targets that count, taken apart; empty for any other operator."""
+    """Return the operators of a mean over targets that count, split into sum and count; empty for any other operator."""
     if not record_of(op).over_classes or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
         return []
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
@@ -138,7 +136,7 @@ def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
 
 
 def normalised(part: Graph, full: Graph, additive: Additive) -> Normalised:
-    """The graph of a part, whose losses add up to the whole batch's. Both are `counted`, and have the same operators."""
+    """Return the graph of a microbatch whose losses add up to the batch's. Both graphs have counted means, and the same operators."""
     return _Rewriting(part, full, additive).result()
 
 
@@ -156,7 +154,7 @@ class _Rewriting:
         self.tensors = dict(self.part.tensors)
 
     def result(self) -> Normalised:
-        """Every operator in turn, the loss last."""
+        """Rewrite every operator in order, the loss last."""
         for op, other in zip(self.part.operators, self.full.operators, strict=True):
             self._operator(op, other)
         loss, form = self.part.loss, self.additive.forms[self.part.loss]
@@ -196,18 +194,20 @@ class _Rewriting:
         return tuple(self._read(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def _in_shares(self, op: Operator, other: Operator) -> Operator:
-        """Of a sum of summands and others: the others count by shares."""
+        """Multiply the operands of a sum that are no partial sums by the share."""
         summands = {v for v in other.inputs if self.additive.forms[v] is P}
-        carried = set(op.inputs) if sums(op) else set(together(op) or ())
-        if not summands or not carried:
+        linear_in = set(op.inputs) if sums(op) else set(together(op) or ())
+        if not summands or not linear_in:
             return op
 
         def share(arg: Arg, number: int) -> Arg:
             if isinstance(arg, tuple):
                 return tuple(share(a, 10 * (number + 1) + i) for i, a in enumerate(arg))
             if isinstance(arg, Ref):
-                return arg if arg.value in summands or arg.value not in carried else self._share(
-                    arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast
+                return (
+                    arg
+                    if arg.value in summands or arg.value not in linear_in
+                    else self._share(arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast)
                 )
             if sums(op) and number < 2 and isinstance(arg, int | float):
                 return self._share(arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast)
@@ -217,7 +217,7 @@ class _Rewriting:
         return replace(op, target=target, args=tuple(share(a, i) for i, a in enumerate(op.args)))
 
     def _share(self, of: Ref | int | float, out: str, site: str, autocast: str) -> Ref:
-        """`of` times the share of the batch that the part has."""
+        """Return `of` times the microbatch's share of the batch."""
         self.shared = True
         kind = self.part.tensors[self.part.loss].dtype
         self.tensors.setdefault(SHARE, Tensor((), kind))
@@ -228,12 +228,12 @@ class _Rewriting:
 
 
 def has_numbers_of(op: Operator, other: Operator) -> bool:
-    """Whether an operator of a part has the numbers that it has for the whole batch, but for sizes."""
+    """Return whether an operator of a microbatch has the same numbers as for the whole batch, except for sizes."""
     return _numbers_of(op, other) == op
 
 
 def _numbers_of(op: Operator, other: Operator) -> Operator:
-    """An operator of a part with the numbers that it has for the whole batch, where they are no sizes."""
+    """Return an operator of a microbatch with the numbers that it has for the whole batch, where these are no sizes."""
     if (op.args, op.kwargs) == (other.args, other.kwargs):
         return op
     at = record_of(op).fill_at
@@ -242,8 +242,8 @@ def _numbers_of(op: Operator, other: Operator) -> Operator:
     if not by_elements(op):
         return op
 
-    def number(mine: Arg, its: Arg) -> Arg:
-        return its if isinstance(mine, int | float) and isinstance(its, int | float) else mine
+    def number(part: Arg, full: Arg) -> Arg:
+        return full if isinstance(part, int | float) and isinstance(full, int | float) else part
 
     kwargs = dict(other.kwargs)
     return replace(

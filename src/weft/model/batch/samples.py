@@ -1,10 +1,10 @@
-"""Whether the samples of a batch lie in dimension 0. In: a graph. Out: None, or in words where they seem to lie instead, and what to do.
+"""Check that the samples of a batch are in dimension 0; else say where they seem to be instead, and the remedy.
 
-A dimension is followed from the batch through the factor rules. Samples go through a model each by itself, up to the sums of the loss; what
-a recurrent layer goes along step by step, or what attention mixes, are positions. Batches given as (time, samples, ...) are told from
-others by that: dimension 0 is mixed, and dimension 1 is not, or a recurrent layer or the shapes of the batch say what it is.
+A dimension is followed from the batch through the factor rules. Samples pass through a model independently, up to the sums of the loss;
+dimensions that a recurrent layer steps along, or that attention mixes, are positions. Batches of (time, samples, ...) are recognized by
+that: dimension 0 is mixed, and dimension 1 is not, or a recurrent layer or the shapes of the batch decide.
 
-Not modelled: operators without a rule, behind which nothing is known; samples that are mixed on purpose, in both dimensions.
+Not modeled: operators without a rule, after which nothing is known; samples mixed on purpose, in both dimensions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.plan.layout import Layout
 
 
 class Place(NamedTuple):
-    """A dimension as it lies in a tensor: in dimension `dim`, with `inner` elements of that to each of its own, from `size` on outside."""
+    """A dimension of the batch inside a tensor: in dimension `dim`, with `inner` entries per element of its own, of `size` elements."""
 
     dim: int
     inner: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 @dataclass
 class _Followed:
-    """What became of a dimension of the batch: where it was first mixed, which recurrent layer goes along it, whether it was summed up."""
+    """The trace of a batch dimension: where it was first mixed, which recurrent layer steps along it, whether it was summed."""
 
     mixed: Operator | None = None
     steps: Operator | None = None
@@ -39,31 +39,31 @@ class _Followed:
 
 
 def check_samples(graph: Graph, layout: Layout) -> None:
-    """Raise Infeasible where a layout divides dimension 0 of a batch whose samples lie elsewhere."""
+    """Raise Infeasible where a layout divides dimension 0 of a batch whose samples are elsewhere."""
     if layout.data > 1 or layout.microbatches > 1:
-        said = samples_elsewhere(graph)
-        if said is not None:
-            raise Infeasible(f"{layout} divides the batch along dimension 0, but {said}")
+        reason = samples_elsewhere(graph)
+        if reason is not None:
+            raise Infeasible(f"{layout} divides the batch along dimension 0, but {reason}")
 
 
 def samples_elsewhere(graph: Graph) -> str | None:
-    """Why dimension 0 of the batch holds no samples, and what to do; None where nothing says so."""
-    wide = [v for v in graph.inputs if v.batched and len(v.tensor.shape) > 1]
-    seconds = {v.tensor.shape[1] for v in wide}
-    if graph.batch_size < 2 or not wide or len(seconds) > 1 or min(seconds) < 2:
+    """Return why dimension 0 of the batch holds no samples, and the remedy; None where nothing indicates it."""
+    multi_dim_inputs = [v for v in graph.inputs if v.batched and len(v.tensor.shape) > 1]
+    seconds = {v.tensor.shape[1] for v in multi_dim_inputs}
+    if graph.batch_size < 2 or not multi_dim_inputs or len(seconds) > 1 or min(seconds) < 2:
         return None
     (second,) = seconds
     lengths = {v.tensor.shape[0] for v in graph.inputs if len(v.tensor.shape) == 1}
     first = _follow(graph, {v.value: 0 for v in graph.inputs if v.batched})
     if first.mixed is None:
         return None
-    rows = f"dimension 0 of {wide[0].name} {list(wide[0].tensor.shape)}"
+    rows = f"dimension 0 of {multi_dim_inputs[0].name} {list(multi_dim_inputs[0].tensor.shape)}"
     remedy = "give it as (samples, time, ...) and let forward transpose it (x.transpose(0, 1)), or use data=1 microbatches=1"
     if first.steps is not None:
         return f"{first.steps.site} goes along {rows} step by step, so that it holds no samples; {remedy}"
     if graph.batch_size in lengths:
         return None  # as many labels as there are rows
-    other = _follow(graph, {v.value: 1 for v in wide} | {v.value: 0 for v in graph.inputs if v.tensor.shape == (second,)})
+    other = _follow(graph, {v.value: 1 for v in multi_dim_inputs} | {v.value: 0 for v in graph.inputs if v.tensor.shape == (second,)})
     if other.mixed is None and other.certain and other.summed:
         why = f"each of the {second} in dimension 1 goes through by itself"
     elif second in lengths:
@@ -74,7 +74,7 @@ def samples_elsewhere(graph: Graph) -> str | None:
 
 
 def places_of_samples(graph: Graph) -> dict[str, Place]:
-    """Where the samples of the batch lie in the values that they are known to reach."""
+    """Return the location of the batch's samples in the values that they are known to reach."""
     return _follow(graph, {v.value: 0 for v in graph.inputs if v.batched}).places
 
 
@@ -82,13 +82,13 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
     shapes = {value: tensor.shape for value, tensor in graph.tensors.items()}
     followed = _Followed(places={value: Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
     for op in graph.operators:
-        here = [(i, followed.places[value]) for i, value in enumerate(op.inputs) if value in followed.places]
-        if not here:
+        traced_inputs = [(i, followed.places[value]) for i, value in enumerate(op.inputs) if value in followed.places]
+        if not traced_inputs:
             continue
         rule, record = graph.rules[op.name], record_of(op)
         if record.moves == "reshape":
             for value in op.outputs:
-                place = _reshaped(here[0][1], shapes[op.inputs[0]], shapes[value])
+                place = _reshaped(traced_inputs[0][1], shapes[op.inputs[0]], shapes[value])
                 if place is None:
                     followed.mixed = followed.mixed or op
                 else:
@@ -96,14 +96,14 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
         elif rule is None:
             followed.certain = False
         else:
-            _through(followed, op, record, rule, here, shapes)
+            _through(followed, op, record, rule, traced_inputs, shapes)
     return followed
 
 
 def _through(
     followed: _Followed, op: Operator, record: Op, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Take the dimension through one operator, by its labels."""
+    """Follow the dimension through one operator, by its labels."""
     rows = [(i, place, rule.inputs[i]) for i, place in here]
     labels = {row[place.dim] for _, place, row in rows if row is not None}
     if not labels:  # its values are not read
@@ -136,13 +136,13 @@ def _through(
 
 
 def _reshaped(place: Place, before: tuple[int, ...], after: tuple[int, ...]) -> Place | None:
-    """Where a dimension lies after a reshape; None where it is taken apart.
+    """Return the location of a dimension after a reshape; None where it is split.
 
     >>> _reshaped(Place(1, 1, 8), (6, 8, 5), (48, 5)), _reshaped(Place(1, 2, 8), (6, 16, 3), (48, 6))
     (Place(dim=0, inner=1, size=8), Place(dim=0, inner=1, size=8))
     """
     if not prod(after):
-        return None  # nothing lies anywhere
+        return None  # an empty tensor
     inner = place.inner * prod(before[place.dim + 1 :])
     for dim in range(len(after)):
         below = prod(after[dim + 1 :])

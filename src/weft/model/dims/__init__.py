@@ -1,1 +1,1 @@
-"""What dims of tensors stand for: samples, features, positions."""
+"""Meaning of tensor dimensions: samples, features, positions, experts."""

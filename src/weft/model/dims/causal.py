@@ -1,8 +1,8 @@
-"""Which attention hides by its mask what comes later. In: a graph, an attention of it. Out: whether queries see keys up to their own place.
+"""Detection of causal attention masks: whether queries attend to keys up to their own position only.
 
-Read from how the mask is made: a comparison of positions of keys with those of queries, joined with whatever else hides keys (padding).
-A mask that hides what came before as well (a window) is none. Ranks take positions in an order by which such attention is as much work for
-each; nothing else follows from it, so that a mask that is not seen to be one costs time alone.
+Derived from how the mask is computed: a comparison of key positions with query positions, combined with any other mask (padding). A mask
+that also hides earlier keys (a window) is not causal. Ranks may then balance causal attention by zigzag position order; nothing else
+depends on it, so an undetected mask costs time only.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ LATER, EARLIER = "later", "earlier"
 
 
 def hides_later(graph: Graph, makers: Mapping[str, Operator], op: Operator) -> bool:
-    """Whether attention is causal, by itself or by its mask. `makers`: by value what makes it."""
+    """Return whether attention is causal, by its flag or by its mask. `makers`: by value, its producer."""
     mask = mask_of(op)
     return is_causal(op) or (mask is not None and _hidden(graph, makers, mask, True) == {LATER})
 
 
 def _hidden(graph: Graph, makers: Mapping[str, Operator], value: str, holds: bool) -> set[str]:
-    """Which keys a mask [..., queries, keys] hides for their place, where what it says `holds` of those that are seen."""
+    """Return which keys a mask [..., queries, keys] hides by position (`LATER`, `EARLIER`); `holds`: the value of the mask at visible
+    keys."""
     op = makers.get(value)
     if op is None or not op.inputs:
         return set()
-    how = record_of(op).tells
-    if how in (AT_MOST, AT_LEAST):
+    predicate = record_of(op).tells
+    if predicate in (AT_MOST, AT_LEAST):
         first, second = op.inputs[0], op.inputs[-1]
-        for keys, queries, at_most in ((first, second, how == AT_MOST), (second, first, how == AT_LEAST)):
+        for keys, queries, at_most in ((first, second, predicate == AT_MOST), (second, first, predicate == AT_LEAST)):
             if _along(graph, makers, keys, -1) and _along(graph, makers, queries, -2):
                 return {LATER if at_most == holds else EARLIER}
         return set()
-    if how == ALL_HOLD:
-        return {one for v in op.inputs if holds for one in _hidden(graph, makers, v, True)}
-    if how == FILLS:  # a number is added to the scores where the second holds
+    if predicate == ALL_HOLD:
+        return {hidden for v in op.inputs if holds for hidden in _hidden(graph, makers, v, True)}
+    if predicate == FILLS:  # fills scores where the second operand is true
         return _hidden(graph, makers, op.inputs[0], holds) | _hidden(graph, makers, op.inputs[1], not holds)
-    if how == LOWER:
+    if predicate == LOWER:
         return {LATER} if holds else {EARLIER}
-    return _hidden(graph, makers, op.inputs[0], holds != (how == NOT)) if len(op.inputs) == 1 else set()
+    return _hidden(graph, makers, op.inputs[0], holds != (predicate == NOT)) if len(op.inputs) == 1 else set()
 
 
 def _along(graph: Graph, makers: Mapping[str, Operator], value: str, dim: int) -> bool:
-    """Whether a value is positions along a dimension of the last two."""
+    """Return whether a value is positions along one of the last two dimensions."""
     shape = graph.tensors[value].shape
     other = -3 - dim
     alone = len(shape) >= -dim and shape[dim] > 1 and (len(shape) < -other or shape[other] == 1)
@@ -53,6 +54,6 @@ def _along(graph: Graph, makers: Mapping[str, Operator], value: str, dim: int) -
 
 
 def _counts(makers: Mapping[str, Operator], value: str) -> bool:
-    """Whether a value is made of numbers in order, and of nothing else."""
+    """Return whether a value is computed from consecutive numbers only."""
     op = makers.get(value)
     return op is not None and (record_of(op).tells == COUNTS or (bool(op.inputs) and all(_counts(makers, v) for v in op.inputs)))

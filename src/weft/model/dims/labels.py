@@ -1,9 +1,8 @@
-"""What the labels of every operator stand for: samples, features of a weight, positions of an image, or something else.
+"""Meaning of the labels of every operator: samples, features of a weight, image positions, or something else.
 
-In: a graph and its factor rules. Out: for every operator the labels that carry samples and those that carry features, followed from
-the batched inputs and from the weights through the rules; and the dimensions that are positions of an image: those along which windows
-slide, and whatever lies as they do, before and behind; and how many entries of a dimension stay together wherever it goes. Not modelled:
-operators without a rule, behind which nothing is known.
+Followed from the batched inputs and from the weights through the factor rules. Also: dimensions that are image positions (those along which
+windows slide, and all joined with them), and the number of indivisible units of each dimension. Not modeled: operators without a rule,
+after which nothing is known.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Dim = tuple[str, int]  # a value, and one of its dimensions
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Labels of one operator that may be cut over an axis other than data.
+    """Labels of one operator that may be sharded over an axis other than data.
 
-    `samples` belong to data alone, unless they are asked for: cutting them everywhere would be data parallelism under another name.
-    `features` come from weights. `shared`: the labels of the weights that a product reads, None where it reads none; a product that is not
-    cut by one of them leaves its weight whole on every rank, which is for samples alone.
+    `samples` are for data axes, unless requested otherwise: sharding them everywhere would be data parallelism under another name.
+    `features` come from weights. `weight_labels`: labels of the weights that a product reads, None where it reads none; a product that is
+    not sharded on one of them replicates its weight, which is for sample axes only.
     """
 
     samples: frozenset[str] = frozenset()
@@ -36,8 +35,8 @@ class Meaning:
     shared: frozenset[str] | None = None
 
     def admits(self, label: str, sequence: bool, samples: bool = False) -> bool:
-        """Whether a tensor axis may cut `label`; with `sequence` also what is neither sample nor feature, around the products; with
-        `samples` these as well, in products too."""
+        """Return whether a tensor axis may shard `label`; with `sequence` also labels that are neither samples nor features, between
+        products; with `samples` these as well, in products too."""
         if label in self.samples:
             return samples
         if self.shared is not None and label not in self.shared:
@@ -46,10 +45,10 @@ class Meaning:
 
 
 def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meaning]:
-    """[operator's name] -> what its labels mean.
+    """Return, by operator name, the meaning of its labels.
 
-    A weight is a parameter of two or more dimensions that a product or an embedding reads, or what is made of parameters alone (its
-    transpose, its direction) and read so; a table of positions that is only added makes no feature of the position.
+    A weight is a parameter of two or more dimensions that a product or an embedding reads, or a value computed from parameters only (its
+    transpose, its direction) and read so; a position table that is only added does not make positions features.
     """
     samples: dict[str, set[int]] = {v.value: {0} for v in graph.inputs if v.batched and v.tensor.shape}
     from_parameters = _made_of_parameters(graph)
@@ -62,8 +61,8 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
             meaning_of[op.name] = Meaning()
             continue
         rows = [(value, row) for value, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
-        product = _reads_weights(graph, op)
-        shared = {label for value, row in rows if product and value in weights for label in row if label}
+        reads_weights = _reads_weights(graph, op)
+        shared = {label for value, row in rows if reads_weights and value in weights for label in row if label}
         of_samples = {row[dim] for value, row in rows for dim in samples.get(value, ()) if row[dim]}
         of_features = shared | {row[dim] for value, row in rows for dim in features.get(value, ()) if row[dim]}
         for value, row in zip(op.outputs, rule.outputs, strict=True):
@@ -80,7 +79,7 @@ def _reads_weights(graph: Graph, op: Operator) -> bool:
 
 
 def _made_of_parameters(graph: Graph) -> set[str]:
-    """Weights that products read and that are made of parameters alone, and what they are made of, the parameters themselves too."""
+    """Return weights that products read and that are computed from parameters only, and their ancestors, the parameters included."""
     state = {v.value for v in (*graph.parameters, *graph.buffers)}
     chain: list[Operator] = []
     for op in graph.operators:
@@ -96,7 +95,7 @@ def _made_of_parameters(graph: Graph) -> set[str]:
 
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
-    """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
+    """Return, by (value, dimension), which image positions it is, by the kinds of `weft.plan.axis`; others are left out."""
     joined, slides = _joined_dims(graph, rules), list[tuple[Dim, str]]()
     for op in graph.operators:
         rule = rules[op.name]
@@ -113,8 +112,8 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
 
 
 def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
-    """(value, dimension) that is channels of an image, of what convolutions read or make, and whatever lies as these do. Windows of what is
-    only padded (labels of a text) have none."""
+    """Return (value, dimension) that are image channels: of inputs and outputs of convolutions, and all joined with them. Windows that only
+    pad (labels of a text) have none."""
     joined = _joined_dims(graph, rules)
     slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).kind == "convolution"]
     roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
@@ -122,7 +121,7 @@ def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
 
 
 def _joined_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> Joined[Dim]:
-    """Dimensions that any operator has one label for."""
+    """Return the union-find of dimensions that share a label in some operator."""
     joined = Joined[Dim]()
     for op in graph.operators:
         rule = rules[op.name]
@@ -132,9 +131,9 @@ def _joined_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> Joined[Dim]:
 
 
 def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) -> dict[Dim, int]:
-    """[value, dimension] -> into how many units it can be cut so that the same cut goes through all operators that share it: of features
-    of 8 heads of 64 these are 8, however they are shaped. With `products` only operators that multiply have a say, where one does: what
-    lies between (three parts in a row) is rather put together. Windows that slide do not join."""
+    """Return, by (value, dimension), the number of units into which it can be sharded consistently in all operators that share it: features
+    of 8 heads of 64 have 8 units, in any shape. With `products` only operators that multiply count, where there are any: what is between
+    them (three parts in a row) is rather gathered. Windows that slide do not join."""
     joined, said = Joined[Dim](), []
     for op in graph.operators:
         rule = rules[op.name]
@@ -150,30 +149,30 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
 
 
 def common(joined: Joined[T], said: Iterable[tuple[T, bool, int]]) -> dict[T, int]:
-    """[one] -> the greatest number that divides all that is said of whatever is joined with it. `said`: of whom, whether it has a say
-    before others, the number."""
+    """Return, by element, the greatest common divisor of all numbers stated for its set. `said`: (element, whether the statement has
+    precedence, number)."""
     strong: dict[T, int] = {}
     weak: dict[T, int] = {}
-    for one, first, number in said:
-        above, counts = joined.root(one), strong if first else weak
-        counts[above] = gcd(counts.get(above, 0), number)
-    return {one: strong.get(above) or weak[above] for one in joined.parent if (above := joined.root(one)) in strong or above in weak}
+    for element, has_precedence, number in said:
+        top, divisors = joined.root(element), strong if has_precedence else weak
+        divisors[top] = gcd(divisors.get(top, 0), number)
+    return {element: strong.get(top) or weak[top] for element in joined.parent if (top := joined.root(element)) in strong or top in weak}
 
 
 def labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:
-    """An operator's tensors with their labels."""
+    """Yield an operator's tensors with their labels."""
     for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
         if row is not None:
             yield value, row
 
 
 def places_of(op: Operator, rule: Rule, label: str) -> list[Dim]:
-    """The dimension that has a label, of each of an operator's tensors where one has it."""
+    """Return the dimension with a label in each of an operator's tensors that has it."""
     return [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
 
 
 def by_label(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
-    """The dimensions that have each label of an operator."""
+    """Return the dimensions of each label of an operator."""
     dims: dict[str, list[Dim]] = {}
     for value, row in labelled(op, rule):
         for dim, label in enumerate(row):
@@ -183,10 +182,10 @@ def by_label(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
 
 
 def expert_weights(graph: Graph) -> dict[str, str]:
-    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
+    """Return weights of experts, one matrix each along dimension 0: by value, the product that reads them.
 
-    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other. What is read with rows of experts, biases
-    too, is theirs.
+    A product keeps the experts separate, sums over one of a matrix's dimensions and outputs the other. Biases read with rows of experts
+    count as well.
     """
     trained = {v.value for v in graph.parameters if v.trainable}
     stacked = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}

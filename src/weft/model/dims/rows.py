@@ -1,6 +1,6 @@
-"""Which dimensions are rows of experts, as many as follow from data (`weft.ops.experts`), and which of these no rank may have a part of.
+"""Dimensions that are rows of experts, of data-dependent length (`weft.ops.experts`), and those of them that must be replicated.
 
-In: a graph and its factor rules. Out: (value, dimension). Followed through the rules from where rows begin to where they end.
+Followed through the factor rules from dispatch to combine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weft.ops import Rule, draws, record_of
 
 
 def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
-    """(value, dimension) that holds rows of experts."""
+    """Return (value, dimension) that are rows of experts."""
     dims: set[Dim] = set()
     for op in graph.operators:
-        rule, how = rules[op.name], record_of(op).ragged
-        if how == "begins":
+        rule, expert_rows = rules[op.name], record_of(op).ragged
+        if expert_rows == "begins":
             dims.update((value, 0) for value in op.outputs)
-        elif rule is not None and how != "ends" and dims:
+        elif rule is not None and expert_rows != "ends" and dims:
             rows = zip(op.inputs, rule.inputs, strict=True)
             labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in dims}
             outputs = zip(op.outputs, rule.outputs, strict=True)
@@ -29,8 +29,8 @@ def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
 
 
 def ordered_rows(graph: Graph, rules: Mapping[str, Rule | None], rows: frozenset[Dim]) -> frozenset[Dim]:
-    """Those of `rows` that lie whole on every rank from where they begin on: something needs all of them, or reads others beside them, or
-    knows how many there are. A sum over them needs no more than summands."""
+    """Return those of `rows` that are replicated on every rank from dispatch on: an operator needs all of them, or combines them with
+    others, or depends on their number. A sum over them needs only partial sums."""
     if not rows:
         return rows
     joined, needed = Joined[Dim](), {(value, dim) for value, dim in rows if value in (*graph.outputs, graph.loss)}
@@ -47,16 +47,16 @@ def ordered_rows(graph: Graph, rules: Mapping[str, Rule | None], rows: frozenset
 
 
 def _needed(graph: Graph, op: Operator, rule: Rule | None, rows: frozenset[Dim]) -> Iterator[Dim]:
-    """The rows that an operator needs all of."""
+    """Yield the rows that an operator needs in full."""
     if record_of(op).ragged:
         return
     read = [(value, dim) for value in op.inputs for dim in range(len(graph.tensors[value].shape)) if (value, dim) in rows]
-    if rule is None or draws(op):  # rows of a rank are no piece of those that a serial run draws for
+    if rule is None or draws(op):  # a rank's rows are no shard of those of a serial run, so draws would differ
         yield from read
         return
-    pieces = {
+    shardable = {
         label: places for label, places in by_label(op, rule).items()
         if label not in rule.kernels and rows.issuperset(places)
     }  # fmt: skip
-    labelled = {place for places in pieces.values() for place in places}
+    labelled = {place for places in shardable.values() for place in places}
     yield from (place for place in read if place not in labelled)

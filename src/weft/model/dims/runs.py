@@ -1,10 +1,10 @@
-"""Dimensions that are several runs, one behind another, each of which is cut by itself: queries, keys and values of one product, a gate
-beside what it gates, the gates of a recurrence.
+"""Fused dimensions: several consecutive runs in one dimension, each sharded separately: queries, keys and values of one product, a gate and
+its input, the gates of a recurrence.
 
-In: a graph and its factor rules. Out: `Fused`: rules in which such a dimension has a label where it is split, sliced or viewed as several
-dimensions, and for every dimension its runs, with how many units of each stay together. Borders are followed from where features are taken
-apart, before and behind, until nothing new is met. Where an operator asks that pieces lie in one place (a vocabulary, groups of a
-convolution) what is joined with it has no runs, and is put together where it is taken apart. Not modelled: parts put together.
+Returns rules in which such a dimension has a label where it is split, sliced or viewed as several dimensions, and for every dimension its
+runs with the number of indivisible units of each. Borders are propagated from where features are split, forward and backward, to a fixed
+point. Where an operator needs contiguous shards (a vocabulary, groups of a convolution), dimensions joined with it have no runs, and are
+gathered where they are split. Not modeled: concatenation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
 from weft.ops.rule import ORDERED, POSITIONAL, Along, Runs
 
-ROUNDS = 6  # of taking dimensions apart, each of which may show others
+ROUNDS = 6  # of splitting dimensions; each round may reveal others
 
 
 @dataclass(frozen=True)
 class Fused:
-    """`rules`: by operator, with labels of runs. `of`: by dimension its runs, each (length, units that stay together). `least`: the
-    shortest run of whatever is joined with a dimension: among more ranks none of it is cut so. `labels`: (operator, label) of runs."""
+    """`rules`: by operator, with labels of runs. `runs_of`: by dimension its runs, each (length, indivisible units). `shortest_run`: the
+    shortest run joined with a dimension; with more ranks than that it is not sharded so. `labels`: (operator, label) of runs."""
 
     rules: Mapping[str, Rule | None]
     of: Mapping[Dim, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -36,14 +36,14 @@ class Fused:
 
 @dataclass(frozen=True, eq=False)
 class _Label:
-    """One label of an operator: where it lies, and which ranges of it lie there."""
+    """One label of an operator: its dimensions, and the ranges of it in each."""
 
     op: Operator
     name: str
     extent: int
-    places: tuple[tuple[Dim, int, Runs], ...]  # with its length
+    places: tuple[tuple[Dim, int, Runs], ...]  # with the dimension's length
     ends: tuple[int, ...] = ()
-    rigid: bool = False  # pieces must lie in one place
+    rigid: bool = False  # shards must be contiguous
 
     @classmethod
     def of_dims(cls, graph: Graph, op: Operator, name: str, dims: Sequence[Dim], rigid: bool) -> _Label:
@@ -60,32 +60,32 @@ class _Label:
 
     @property
     def carries(self) -> bool:
-        """Whether it goes on to what is made."""
+        """Return whether an output has it."""
         return any(value in self.op.outputs for (value, _), *_ in self.places)
 
     @cached_property
     def borders(self) -> set[int]:
-        """Where it is taken apart by itself."""
+        """Borders at which the label itself is split."""
         borders = {end for *_, runs in self.places for run in runs for end in run} | set(self.ends)
         return borders - {0, self.extent}
 
     def read(self, runs: Runs, length: int, ends: set[int]) -> set[int] | None:
-        """What borders of a dimension are of the label; None where one lies in the midst of an entry."""
-        inner, rest = divmod(length, sum(stop - start for start, stop in runs))
-        if rest:
+        """Return the label's borders that follow from a dimension's; None where one falls inside an entry."""
+        inner, remainder = divmod(length, sum(stop - start for start, stop in runs))
+        if remainder:
             return None
         borders: set[int] = set()
         begin = 0
         for start, stop in runs:
-            inside = [end - begin for end in ends if begin < end < begin + (stop - start) * inner]
-            if any(end % inner for end in inside):
+            run_ends = [end - begin for end in ends if begin < end < begin + (stop - start) * inner]
+            if any(end % inner for end in run_ends):
                 return None
-            borders.update(start + end // inner for end in inside)
+            borders.update(start + end // inner for end in run_ends)
             begin += (stop - start) * inner
         return borders
 
     def write(self, runs: Runs, length: int, borders: set[int]) -> set[int]:
-        """What the label's borders are of a dimension."""
+        """Return a dimension's borders that follow from the label's."""
         inner, begin = length // sum(stop - start for start, stop in runs), 0
         ends: set[int] = set()
         for start, stop in runs:
@@ -95,7 +95,7 @@ class _Label:
         return ends - {length}
 
     def entries(self, runs: Runs, length: int, ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(number of a run of a dimension, where it begins in the label, its length)."""
+        """Yield (number of a run of a dimension, its start in the label, its length)."""
         inner = length // sum(stop - start for start, stop in runs)
         begin = 0
         for start, stop in runs:
@@ -106,7 +106,7 @@ class _Label:
 
 
 def fused(graph: Graph) -> Fused:
-    """The runs of a graph's features."""
+    """Return the runs of a graph's features."""
     rules, offered = graph.rules, _offered(graph)
     if not any(along.ends or len(along.places) > 1 for alongs in offered.values() for along in alongs if not along.apart):
         return Fused(rules)
@@ -115,10 +115,10 @@ def fused(graph: Graph) -> Fused:
     for _ in range(ROUNDS):
         followed = _Followed(graph, offered, chosen, refused)
         refused |= followed.rigid
-        again = {key: along for key, along in {**chosen, **followed.chosen(offered)}.items() if key not in refused}
-        if again == chosen and not followed.rigid:
+        next_chosen = {key: along for key, along in {**chosen, **followed.chosen(offered)}.items() if key not in refused}
+        if next_chosen == chosen and not followed.rigid:
             return followed.result()
-        chosen = again
+        chosen = next_chosen
     return Fused(rules)
 
 
@@ -133,8 +133,8 @@ def _offered(graph: Graph) -> dict[str, tuple[Along, ...]]:
 
 
 class _Followed:
-    """Borders, followed from where dimensions are taken apart. `chosen`: labels of which an inner dimension is cut; `refused`: (operator,
-    label) that have no runs."""
+    """Propagation of borders from where dimensions are split. `chosen`: labels of which an inner dimension is sharded; `refused`:
+    (operator, label) that have no runs."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class _Followed:
         refused: set[tuple[str, str]],
     ) -> None:
         self.graph, self.operators = graph, {op.name: op for op in graph.operators}
-        self.alongs = {(name, one.label): one for name, those in offered.items() for one in those if not one.apart} | dict(chosen)
-        self.alongs = {key: one for key, one in self.alongs.items() if key not in refused}
+        self.alongs = {(name, along.label): along for name, alongs in offered.items() for along in alongs if not along.apart} | dict(chosen)
+        self.alongs = {key: along for key, along in self.alongs.items() if key not in refused}
         self.rules: dict[str, Rule | None] = dict(graph.rules)
-        for (name, _), one in self.alongs.items():
+        for (name, _), along in self.alongs.items():
             rule = self.rules[name]
-            self.rules[name] = None if rule is None else one.rule(rule)
+            self.rules[name] = None if rule is None else along.rule(rule)
         self.means = meanings(graph, self.rules)
         self.labels = list(self._labels())
         self.broken: set[_Label] = set()
@@ -162,7 +162,7 @@ class _Followed:
         self.rigid = self._rigid()
 
     def _labels(self) -> Iterator[_Label]:
-        """Labels that carry features."""
+        """Yield labels of features."""
         graph, rows = self.graph, self.graph.ragged
         for op in graph.operators:
             rule, means = self.rules[op.name], self.means[op.name]
@@ -199,25 +199,25 @@ class _Followed:
             if label in self.broken:
                 continue
             for place, length, runs in label.places:
-                more = label.write(runs, length, borders) - self.ends.setdefault(place, set())
-                if more:
-                    self.ends[place] |= more
-                    waiting.update(dict.fromkeys(one for one in readers[place] if one is not label and one not in self.broken))
+                new_ends = label.write(runs, length, borders) - self.ends.setdefault(place, set())
+                if new_ends:
+                    self.ends[place] |= new_ends
+                    waiting.update(dict.fromkeys(other for other in readers[place] if other is not label and other not in self.broken))
 
     def _rigid(self) -> set[tuple[str, str]]:
-        """Labels that have no runs, since something that is joined with them must lie in one place."""
+        """Return labels that have no runs since a label joined with them needs contiguous shards."""
         roots = {
-            self.joined.root(place) for one in self.labels if one.rigid and one not in self.broken for place, *_ in one.places
+            self.joined.root(place) for label in self.labels if label.rigid and label not in self.broken for place, *_ in label.places
             if self.ends.get(place)
         }  # fmt: skip
         return {
-            (one.op.name, one.name)
-            for one in self.labels
-            if (one.op.name, one.name) in self.alongs and any(self.joined.root(place) in roots for place, *_ in one.places)
+            (label.op.name, label.name)
+            for label in self.labels
+            if (label.op.name, label.name) in self.alongs and any(self.joined.root(place) in roots for place, *_ in label.places)
         }
 
     def chosen(self, offered: Mapping[str, tuple[Along, ...]]) -> dict[tuple[str, str], Along]:
-        """Of reshapes whose outer dimensions are taken apart, entry by entry, the inner label."""
+        """Return, for reshapes whose outer dimensions are split entry by entry, the inner label."""
         choices = {}
         for name, alongs in offered.items():
             op = self.operators[name]
@@ -229,54 +229,54 @@ class _Followed:
         return choices
 
     def result(self) -> Fused:
-        """What was found."""
+        """Return the fused dimensions found."""
         fused = {self.joined.root(place) for place, ends in self.ends.items() if ends}
-        fused |= {self.joined.root(one.places[0][0]) for one in self.labels if (one.op.name, one.name) in self.alongs and one.carries}
-        mine = [one for one in self.labels if one not in self.broken and self.joined.root(one.places[0][0]) in fused]
-        lengths = {place: self._lengths(place, length) for one in mine for place, length, _ in one.places}
+        in_runs = (label for label in self.labels if (label.op.name, label.name) in self.alongs and label.carries)
+        fused |= {self.joined.root(label.places[0][0]) for label in in_runs}
+        fused_labels = [label for label in self.labels if label not in self.broken and self.joined.root(label.places[0][0]) in fused]
+        lengths = {place: self._lengths(place, length) for label in fused_labels for place, length, _ in label.places}
         least: dict[Dim, int] = {}
-        for several in (True, False):  # what is one run may be shorter, and is then not cut by itself
+        for several in (True, False):  # a single run may be shorter; then it is not sharded on its own
             for place, sizes in lengths.items():
                 root = self.joined.root(place)
                 if several == (len(sizes) > 1) and (several or root not in least):
                     least[root] = min(least.get(root, sizes[0]), *sizes)
-        units = self._units(mine)
+        units = self._units(fused_labels)
         of = {place: tuple((size, units[place, k]) for k, size in enumerate(sizes)) for place, sizes in lengths.items()}
-        return Fused(self._rules(mine), of, {place: least[self.joined.root(place)] for place in of}, self._with_runs(mine))
+        return Fused(self._rules(fused_labels), of, {place: least[self.joined.root(place)] for place in of}, self._with_runs(fused_labels))
 
     def _lengths(self, place: Dim, length: int) -> list[int]:
         ends = sorted(self.ends.get(place, ()))
         return [b - a for a, b in zip((0, *ends), (*ends, length), strict=True)]
 
     def _with_runs(self, labels: Sequence[_Label]) -> frozenset[tuple[str, str]]:
-        """(operator, label) that are cut in runs: those that carry on to what is made."""
-        carried = {(one.op.name, one.name) for one in labels if one.carries}
+        """Return (operator, label) that are sharded in runs: those that reach an output."""
+        carried = {(label.op.name, label.name) for label in labels if label.carries}
         return frozenset(carried & self.alongs.keys())
 
     def _rules(self, labels: Sequence[_Label]) -> dict[str, Rule | None]:
-        """Rules with the labels that have runs, and without those that meet borders in the midst of an entry."""
+        """Return rules with the labels that have runs, and without those with borders inside an entry."""
         rules = dict(self.graph.rules)
         for name, label in self._with_runs(labels):
             rule = rules[name]
             rules[name] = None if rule is None else self.alongs[name, label].rule(rule)
-        for one in self.broken:
-            rule = rules[one.op.name]
-            if rule is not None and (one.op.name, one.name) not in self.alongs:
-                rules[one.op.name] = Along(one.name, ()).rule(rule)
+        for broken_label in self.broken:
+            rule = rules[broken_label.op.name]
+            if rule is not None and (broken_label.op.name, broken_label.name) not in self.alongs:
+                rules[broken_label.op.name] = Along(broken_label.name, ()).rule(rule)
         return rules
 
     def _units(self, labels: Sequence[_Label]) -> dict[tuple[Dim, int], int]:
-        """Into how many units each run can be cut so that the same cut goes through all that share it, as `granules` says it of whole
-        dimensions."""
+        """Return the number of units of each run that allow a consistent sharding, as `num_units_by_dim` does for entire dimensions."""
         joined = Joined[tuple[Dim, int]]()
-        said: list[tuple[tuple[Dim, int], bool, int]] = []
-        for one in labels:
-            multiplies = operator_flops(one.op, self.graph.tensors) > 0
+        statements: list[tuple[tuple[Dim, int], bool, int]] = []
+        for label in labels:
+            multiplies = operator_flops(label.op, self.graph.tensors) > 0
             by_start: dict[int, list[tuple[Dim, int]]] = {}
-            for place, length, runs in one.places:
-                for number, start, size in one.entries(runs, length, sorted(self.ends.get(place, ()))):
+            for place, length, runs in label.places:
+                for number, start, size in label.entries(runs, length, sorted(self.ends.get(place, ()))):
                     by_start.setdefault(start, []).append((place, number))
-                    said.append(((place, number), multiplies, size))
-            for those in by_start.values():
-                joined.add(those)
-        return common(joined, said)
+                    statements.append(((place, number), multiplies, size))
+            for runs_here in by_start.values():
+                joined.add(runs_here)
+        return common(joined, statements)

@@ -1,9 +1,8 @@
-"""Which dimensions are positions of a sequence, and how these lie there.
+"""Dimensions that are positions of a sequence, and their arrangement, for context parallelism.
 
-In: a graph and its factor rules. Out: for every such dimension a `Run`. Followed through the rules, before and behind, from where positions
-show: queries and keys of attention, also where it is written as a softmax between two products; time steps of a recurrence; numbers
-that are looked up. A reshape may put samples and positions into one dimension, and take them apart again. Not modelled: positions that are
-split into groups, behind which nothing is known of them.
+Propagated through the factor rules, forward and backward, from where positions are evident: queries and keys of attention, also where it is
+written as a softmax between two products; time steps of a recurrence; token numbers. A reshape may merge samples and positions and split
+them again. Not modeled: positions split into groups, after which nothing is known.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Place = tuple[str, int]  # value, dimension
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A dimension is runs of `size` positions of `inner` entries each; of one run where nothing else lies there."""
+    """A dimension that is runs of `size` positions with `inner` entries each; one run where it holds nothing else."""
 
     size: int
     inner: int = 1
@@ -37,24 +36,24 @@ class Run:
 
 
 def reshaped(source: tuple[int, ...], dim: int, run: Run, target: tuple[int, ...]) -> tuple[int, Run] | None:
-    """Where positions of dimension `dim` lie after a reshape; None where they are split.
+    """Return (dimension, run) of positions after a reshape; None where they are split.
 
     >>> reshaped((4, 8, 6), 1, Run(8), (32, 6)), reshaped((32, 6), 0, Run(8), (4, 8, 2, 3)), reshaped((4, 8), 1, Run(8), (4, 2, 4))
     ((0, Run(size=8, inner=1)), (1, Run(size=8, inner=1)), None)
     """
-    inside = prod(source[dim + 1 :])
-    step, extent, apart = run.inner * inside, run.length * inside, 1
+    inner_size = prod(source[dim + 1 :])
+    step, extent, target_stride = run.inner * inner_size, run.length * inner_size, 1
     for at in reversed(range(len(target))):
-        if apart <= step and extent <= apart * target[at]:
-            if step % apart or (apart * target[at]) % extent:
+        if target_stride <= step and extent <= target_stride * target[at]:
+            if step % target_stride or (target_stride * target[at]) % extent:
                 return None
-            return at, Run(run.size, step // apart)
-        apart *= target[at]
+            return at, Run(run.size, step // target_stride)
+        target_stride *= target[at]
     return None
 
 
 def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run]:
-    """[value, dimension] -> how positions of a sequence lie there; other dimensions are left out."""
+    """Return, by (value, dimension), the arrangement of sequence positions; other dimensions are left out."""
     users: dict[str, list[Operator]] = {}
     for op in graph.operators:
         for value in dict.fromkeys((*op.inputs, *op.outputs)):
@@ -66,7 +65,7 @@ def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run
 def _followed(
     graph: Graph, rules: Mapping[str, Rule | None], users: Mapping[str, Sequence[Operator]], seeds: Iterable[Place]
 ) -> dict[Place, Run]:
-    """Where the same positions are as in some dimensions, which are one run each. Rows of experts are none, also where a token has one."""
+    """Return dimensions with the same positions as the seeds, which are one run each. Rows of experts are excluded."""
     runs: dict[Place, Run] = {}
     rows = ragged(graph, rules)
     waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in seeds]
@@ -81,20 +80,20 @@ def _followed(
 
 
 def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Run) -> Iterator[tuple[Place, Run]]:
-    """Where an operator has the same positions in its other tensors."""
+    """Yield dimensions of an operator's other tensors that have the same positions."""
     if rule is None:
         return
     shapes = {value: graph.tensors[value].shape for value in (*op.inputs, *op.outputs)}
     if record_of(op).moves == "reshape":
-        others = op.outputs if place[0] == op.inputs[0] else op.inputs[:1] if place[0] in op.outputs else ()
-        for value in others:
-            if (there := reshaped(shapes[place[0]], place[1], run, shapes[value])) is not None:
-                yield (value, there[0]), there[1]
+        counterparts = op.outputs if place[0] == op.inputs[0] else op.inputs[:1] if place[0] in op.outputs else ()
+        for value in counterparts:
+            if (target := reshaped(shapes[place[0]], place[1], run, shapes[value])) is not None:
+                yield (value, target[0]), target[1]
         return
     length = shapes[place[0]][place[1]]
     for label in {row[place[1]] for value, row in labelled(op, rule) if value == place[0] and row[place[1]]}:
         for value, row in labelled(op, rule):
-            for dim in (dim for dim, other in enumerate(row) if other == label):
+            for dim in (dim for dim, row_label in enumerate(row) if row_label == label):
                 if shapes[value][dim] == length:
                     yield (value, dim), run
                 elif rule.kernels.get(label) == HALO and run == Run(length):
@@ -102,12 +101,12 @@ def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Ru
 
 
 def passes_round(rules: Mapping[str, Rule | None]) -> bool:
-    """Whether keys of any attention can be passed round the ranks: of that which is one operator."""
+    """Return whether any attention supports ring attention: one that is a single operator."""
     return any(rule is not None and QUERIES in rule.kernels.values() for rule in rules.values())
 
 
 def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
-    """Dimensions that are heads of attention, where it reads and makes them."""
+    """Return dimensions that are heads of attention, of its inputs and outputs."""
     places = set[Place]()
     for op in graph.operators:
         rule = rules[op.name]
@@ -117,18 +116,18 @@ def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
 
 
 def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[tuple[int, int]]:
-    """Dimensions of a reshape's operand that are positions, each with that of its result."""
+    """Yield (input dimension, output dimension) of positions through a reshape."""
     source, target = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
     for dim in range(len(source)):
         run = runs.get((op.inputs[0], dim))
-        there = None if run is None else reshaped(source, dim, run, target)
-        if there is not None and runs.get((op.outputs[0], there[0])) == there[1]:  # two that lie there are not both cut
-            yield dim, there[0]
+        target_run = None if run is None else reshaped(source, dim, run, target)
+        if target_run is not None and runs.get((op.outputs[0], target_run[0])) == target_run[1]:  # two are not both sharded
+            yield dim, target_run[0]
 
 
 def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Place, Run]) -> bool:
-    """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
-    lies, and no window slides over positions (of numbers that learn; others are read whole)."""
+    """Return whether ranks may and should have positions in zigzag order: attention is causal, no draw depends on positions, and no window
+    slides over positions of floating-point values (others are read in full)."""
     makers = graph.producer()
     causal = {op.name: rules[op.name] for op in graph.operators if hides_later(graph, makers, op)}
     if any(draws(op) for op in graph.operators) or not passes_round(causal):
@@ -144,7 +143,7 @@ def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Plac
 
 
 def _seeds(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[Place, Run]) -> Iterator[Place]:
-    """Dimensions that are positions whatever else is. `samples`: where samples lie, as far as they can be followed."""
+    """Yield dimensions that are evidently positions. `samples`: dimensions known to be samples."""
     follows, makers = batched(graph), {value: op for op in graph.operators for value in op.outputs}
     weights = {v.value for v in graph.parameters}
     for op in graph.operators:
@@ -154,7 +153,7 @@ def _seeds(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[Plac
         for value, row in labelled(op, rule):
             yield from ((value, dim) for dim, label in enumerate(row) if rule.kernels.get(label) in (QUERIES, KEYS))
         if record.over_steps:
-            yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps come whole, and samples do not
+            yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps are not sharded, and samples are
         if record.looks_up and op.inputs[1] in follows:
             dims = range(len(graph.tensors[op.inputs[1]].shape))
             of_samples = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
@@ -166,8 +165,8 @@ def _seeds(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[Plac
 def _scores(
     graph: Graph, rules: Mapping[str, Rule | None], makers: Mapping[str, Operator], weights: set[str], op: Operator
 ) -> Iterator[Place]:
-    """Queries and keys of attention that is written out: the softmax is over what is a dimension of the second operand of a product without
-    weights alone; what is one of the first alone are queries."""
+    """Yield queries and keys of attention written out: the softmax is over a dimension of the second operand of a product without weights;
+    dimensions of the first operand only are queries."""
     row = (rules[op.name] or Rule((), ())).inputs[0] or ()
     blocked = [dim for dim, label in enumerate(row) if not label and graph.tensors[op.inputs[0]].shape[dim] > 1]
     for dim in blocked:

@@ -1,1 +1,1 @@
-"""From factor rules to the placement of every value."""
+"""Sharding propagation: from factor rules to the placement of every value."""

@@ -1,7 +1,6 @@
-"""The problem along one axis: what each operator may do there, and what that costs, with the other axes' decisions given.
+"""The sharding problem along one axis: the strategies of each operator and their costs, given the other axes' decisions.
 
-In: a graph, the axis with its size and prices, what a plan says of it, and what other axes have decided. Out: `AxisProblem`, which answers
-how an operator may be cut and what it costs without moves; and of values what `model/sharding/axis_values` says.
+`AxisProblem` says how an operator may be sharded and what it costs without redistributions; `axis_values` says the same of values.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, halo, 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run an operator along an axis: how it reads its inputs, how it makes its outputs, and what that costs without moves."""
+    """One strategy for an operator along an axis: input placements, output placements, and cost without redistributions."""
 
     label: str
     needs: tuple[Placement | None, ...]
@@ -38,12 +37,12 @@ class Choice:
 
     @property
     def word(self) -> str:
-        """What a plan calls it: the label, with `+` where summands are left."""
+        """Name of the strategy in a plan: the label, with `+` where partial sums are left."""
         return self.label + "+" * (P in self.makes)
 
 
 class AxisProblem(AxisValues):
-    """The problem along one axis of `n` ranks. `sequence` and `samples`: as `propagate` has them."""
+    """The problem along one axis of `n` ranks. `sequence` and `samples`: as in `propagate`."""
 
     def __init__(
         self, graph: Graph, axis: str, n: int, prices: Prices, fixed: Given, others: Others, sequence: bool = False, samples: bool = False
@@ -53,13 +52,13 @@ class AxisProblem(AxisValues):
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
         self.sequence, self.samples = sequence, samples
-        self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
+        self.spreads = sequence or samples  # whether partial sums may be reduce-scattered between products
         self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
         self.experts = {value for value in expert_weights(graph) if (self.fixed or {}).get(value) == 0} if self.row.cuts_experts else set()
         self.samples_of = meanings(graph, self.rules) if self.row.cuts_experts else {}
 
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
-        """Whether the axis is for dimensions of this kind."""
+        """Return whether the axis is meant for dimensions of this kind."""
         places = places_of(op, rule, label)
         if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places):
             return True
@@ -76,21 +75,21 @@ class AxisProblem(AxisValues):
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
-        """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
+        """Return whether shards of a label are consistent in each dimension that has it: equal, or of as many units of each."""
         if rule.kernels.get(label) == HALO:
             return True
         if (op.name, label) in self.fused.labels:
             return bool(self._runs(*places_of(op, rule, label)[0])) and not draws(op)
-        everywhere = places_of(op, rule, label)
-        places = [place for place in everywhere if place not in self.ragged and not self._stays_replicated(op, *place)]
+        all_places = places_of(op, rule, label)
+        places = [place for place in all_places if place not in self.ragged and not self._stays_replicated(op, *place)]
         if self.row.cuts_sequences and len({self.sequences[place] for place in places if place in self.sequences}) > 1:
-            return False  # positions that do not lie alike
+            return False  # positions in different arrangements
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
-        if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
-            return False  # pieces of another axis' pieces of one operand beside all of another
+        if record_of(op).repeats and True in nested and (False in nested or places != all_places):
+            return False  # nested shards of one operand with all of another
         pieces = [self.shard(*place) for place in places]
         if any(isinstance(piece, Shard) and piece.runs for piece in pieces):
-            return not draws(op) and op.function is None and places == everywhere
+            return not draws(op) and op.function is None and places == all_places
         if rule.kernels.get(label) in ORDERED and any(isinstance(piece, Strided) for piece in pieces):
             return False
         if any(not self._keeps_groups(*place, rule.units[label]) for place in places if label in rule.units):
@@ -98,31 +97,32 @@ class AxisProblem(AxisValues):
         if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
             return True
         units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
-        return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
+        return op.function is None and len(units) == 1  # users' autograd functions are checked on equal shards
 
     def _stays_replicated(self, op: Operator, value: str, dim: int) -> bool:
-        """Whether an operand has too few entries for all ranks, each of which picks those that its part of the first operand reads."""
+        """Return whether an operand has too few entries for all ranks, each of which selects those that its shard of the first operand
+        reads."""
         length = self.graph.tensors[value].shape[dim]
         repeats = record_of(op).repeats and value in op.inputs[1:3]
         return repeats and length < self.n and length < self.graph.tensors[op.inputs[0]].shape[dim]
 
     def _keeps_groups(self, value: str, dim: int, groups: int) -> bool:
-        """Whether every rank has whole ones of `groups` equal parts of a dimension."""
+        """Return whether every rank has complete ones of `groups` equal parts of a dimension."""
         length, form = self.graph.tensors[value].shape[dim], self.shard(value, dim)
         return isinstance(form, Shard) and all(form.part(length, self.n, i)[1] % (length // groups) == 0 for i in range(self.n))
 
     def compute_s(self, op: Operator) -> float:
-        """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
+        """Seconds of an unsharded operator, forward and (counted twice) backward; 0 for non-products if a later axis may shard them."""
         if self.more and op.name not in self.heavy:
             return 0.0
         flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
         return 3 * self.longer_s(op, flops, size, self.fixed_bytes(op))
 
     def longer_s(self, op: Operator, flops: float, size: float, fixed: float) -> float:
-        """Seconds of computing so many FLOPs or of moving so many bytes, `fixed` of them however many samples there are."""
+        """Seconds by the roofline model: so many FLOPs, or so many bytes, `fixed` of them independent of the number of samples."""
         value, fixed = op.outputs[0], min(size, fixed)
-        moved = self.share(size - fixed, value) + fixed / self.divide_fixed
-        return max(self.share(flops, value) / self.prices.flops_per_s, moved / self.prices.memory_bytes_per_s)
+        num_bytes = self.share(size - fixed, value) + fixed / self.divide_fixed
+        return max(self.share(flops, value) / self.prices.flops_per_s, num_bytes / self.prices.memory_bytes_per_s)
 
     def fixed_bytes(self, op: Operator) -> int:
         """Bytes of the weights that an operator reads, where its other operands follow the samples."""
@@ -132,20 +132,20 @@ class AxisProblem(AxisValues):
 
     def choices(self, op: Operator) -> list[Choice]:
         rule, seconds = self.rules[op.name], self.compute_s(op)
-        spread = [] if rule is None else self._spread(op, rule, seconds)
-        if spread and self.row.cuts_experts:  # tokens come to the experts of a rank, weights never go to the tokens
-            return self._said(op, self.labels.get(op.site), spread)
+        expert_strategies = [] if rule is None else self._spread(op, rule, seconds)
+        if expert_strategies and self.row.cuts_experts:  # tokens are sent to the experts, weights never to the tokens
+            return self._said(op, self.labels.get(op.site), expert_strategies)
         replicated: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
             replicated = [None if labels is None else R for labels in rule.inputs]
-        options = [Choice("", tuple(replicated), (R,) * len(op.outputs), seconds), *spread]
-        said = self.labels.get(op.site)
+        options = [Choice("", tuple(replicated), (R,) * len(op.outputs), seconds), *expert_strategies]
+        planned = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
-            return self._said(op, said, options)
+            return self._said(op, planned, options)
         for label in rule.labels:
-            if (said is None and not self.admits(op, rule, label)) or self._spreads_rows(op, rule, label, spread):
+            if (planned is None and not self.admits(op, rule, label)) or self._spreads_rows(op, rule, label, expert_strategies):
                 continue
-            for summed in (True, False) if self.spreads or said is not None else (True,):
+            for summed in (True, False) if self.spreads or planned is not None else (True,):
                 choice = self._cut(op, rule, label, seconds, summed)
                 if choice is not None and choice not in options:
                     options += [choice, *self._handing_on(op, choice)]
@@ -160,61 +160,61 @@ class AxisProblem(AxisValues):
             ] or options
         if (self.row.cuts_samples or record_of(op).ragged) and all(self.graph.tensors[v].can_learn for v in op.outputs):
             options += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
-        return self._said(op, said, options)
+        return self._said(op, planned, options)
 
     def _spreads_rows(self, op: Operator, rule: Rule, label: str, spread: list[Choice]) -> bool:
-        """Whether rows of experts lie by expert along an axis where they would lie by token if `label` were cut: they do wherever they can,
-        since pieces do not say what they are pieces of."""
-        how = record_of(op).ragged
-        both = how in ("begins", "ends") and bool(spread)
-        return bool(how) and (label == EXPERT or (both and not self.ragged.isdisjoint(places_of(op, rule, label))))
+        """Return whether rows are sharded by expert along an axis where `label` would shard them by token: by expert wherever possible,
+        since shards do not tell which."""
+        expert_rows = record_of(op).ragged
+        is_border = expert_rows in ("begins", "ends") and bool(spread)
+        return bool(expert_rows) and (label == EXPERT or (is_border and not self.ragged.isdisjoint(places_of(op, rule, label))))
 
     def _handing_on(self, op: Operator, choice: Choice) -> list[Choice]:
-        """Layers of a recurrence cut by hidden units gather these in every step, so that the whole output costs nothing more."""
+        """Return the variant of a recurrence sharded by hidden units with the gathered output, which every step gathers anyway."""
         if choice.label != UNITS or not record_of(op).over_steps:
             return []
         return [replace(choice, makes=(D if op.outputs[0] in self.grads else R, *choice.makes[1:]))]
 
     def _spread(self, op: Operator, rule: Rule, seconds: float) -> list[Choice]:
-        """How an operator is cut by experts: a product of stacked matrices on the label of these, and operators of ragged rows."""
-        how = record_of(op).ragged
-        if not how:
+        """Return the strategies by expert: of a product of stacked matrices on the label of experts, and of operators on expert rows."""
+        expert_rows = record_of(op).ragged
+        if not expert_rows:
             labels = dict.fromkeys(row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row)
             options = [self._cut(op, rule, label, seconds, True) for label in labels]
             return [choice for choice in options if choice is not None]
         number = num_experts(op, self.graph.tensors)
-        sends = self.row.cuts_experts  # its ranks have other tokens; along a tensor axis all have the same
+        sends = self.row.cuts_experts  # ranks of an expert axis have different tokens; tensor ranks have the same
         if number < self.n or not (sends or self.cuts_weights) or any((v, 0) in self.ordered_rows for v in (*op.inputs, *op.outputs)):
             return []
-        behind = () if how == "goes on" else op.inputs[0 if how == "begins" else 2 :]
-        if not all(self.cuttable(v, 0) for v in op.inputs if v not in behind or sends):
+        token_values = () if expert_rows == "goes on" else op.inputs[0 if expert_rows == "begins" else 2 :]
+        if not all(self.cuttable(v, 0) for v in op.inputs if v not in token_values or sends):
             return []
-        sent = {v: D if v in self.grads else R for v in behind} if not sends else {}
-        needs = tuple(sent.get(v) or self.shard(v, 0) for v in op.inputs)
-        makes = tuple(P if how == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
+        token_placements = {v: D if v in self.grads else R for v in token_values} if not sends else {}
+        needs = tuple(token_placements.get(v) or self.shard(v, 0) for v in op.inputs)
+        makes = tuple(P if expert_rows == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
         return [Choice(EXPERT, needs, makes, seconds / self.n)]
 
     def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
-        """A reshape of which positions are cut, which samples may lie with."""
+        """Return the strategies of a reshape with sharded positions, possibly merged with samples."""
         options = []
-        for dim, there in reshapes(op, self.graph, self.sequences):
-            if self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there):
-                read, target = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
+        for dim, target_dim in reshapes(op, self.graph, self.sequences):
+            if self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], target_dim):
+                read, target = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], target_dim)
                 options.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (target,), seconds / target.ways(self.n)))
         return options
 
     def _attending(self, op: Operator, rule: Rule, choices: list[Choice]) -> list[Choice]:
-        """The ways in which attention may be cut as the layout says; all of them where none is so."""
+        """Return the attention strategies of the layout's kind; all of them where there is none."""
         if self.attention == AUTO:
             return choices
         heads = heads_of(rule) or None
-        ways = {ULYSSES: [c for c in choices if c.label == heads], GATHER: [c for c in choices if c.label != heads]}
+        strategies = {ULYSSES: [c for c in choices if c.label == heads], GATHER: [c for c in choices if c.label != heads]}
         if self.attention in (RING, BOTH):
-            ways[self.attention] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
-        return ways[self.attention] or choices
+            strategies[self.attention] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
+        return strategies[self.attention] or choices
 
     def _passing_round(self, op: Operator, rule: Rule, choice: Choice) -> Choice | None:
-        """Attention cut by its queries with keys and values in pieces too, that go round; None where they cannot lie so."""
+        """Return attention sharded by queries with keys and values sharded too (ring attention); None where they cannot be."""
         if rule.kernels.get(choice.label) != QUERIES:
             return None
         needs = list(choice.needs)
@@ -236,17 +236,17 @@ class AxisProblem(AxisValues):
         return planned
 
     def worth(self, op: Operator, choice: Choice, held: Mapping[str, tuple[Placement, ...]]) -> bool:
-        """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
+        """Return whether a strategy follows from something: an input sharded so already, or (not over data) work that it saves.
 
-        Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
+        Other sharding of cheap operators is legal, but crowds out the states that matter.
         """
-        if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
+        if P in choice.needs:  # a partial sum, with replicated inputs only
             return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
         if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
             return True
         if record_of(op).ragged == "begins" and choice.label == EXPERT:
             return True
-        if self.experts and choice.label in self.samples_of[op.name].samples:  # experts hand back what tokens they were sent
+        if self.experts and choice.label in self.samples_of[op.name].samples:  # experts return the tokens they were sent
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if is_cut(need):
@@ -255,18 +255,19 @@ class AxisProblem(AxisValues):
                     return True
                 if self.cuts_weights and value in self.weights and not have:
                     return True
-                if any((value, form.dim) in self.heads for form in have if is_shard(form)):  # back from heads to positions
+                if any((value, form.dim) in self.heads for form in have if is_shard(form)):  # from heads to positions
                     return True
         return op.name in self.heavy if self.cuts_weights else self.row.cuts_sequences and self._begins(op)
 
     def _begins(self, op: Operator) -> bool:
-        """Whether pieces of a sequence may begin at an operator that reads none: where there is work to divide, or more is made than is
-        read (masks)."""
+        """Return whether sequence sharding may begin at an operator with no sharded input: where there is work to divide, or more is
+        computed than is read (masks)."""
         sizes = (sum(self.graph.tensors[v].size for v in values) for values in (dict.fromkeys(op.inputs), op.outputs))
         return op.name in self.heavy or (bool(op.inputs) and next(sizes) < next(sizes))
 
     def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> Choice | None:
-        """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
+        """Return the strategy that shards `label`. `summed`: a product with bias all-reduces first, and adds the bias once; else each rank
+        adds its share of the bias."""
         kernel, record = rule.kernels.get(label), record_of(op)
         if (op.name, label) in self.others.kernels or not self._divides(op, rule, label):
             return None
@@ -292,25 +293,25 @@ class AxisProblem(AxisValues):
         return Choice(label, needs, makes, seconds)
 
     def _ways(self, op: Operator, rule: Rule, label: str) -> float:
-        """An operator's work over that of the rank with most of it."""
-        value, dim = places_of(op, rule, label)[-1]  # of what windows slide along, the result
+        """Return an operator's work over that of the rank with most of it."""
+        value, dim = places_of(op, rule, label)[-1]  # the output, of sliding windows
         return self.shard(value, dim).ways(self.n)
 
     def _gathered_s(self, op: Operator) -> float:
-        """Seconds in which a recurrence gathers its hidden state in every step, and scatters its gradient."""
+        """Seconds in which a recurrence gathers its hidden state in every step, and reduce-scatters its gradient."""
         steps, state = gathered_steps(op, self.graph.tensors)
-        size, lies = self.share(state, op.outputs[0]), Shard(0)
-        there = transfer_s(lies, R, size, self.n, self.prices)
-        return steps * (there + (transfer_s(P, lies, size, self.n, self.prices) if op.outputs[0] in self.grads else 0.0))
+        size, unit_shard = self.share(state, op.outputs[0]), Shard(0)
+        gather_s = transfer_s(unit_shard, R, size, self.n, self.prices)
+        return steps * (gather_s + (transfer_s(P, unit_shard, size, self.n, self.prices) if op.outputs[0] in self.grads else 0.0))
 
     def _summed_s(self, size_bytes: float) -> float:
-        """Seconds of a sum over the axis that an operator's kernel makes."""
+        """Seconds of an all-reduce over the axis inside an operator's kernel."""
         return transfer_s(P, R, size_bytes, self.n, self.prices)
 
     def _makes(self, op: Operator, rule: Rule, label: str) -> tuple[Placement, ...] | None:
-        """The forms that an operator makes where `label` is cut; None where it cannot be."""
+        """Return the output placements with `label` sharded; None where it cannot be."""
         kernel, record = rule.kernels.get(label), record_of(op)
-        if kernel == KEYS:  # of some keys attention is no part of a sum
+        if kernel == KEYS:  # attention to some of the keys is no partial sum
             return None
         makes: list[Placement] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
@@ -330,7 +331,7 @@ class AxisProblem(AxisValues):
         return tuple(makes)
 
     def _needs(self, op: Operator, rule: Rule, label: str, added: str | None) -> tuple[Placement | None, ...] | None:
-        """The forms in which it reads its inputs; None where one cannot be read so. `added`: the bias that is added once, to the sum."""
+        """Return the input placements; None where an input cannot be read so. `added`: the bias that is added once, after the reduction."""
         needs: list[Placement | None] = []
         for value, row in zip(op.inputs, rule.inputs, strict=True):
             if row is None:
@@ -351,22 +352,22 @@ class AxisProblem(AxisValues):
         return tuple(needs)
 
     def _lie(self, op: Operator, needs: tuple[Placement | None, ...]) -> bool:
-        """Whether running statistics lie as they are needed: they are written where they are stored, so they cannot be moved first."""
+        """Return whether running statistics are stored as needed: they are written in place, so they cannot be redistributed first."""
         if self.fixed is None:
             return True
-        held = [v for v in op.inputs if v in self.placed and v not in self.grads]
-        stored = {v: R if (dim := self.fixed.get(v)) is None else self.shard(v, dim) for v in held}
+        statistics = [v for v in op.inputs if v in self.placed and v not in self.grads]
+        stored = {v: R if (dim := self.fixed.get(v)) is None else self.shard(v, dim) for v in statistics}
         return all(need == stored.get(value, need) for value, need in zip(op.inputs, needs, strict=True))
 
     def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
-        """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
+        """Return the input range placement of ranks for their output shards of sliding windows; None where a range is empty."""
         if (rule := self.rules[op.name]) is None:
             return None
         written = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
         length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
         ranges = pieces(self.graph.tensors[written[0]].shape[written[1]], self.n)
         read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
-        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*written), Strided):  # pieces have no neighbours there
+        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*written), Strided):  # such shards have no neighbors
             return None
         empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
         return None if empty else read

@@ -1,11 +1,9 @@
-"""The values of a graph along one axis: how they may be cut there, where they begin, and what it costs to move them or to store them.
+"""The values of a graph along one axis: how they may be sharded, their initial placements, and the costs of redistribution and storage.
 
-In: a graph, the axis with its size and prices, what a plan says of it, and what other axes have decided. Out: `AxisValues`.
+Redistributing R to D is free forward and an all-reduce backward (Megatron's f); P to R is its dual (g). A parameter that is read as D
+everywhere needs no operator at all: its gradient is reduced once a step.
 
-Getting D from R costs nothing forward and an all-reduce backward (Megatron's f); P to R is its dual (g). A parameter that is needed as D
-everywhere needs no operator at all: its gradient is summed once a step.
-
-Not modelled: overlap, memory.
+Not modeled: overlap, memory.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from weft.plan.choice import AUTO
 from weft.plan.placement import D, P, Placement, R, Shard, Strided, dual, in_runs, is_cut, is_piece, is_shard, shard
 from weft.plan.transition import allowed, transition
 
-GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
+GATHERED = 1 + 1 / 16  # weight of a gather before a later tensor axis: more than of equally cheap alternatives
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a plan says of an axis: by value where parameters and buffers are cut, and by site the label that an operator is cut on, in
-    the word of its choice. `dims` is None where cuts of parameters are searched as well. `attention`: how ranks that share sequences attend
-    to one another's positions (`weft.plan.layout`)."""
+    """The part of a plan about an axis: by value the sharded dimension of parameters and buffers, and by site the name of an operator's
+    strategy. `dims` is None where sharding of parameters is searched as well. `attention`: how ranks of a context axis attend to each
+    other's positions (`weft.plan.layout`)."""
 
     dims: Mapping[str, int] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -43,17 +41,17 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What an axis takes from the others: what those before it have decided, and what it must leave to those after it."""
+    """Constraints from other axes: decisions of earlier ones, and what must be left to later ones."""
 
-    taken: Mapping[str, Set[int]] = field(default_factory=dict)  # value -> dims that other axes cut
-    inside: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # value -> {dim: pieces of another axis that may be cut again}
-    kernels: frozenset[tuple[str, str]] = frozenset()  # (operator, label) that another axis cuts, which takes a kernel of one group
-    sliced: frozenset[str] = frozenset()  # values whose pieces are cut once more where they are read, and not where they are made
-    pinned: Mapping[str, Placement] = field(default_factory=dict)  # variable -> the form that it is read in, whatever else would be cheaper
-    more: bool = False  # whether other tensor axes come after this one
-    ranks: int = 1  # along the axes before, to scale bytes and FLOPs of what follows the samples
-    replicas: int = 1  # of these ranks, those that each have all of what does not follow the samples
-    again: bool = False  # whether an axis of the grid cuts pieces of weights once more
+    taken: Mapping[str, Set[int]] = field(default_factory=dict)  # value -> dims that other axes shard
+    inside: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # value -> {dim: shards of another axis to be nested}
+    kernels: frozenset[tuple[str, str]] = frozenset()  # (operator, label) of another axis whose kernel takes one group
+    sliced: frozenset[str] = frozenset()  # values sharded again only where they are read
+    pinned: Mapping[str, Placement] = field(default_factory=dict)  # variable -> the placement in which it must be read
+    more: bool = False  # whether other tensor axes follow
+    ranks: int = 1  # along earlier axes, to scale bytes and FLOPs of values that follow the samples
+    replicas: int = 1  # of these, those that each have all values that do not follow the samples
+    again: bool = False  # whether an axis shards weights' shards again
 
 
 class AxisValues:
@@ -67,11 +65,11 @@ class AxisValues:
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         self.copied_into = copied_into(graph)
-        # Statistics are written by the operator that reads them: what is moved is a copy, in which the write would be lost.
+        # Statistics are written by the operator that reads them: a redistribution is a copy, in which the write would be lost.
         self.still = written_buffers(graph) - self.copied_into
         self.row = axis_of(axis)
-        self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # asked often
-        # Where ranks cut pieces once more, dimensions have no runs.
+        self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # read often
+        # Where shards are sharded again, dimensions have no runs.
         self.fused = graph.fused if self.cuts_weights and not others.again else Fused(graph.rules)
         self.rules = self.fused.rules
         self.ragged = ragged(graph, self.rules)
@@ -79,12 +77,12 @@ class AxisValues:
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self._shards: dict[tuple[str, int], Shard | Strided] = {}
         if self.row.follows:
-            # Every operator that can follow does, whatever its latency: that is what the axis is for.
+            # Every operator that can be sharded is, whatever its latency: that is the purpose of the axis.
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
-        """Whether every rank gets a piece of a dimension; pieces of another axis' pieces must be equal."""
-        if (value, dim) in self.ragged:  # as many rows as follow from data
+        """Return whether every rank gets a shard of a dimension; shards of another axis' shards must be equal."""
+        if (value, dim) in self.ragged:  # data-dependent length
             return (value, dim) not in self.ordered_rows
         size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
         if self.row.cuts_sequences:
@@ -96,23 +94,23 @@ class AxisValues:
         return dim not in self.taken.get(value, ()) and size // self._unit(value, dim) >= self.n
 
     def shard(self, value: str, dim: int) -> Shard | Strided:
-        """How a dimension is cut: at borders of what stays together wherever it goes (heads), if that is not equal pieces anyway; positions
-        of a sequence as they lie there."""
+        """Return the shard placement of a dimension: at borders of indivisible units (heads) unless equal shards are; positions by their
+        arrangement."""
         key = (value, dim)
         if key not in self._shards:
-            again = dim in self.inside.get(value, ()) or key in self.ragged
+            is_nested = dim in self.inside.get(value, ()) or key in self.ragged
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
             run = self.sequences.get(key) if self.row.cuts_sequences else None
-            if runs := [] if again else self._runs(value, dim):
+            if runs := [] if is_nested else self._runs(value, dim):
                 self._shards[key] = in_runs(dim, [shard(0, size, self.n, offset).sizes(size, self.n) for size, offset in runs])
             elif run is not None and (run.length < length or self.zigzag):
                 self._shards[key] = Strided(dim, run.size, run.inner, self.zigzag)
             else:
-                self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit if run is None else run.inner)
+                self._shards[key] = Shard(dim) if is_nested else shard(dim, length, self.n, unit if run is None else run.inner)
         return self._shards[key]
 
     def _unit(self, value: str, dim: int) -> int:
-        """Entries of a dimension that stay together; 1 where equal pieces do that, and where there are too few units for all ranks."""
+        """Return the entries of an indivisible unit; 1 where equal shards respect units, and where there are fewer units than ranks."""
         length = self.graph.tensors[value].shape[dim]
         return self._unit_of(length, self.graph.granules[self.cuts_weights].get((value, dim), length))
 
@@ -120,15 +118,15 @@ class AxisValues:
         return 1 if count % self.n == 0 or count < self.n or length % count else length // count
 
     def _runs(self, value: str, dim: int) -> list[tuple[int, int]]:
-        """Of a dimension that is runs, or is joined with such a one, (length, entries that stay together) of each; nothing where one of
-        them is too short for all ranks."""
+        """Return (length, unit size) of each run of a dimension in runs or joined with such; nothing where a run is too short for all
+        ranks."""
         key = (value, dim)
         if self.fused.least.get(key, 0) < self.n:
             return []
         return [(length, self._unit_of(length, count)) for length, count in self.fused.of[key]]
 
     def _shares_positions(self, value: str, dim: int, size: int) -> bool:
-        """Whether ranks can have a piece each of the positions of a dimension of `size`, of which samples may be cut already."""
+        """Return whether each rank gets a shard of the positions of a dimension of `size`, whose samples may be sharded already."""
         run = self.sequences.get((value, dim))
         if run is None and (value, dim) in self.heads:
             return size >= self.n and dim not in self.taken.get(value, ())
@@ -138,27 +136,27 @@ class AxisValues:
 
     @cached_property
     def sequences(self) -> Mapping[tuple[str, int], Run]:
-        """Which dimensions are positions of a sequence, and how these lie."""
+        """Dimensions that are positions of a sequence, and their arrangement."""
         return sequences(self.graph, self.rules)
 
     @cached_property
     def zigzag(self) -> bool:
-        """Whether a rank has positions of the front and of the back, so that all have as much to do."""
+        """Flag: a rank has positions from the front and the back, to balance work."""
         return self.attention != ULYSSES and in_zigzag(self.graph, self.rules, self.sequences)
 
     @cached_property
     def heads(self) -> Set[tuple[str, int]]:
-        """Dimensions that are heads of attention, where it reads and makes them; none where these are no positions' other side."""
+        """Dimensions that are heads of attention; none where the axis does not shard sequences."""
         return heads(self.graph, self.rules) if self.row.cuts_sequences else set()
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
-        """Which dimensions are positions of an image, and which."""
+        """Dimensions that are positions of an image, and which."""
         return positions(self.graph, self.rules)
 
     @cached_property
     def channels(self) -> Set[tuple[str, int]]:
-        """Which dimensions are channels of an image."""
+        """Dimensions that are channels of an image."""
         return channels(self.graph, self.rules)
 
     @cached_property
@@ -167,9 +165,10 @@ class AxisValues:
         return batched(self.graph)
 
     def share(self, amount: float, value: str) -> float:
-        """Of an amount that goes with a value at the graph's batch: one rank's along the other axes, for the samples that are weighed.
+        """Return one rank's part, along the other axes and for the priced samples, of an amount that belongs to a value at the graph's
+        batch.
 
-        Whole numbers are scaled as such, so that the same samples a rank weigh the same, however many the graph has.
+        Whole numbers are scaled as such, so that equal samples per rank cost the same, however many the graph has.
         """
         if value not in self.follows:
             return amount / self.divide_fixed
@@ -181,7 +180,7 @@ class AxisValues:
         return float(size) if value in self.placed else self.share(size, value)
 
     def move_s(self, value: str, source: Placement, target: Placement) -> float:
-        """Seconds of a redistribution, forward and (where training asks for the value's gradient) backward; each question once."""
+        """Seconds of a redistribution, forward and (where training needs the value's gradient) backward; cached."""
         key = (value, source, target)
         if key not in self._moves:
             self._moves[key] = self._move_s(value, source, target)
@@ -196,23 +195,23 @@ class AxisValues:
         cost = transfer_s(source, target, size, self.n, self.prices)
         if value in self.asked:
             cost += transfer_s(dual(target), dual(source), size, self.n, self.prices)
-        # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
+        # A gather leaves the dimension to no later axis; reductions, which move as many bytes, do.
         return cost * GATHERED if self.more and is_piece(source) and not is_piece(target) else cost
 
     def _barred(self, value: str, source: Placement, target: Placement) -> bool:
-        lost = not allowed(source, target) or value in self.still
+        is_disallowed = not allowed(source, target) or value in self.still
         ragged = any(is_cut(form) and (value, form.dim) in self.ragged for form in (source, target))
-        return lost or ragged or (is_cut(target) and not self.cuttable(value, target.dim))
+        return is_disallowed or ragged or (is_cut(target) and not self.cuttable(value, target.dim))
 
     @cached_property
     def asked(self) -> set[str]:
-        """Values whose gradient training asks for: not those of the batch."""
+        """Values whose gradient training needs: not those of the batch."""
         return differentiable(self.graph)
 
     def exact_s(self, value: str, source: Placement, target: Placement) -> float:
-        """`move_s` with the copies around collectives as well.
+        """Seconds as of `redistribute_s`, with the copies around collectives.
 
-        What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
+        Decides between sources that collectives alone leave equal: S to + and R to + move as many bytes.
         """
         if source == target or self._barred(value, source, target):
             return 0.0 if source == target else float("inf")
@@ -222,28 +221,28 @@ class AxisValues:
         return sum(transfer_s(a, b, size, self.n, self.prices) + self._copied_s(transition(a, b).collective, size, inner) for a, b in ways)
 
     def _copied_s(self, name: str, size: float, inner: bool) -> float:
-        """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
+        """Seconds of memory copies around a collective: shards of inner dimensions are not contiguous."""
         n = self.n
         parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
         parts |= {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n, "halo_exchange": 2.0 / n, "halo_add": 2.0 / n}
         return parts.get(name, 0.0) * size / self.prices.memory_bytes_per_s
 
     def place(self, value: str, need: Placement) -> tuple[Placement, float] | None:
-        """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
+        """Return (stored placement, seconds a step) of a parameter or buffer first read here; None where it cannot be stored as needed."""
         size = self.graph.tensors[value].size_bytes
-        touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
+        update_s = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
         if is_shard(need):
-            return (need, touched / need.ways(self.n)) if self.cuttable(value, need.dim) else None
-        # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
-        summed = need is D and value in self.grads
-        return R, touched + (transfer_s(P, R, size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
+            return (need, update_s / need.ways(self.n)) if self.cuttable(value, need.dim) else None
+        # Gradients are reduced in buckets: their bytes count, their latency does not.
+        is_reduced = need is D and value in self.grads
+        return R, update_s + (transfer_s(P, R, size, self.n, replace(self.prices, latency_s=0.0)) if is_reduced else 0.0)
 
     def start(self, value: str) -> tuple[Placement, ...] | None:
-        """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
-        if value in self.copied_into:  # what is written is the whole buffer
+        """Return the initial placements of a variable; None for a parameter whose placement is still open."""
+        if value in self.copied_into:  # all of the buffer is written
             return (R,)
         if value in self.placed:
-            if self.fixed is None or value in self.still:  # statistics lie as the operator has them that writes them
+            if self.fixed is None or value in self.still:  # statistics are placed by the operator that writes them
                 return None
             dim = self.fixed.get(value)
             return (R,) if dim is None else (self.shard(value, dim),)
@@ -254,7 +253,7 @@ class AxisValues:
                 if self.cuts_positions:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
-                    return (R, *(self.shard(value, d) for d in dims))  # a rank reads its piece from what it is given
-                cut = v.batched and self.row.cuts_samples and (not self.row.owns or self.cuttable(value, 0))
-                return (self.shard(value, 0),) if cut else (R,)
+                    return (R, *(self.shard(value, d) for d in dims))  # a rank reads its shard from its input
+                is_sharded = v.batched and self.row.cuts_samples and (not self.row.owns or self.cuttable(value, 0))
+                return (self.shard(value, 0),) if is_sharded else (R,)
         return (R,)

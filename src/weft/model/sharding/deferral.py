@@ -1,6 +1,5 @@
-"""Where gradients are summed along an axis: at the parameter, once, where operators that all ranks run alike hand summands on. In: a graph,
-the choices of its operators along one axis. Out: the same forms and needs, in which such operators are read and made as D.
-"""
+"""Deferred gradient reduction: all-reduce once at the parameter, where operators that all ranks run alike pass partial sums on. Such
+operators are read and computed as D along the axis."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ def defer(
     forms: dict[str, dict[str, Placement]],
     needs: dict[str, list[dict[str, Placement | None]]],
 ) -> None:
-    """Let gradient summands travel backward through replicated operators, so that they are summed once, at the parameter.
+    """Let partial gradients pass backward through replicated operators, so that they are reduced once, at the parameter.
 
-    A replicated operator whose results are needed only as D passes summands on: its own inputs become D. Over `data` a piece
-    and a share count as well: what is cut from D hands back a summand without a collective, where cutting R would need one.
+    A replicated operator whose outputs are needed only as D passes partial sums on: its own inputs become D. Over `data` a shard and a
+    partial sum count as well: a slice of D returns a partial sum without a collective, where a slice of R would need one.
     """
+
     def passes(needed: set[Placement | None]) -> bool:
         return all(form is D or (axis_of(axis).follows and (hands_summands(form) or form is P)) for form in needed)
 
@@ -32,8 +32,8 @@ def defer(
     for op in reversed(graph.operators):
         outputs = [value for value in op.outputs if value in grads]
         linear = op.function is None or op.function.linear
-        silent = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] is R for v in outputs)
-        if ops[op.name][axis] == "" and silent and any(v in uses for v in outputs):
+        passes_partial_sums = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] is R for v in outputs)
+        if ops[op.name][axis] == "" and passes_partial_sums and any(v in uses for v in outputs):
             for value in outputs:
                 forms[value][axis] = D
             for value, row in zip(op.inputs, needs[op.name], strict=True):

@@ -1,10 +1,10 @@
-"""Repeated layers once. In: a graph. Out: a smaller graph in which the middle copies of its repeated layers are left out, and for every
-operator and value of the whole the one that stands for it.
+"""Folding of repeated layers: a smaller graph without the middle copies of repeated layers, and for every operator and value of the full
+graph its stand-in.
 
-Layers count as repeated where their operators are alike, read from their own layer and the one before alike, and are read from
-nowhere else. Of each run the first two (or three) and the last stay; the last of those in front stands for those between. A sharding
-of the small graph is one of the whole where that layer is cut as the one before it and hands on the same forms.
-Not modelled: layers that repeat with changed shapes, and those whose results are collected (losses of routers): they stay whole.
+Layers are repeated where their operators are equal, read equally from their own layer and the previous one, and are read from nowhere else.
+Of each run the first two (or three) and the last are retained; the last of the leading ones stands for those between. A sharding of the
+small graph extends to the full one where that layer is sharded like the one before it and outputs the same placements. Not modeled: layers
+that repeat with changed shapes, and those whose results are collected (losses of routers): they are not folded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from weft.plan.axis import axis_of
 from weft.plan.choice import AUTO
 from weft.plan.placement import is_shard
 
-LEAST = 5  # copies of a layer that are worth folding
+LEAST = 5  # copies of a layer worth folding
 MOST_PERIOD = 2000  # operators of one layer
-MOST_TRIED = 12  # stretches of alike operators that are looked at
+MOST_TRIED = 12  # stretches of equal operators that are tried
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` alike layers of `period` operators from operator `start` on.
+    """`count` equal layers of `period` operators from operator `start` on.
 
-    `follows[k][v]`: what layer k + 1 reads where layer k reads v, of variables and of what enters the first layer.
+    `successors[k][v]`: what layer k + 1 reads where layer k reads v, of variables and of inputs of the first layer.
     """
 
     start: int
     period: int
     count: int
     follows: tuple[Mapping[str, str], ...]
-    lead: int = 2  # layers that stay in front
+    lead: int = 2  # leading layers that are retained
 
     @property
     def end(self) -> int:
@@ -47,18 +47,19 @@ class Run:
 
     @property
     def saves(self) -> int:
-        """By this runs are compared, whatever stays in front."""
+        """Size by which runs are compared, independent of the number of leading layers."""
         return _saves(self.count, self.period)
 
     @property
     def left_out(self) -> range:
-        """Operators between the layers in front and the last."""
+        """Operators between the leading layers and the last."""
         return range(self.start + self.lead * self.period, self.start + (self.count - 1) * self.period)
 
 
 @dataclass(frozen=True)
 class Fold:
-    """`small` stands for `full`. `index[i]`: operator of `small` that stands for operator i of `full`; `value`: the same of values."""
+    """`small` stands for `full`. `stand_in_index[i]`: operator of `small` that stands for operator i of `full`; `stand_in_value`: likewise
+    of values."""
 
     full: Graph
     small: Graph
@@ -68,30 +69,30 @@ class Fold:
 
     @cached_property
     def later(self) -> Fold | None:
-        """The same with one layer more in front, for what the first layers treat differently."""
+        """The same with one leading layer more, for graphs whose first layers are treated differently."""
         return _folded(self.full, tuple(replace(run, lead=run.lead + 1) for run in self.runs))
 
     @cached_property
     def operator(self) -> dict[str, str]:
-        """Name of an operator of the whole -> name of the one that stands for it."""
+        """Name of an operator of the full graph -> name of its stand-in."""
         return {op.name: self.small.operators[i].name for op, i in zip(self.full.operators, self.index, strict=True)}
 
     def expand(self, sharding: Sharding) -> Sharding | None:
-        """The whole's sharding from the small graph's; None where layers do not join as the small graph's do."""
+        """Return the full graph's sharding from the small graph's; None where layers do not join as the small graph's do."""
         moves: dict[str, list[Move]] = {}
         for move in sharding.moves:
             moves.setdefault(move.op, []).append(move)
         if not all(self._joins(run, sharding, moves) for run in self.runs):
             return None
-        stands = {v: k for k, v in self.value.items() if k in self.small.tensors}
+        full_value_of = {v: k for k, v in self.value.items() if k in self.small.tensors}
         expanded: list[Move] = []
         for op in self.full.operators:
             at = self.operator[op.name]
-            reads = dict(zip(self._small_operator[at].inputs, op.inputs, strict=True))
+            full_inputs = dict(zip(self._small_operator[at].inputs, op.inputs, strict=True))
             for move in moves.get(at, ()):
-                expanded.append(replace(move, op=op.name, value=reads.get(move.value, stands.get(move.value, move.value))))
+                expanded.append(replace(move, op=op.name, value=full_inputs.get(move.value, full_value_of.get(move.value, move.value))))
         forms = {value: sharding.forms[self.value[value]] for value in self.full.tensors}
-        placed = (*self.full.parameters, *self.full.buffers)
+        state = (*self.full.parameters, *self.full.buffers)
         gradients = {value: sharding.gradients[small] for value, small in self.value.items() if small in sharding.gradients}
         replicated = set(sharding.replicated)
         return Sharding(
@@ -102,7 +103,7 @@ class Fold:
             gradients,
             tuple(sorted(expanded, key=lambda move: list(sharding.sizes).index(move.axis))),
             tuple(op.site for op in self.full.operators if self._small_operator[self.operator[op.name]].site in replicated),
-            {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
+            {a: tuple((v.name, form.dim) for v in state if is_shard(form := forms[v.value][a])) for a in sharding.shards},
             attention=sharding.attention,
         )
 
@@ -111,24 +112,24 @@ class Fold:
         return {op.name: op for op in self.small.operators}
 
     def _joins(self, run: Run, sharding: Sharding, moves: Mapping[str, list[Move]]) -> bool:
-        """Whether a copy of the layer that stands for others may follow it as it follows the one before it."""
+        """Return whether a copy of the stand-in layer may follow it as it follows the layer before it."""
         at = run.start + (run.lead - 2) * run.period
         first = self.full.operators[at : at + run.period]
         second = self.full.operators[at + run.period : at + 2 * run.period]
-        inside = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
+        layer_values = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
         for a, b in zip(first, second, strict=True):
             if sharding.ops[a.name] != sharding.ops[b.name] or sharding.needs[a.name] != sharding.needs[b.name]:
                 return False
             if any(sharding.forms[u] != sharding.forms[v] for u, v in zip(a.outputs, b.outputs, strict=True)):
                 return False
-            if any(move.value not in inside for move in moves.get(b.name, ())):
-                return False  # a value of all layers would be moved once, not in each
-        held = self.full.held
-        return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
+            if any(move.value not in layer_values for move in moves.get(b.name, ())):
+                return False  # a value of all layers would be redistributed once, not in each
+        is_state = self.full.held
+        return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in is_state)
 
 
 def fold(graph: Graph) -> Fold | None:
-    """The graph with its repeated layers once; None where nothing repeats often enough.
+    """Return the graph with its repeated layers once; None where nothing repeats often enough.
 
     >>> from weft.model.graph import Graph
     >>> fold(Graph((), (), (), (), (), {}, "loss", 1)) is None
@@ -141,20 +142,20 @@ def fold(graph: Graph) -> Fold | None:
 def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     operators = graph.operators
     index: list[int] = []
-    remaining: list[Operator] = []
+    retained: list[Operator] = []
     value: dict[str, str] = {v: v for v in graph.tensors}
-    rename: dict[str, str] = {}  # what the last layer reads of the one before it -> the same of the second
-    ended = {i: run for run in runs for i in run.left_out}
-    place: dict[int, int] = {}
+    rename: dict[str, str] = {}  # what the last layer reads of its predecessor -> the same of the second layer
+    run_of_omitted = {i: run for run in runs for i in run.left_out}
+    new_index: dict[int, int] = {}
     for i, op in enumerate(operators):
-        run = ended.get(i)
+        run = run_of_omitted.get(i)
         if run is None:
-            place[i] = len(remaining)
-            index.append(len(remaining))
-            remaining.append(_renamed(op, rename) if rename else op)
+            new_index[i] = len(retained)
+            index.append(len(retained))
+            retained.append(_renamed(op, rename) if rename else op)
             continue
         second = run.start + (run.lead - 1) * run.period + (i - run.start) % run.period
-        index.append(place[second])
+        index.append(new_index[second])
         last_left_out = i >= run.left_out.stop - run.period
         for u, v in zip(op.outputs, operators[second].outputs, strict=True):
             value[u] = v
@@ -163,7 +164,7 @@ def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     for run in runs:
         for pairs in run.follows[run.lead - 1 : -1]:  # variables of the layers left out
             value.update({v: value[u] for u, v in pairs.items()})
-    used = {u for op in remaining for u in op.inputs} | {graph.loss, *graph.outputs}
+    used = {u for op in retained for u in op.inputs} | {graph.loss, *graph.outputs}
     read = {u for op in operators for u in op.inputs}
 
     def variables_of(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
@@ -175,10 +176,10 @@ def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
         buffers=variables_of(graph.buffers),
         inputs=variables_of(graph.inputs),
         constants=variables_of(graph.constants),
-        operators=tuple(remaining),
+        operators=tuple(retained),
         tensors={},
     )
-    names = {v.value for v in small.variables} | {u for op in remaining for u in op.outputs}
+    names = {v.value for v in small.variables} | {u for op in retained for u in op.outputs}
     small = replace(small, tensors={u: t for u, t in graph.tensors.items() if u in names})
     if any(value[u] not in small.tensors for u in graph.tensors):
         return None
@@ -195,9 +196,9 @@ def propagate(
     samples: bool = False,
     attention: str = AUTO,
 ) -> Sharding:
-    """As `weft.model.sharding.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
+    """Return the sharding as `propagate.propagate` does, on folded layers where that extends to the full graph."""
     unfolded = partial(propagate_whole, prices=prices, sequence=sequence, samples=samples, attention=attention)
-    owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # layers of branches are balanced, so all count
+    owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # branches are balanced over all layers
     folded = None if owns else graph.fold
     while folded is not None:
         try:
@@ -212,28 +213,28 @@ def propagate(
 
 
 def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:
-    """The shards of the small graph. Raises `KeyError` for a name that is not there, or equal layers that are cut differently."""
+    """Return the shards of the small graph. Raises `KeyError` for an unknown name, or equal layers that are sharded differently."""
     if shards is None:
         return None
-    placed = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
+    value_of = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
     names = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
     by_axis: dict[str, Shards] = {}
-    for axis, cut in shards.items():
-        dims = {placed[name]: dim for name, dim in cut}
-        if any(dims.get(value) != dims.get(folded.value[value]) for value in placed.values()):
+    for axis, axis_shards in shards.items():
+        dims = {value_of[name]: dim for name, dim in axis_shards}
+        if any(dims.get(value) != dims.get(folded.value[value]) for value in value_of.values()):
             raise KeyError(axis)
-        by_axis[axis] = tuple((name, dim) for name, dim in cut if name in names)
+        by_axis[axis] = tuple((name, dim) for name, dim in axis_shards if name in names)
     return by_axis
 
 
 def _runs(graph: Graph) -> list[Run]:
-    """Runs of alike layers, the ones that save most first, without overlap, in order."""
-    kinds = np.asarray(operator_classes(graph))
+    """Return runs of equal layers, those that save most first, without overlap, in order."""
+    classes = np.asarray(operator_classes(graph))
     runs: list[Run] = []
-    segments = [(0, len(kinds))]
+    segments = [(0, len(classes))]
     while segments:
         low, high = segments.pop()
-        run = _longest(graph, kinds, low, high)
+        run = _longest(graph, classes, low, high)
         if run is not None:
             runs.append(run)
             segments += [(low, run.start), (run.end, high)]
@@ -241,14 +242,14 @@ def _runs(graph: Graph) -> list[Run]:
 
 
 def _saves(count: int, period: int) -> int:
-    """Operators between the third layer and the last."""
+    """Number of operators between the third layer and the last."""
     return (count - 3) * period
 
 
 def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run | None:
-    """The run of most operators between the third layer and the last, of the periods that promise most."""
+    """Return the run with most operators between the third layer and the last, of the most promising periods."""
     part = kinds[low:high]
-    tried: list[tuple[int, int, int, int]] = []  # (operators left out at most, -period, start, length)
+    tried: list[tuple[int, int, int, int]] = []  # (upper bound of omitted operators, -period, start, stop)
     for period in range(1, min(MOST_PERIOD, len(part) // LEAST) + 1):
         for start, stop in _stretches(part[:-period] == part[period:]):
             count = (stop - start) // period + 1
@@ -259,7 +260,7 @@ def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run
         if best is not None and most <= best.saves:
             break
         period = -negative
-        # What enters the first layer comes from elsewhere than what enters the others.
+        # Inputs of the first layer come from elsewhere than those of the others.
         for first, last in _stretches(np.asarray([_reads_on(graph, i, period) for i in range(start, stop)])):
             begin, end = max(start, start + first - period), start + last + period
             if _saves((end - begin) // period, period) <= (best.saves if best is not None else 0):
@@ -271,23 +272,23 @@ def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run
 
 
 def _stretches(which: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """(first, one behind the last) of every stretch of true ones."""
+    """Return (first, one past the last) of every stretch of true entries."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], which, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def _reads_on(graph: Graph, i: int, period: int) -> bool:
-    """Whether operator i + period reads what operator i does: the same, a period later, or a parameter of its own."""
-    place, held = graph.place, graph.held
+    """Return whether operator i + period reads what operator i does: the same, a period later, or its own parameter."""
+    place, is_state = graph.place, graph.held
     for u, v in zip(graph.operators[i].inputs, graph.operators[i + period].inputs, strict=True):
         at = place.get(u)
-        if u != v and not (held[u] if at is None else place.get(v) == at + period):
+        if u != v and not (is_state[u] if at is None else place.get(v) == at + period):
             return False
     return True
 
 
 def _aligned(graph: Graph, start: int, period: int, length: int) -> Run | None:
-    """The longest run of layers in [start, start + length) that follow one another alike, over the places where a layer may begin."""
+    """Return the longest run of equal consecutive layers in [start, start + length), over all phases."""
     best: Run | None = None
     for phase in range(min(period, length - LEAST * period + 1)):
         run = _unified(graph, start + phase, period, (length - phase) // period)
@@ -299,34 +300,34 @@ def _aligned(graph: Graph, start: int, period: int, length: int) -> Run | None:
 
 
 def _unified(graph: Graph, start: int, period: int, count: int) -> Run | None:
-    """Layers of the run that read alike, with what follows what; None where fewer than `LEAST` do."""
+    """Return the layers of the run that read equally, with their successors; None where fewer than `LEAST` do."""
     operators = graph.operators
     place = graph.place
-    held = graph.held
+    is_state = graph.held
     follows: list[dict[str, str]] = []
     good: list[bool] = []
     for k in range(count - 1):
         pairs: dict[str, str] = {}
-        ok = True
+        is_equal = True
         low = start + k * period
         for i in range(low, low + period):
             a, b = operators[i], operators[i + period]
             for u, v in zip(a.inputs, b.inputs, strict=True):
                 at = place.get(u)
                 if at is None:
-                    ok = u == v or (held[u] and pairs.setdefault(u, v) == v)
+                    is_equal = u == v or (is_state[u] and pairs.setdefault(u, v) == v)
                 elif at >= low - period and (k or at >= low):
-                    ok = place.get(v) == at + period and _which(operators[at], u) == _which(operators[at + period], v)
+                    is_equal = place.get(v) == at + period and _which(operators[at], u) == _which(operators[at + period], v)
                 else:
-                    # Made before the run: the same for all layers, or what enters the first.
-                    ok = u == v or (k == 0 and place.get(v, -1) in range(low, low + period) and pairs.setdefault(u, v) == v)
-                if not ok:
+                    # Computed before the run: the same for all layers, or an input of the first.
+                    is_equal = u == v or (k == 0 and place.get(v, -1) in range(low, low + period) and pairs.setdefault(u, v) == v)
+                if not is_equal:
                     break
-            if not ok:
+            if not is_equal:
                 break
-        good.append(ok and len(set(pairs.values())) == len(pairs))
+        good.append(is_equal and len(set(pairs.values())) == len(pairs))
         follows.append(pairs)
-    # The longest stretch of layers that follow one another.
+    # The longest stretch of consecutive equal layers.
     best, begin = (0, 0), 0
     for k in range(count):
         if k == count - 1 or not good[k]:
@@ -360,13 +361,13 @@ def _renamed(op: Operator, names: Mapping[str, str]) -> Operator:
 
 
 def operator_classes(graph: Graph) -> list[int]:
-    """A number for every operator, the same for those that agree in all but which values they read."""
-    kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
+    """Return a number for every operator, equal for those that differ only in the values they read."""
+    kind_of = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
     numbers: dict[object, int] = {}
 
     def word(arg: Arg) -> object:
         if isinstance(arg, Ref):
-            return (kinds.get(arg.value, ""), graph.tensors[arg.value])
+            return (kind_of.get(arg.value, ""), graph.tensors[arg.value])
         if isinstance(arg, tuple | list):
             return tuple(word(item) for item in arg)
         return (type(arg).__name__, arg)

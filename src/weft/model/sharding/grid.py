@@ -1,8 +1,7 @@
-"""What the axes of a grid of tensor ranks leave to one another. In: what earlier axes decided, what a plan gives to later ones. Out: the
-dimensions that an axis may cut once more, and those that it must leave alone.
+"""Nesting of tensor-parallel axes: which dimensions an axis may shard again, and which it must leave to others.
 
-Axes are searched one after another. Only the last may cut pieces of another once more, and then these are always cut together: put
-together along one axis while the other still cuts them, pieces would come out of order. Not modelled: an axis that looks ahead.
+Axes are searched one after another. Only the last may shard another's shards again, and then they are always sharded together: gathered
+along one axis while the other still shards them, they would be out of order. Not modeled: an axis that looks ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.plan.placement import Placement, Shard, is_full, is_shard
 
 
 class Decided(Protocol):
-    """What earlier axes decided, as in `Sharding`."""
+    """Decisions of earlier axes, as in `Sharding`."""
 
     graph: Graph
     ops: dict[str, dict[str, str]]
@@ -31,50 +30,50 @@ class Decided(Protocol):
 def nested(
     decided: Decided, sizes: Mapping[str, int], under: Collection[str], row: Axis
 ) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]], frozenset[str]]:
-    """What an axis may cut once more of what those in `under` cut: [value][dim] -> pieces that there are; and the (operator, label) that it
-    may not.
+    """Return what an axis may shard again of what those in `under` shard: [value][dim] -> number of shards; the (operator, label) that it
+    may not; and the values that are sliced twice.
 
-    A value must lie in the same equal pieces of another axis in whatever form it is made or read; for samples it may also be made whole,
-    to be sliced twice (`sliced`). Outputs are handed out whole but for their samples, and most kernels that talk do so along one axis.
+    A value must have the same equal shards of another axis in every placement; for samples it may also be computed in full, to be sliced
+    twice. Outputs are sharded by samples only, and most kernels that communicate do so along one axis.
     """
     graph = decided.graph
-    lies: dict[str, dict[str, set[Placement]]] = {
+    placements_of: dict[str, dict[str, set[Placement]]] = {
         value: {axis: {form} for axis, form in by_axis.items() if axis in under} for value, by_axis in decided.forms.items()
     }
     kernels = set()
     for op in graph.operators:
         rule = graph.rules[op.name]
-        cut = [label for axis, label in decided.ops[op.name].items() if axis in under]
-        talk = {} if rule is None else {x: k for x, k in rule.kernels.items() if not (row.cuts_samples and k in SEVERAL)}
-        kernels |= {(op.name, label) for label in cut if label in talk}
+        cut_labels = [label for axis, label in decided.ops[op.name].items() if axis in under]
+        communicating = {} if rule is None else {x: k for x, k in rule.kernels.items() if not (row.cuts_samples and k in SEVERAL)}
+        kernels |= {(op.name, label) for label in cut_labels if label in communicating}
         for value, needs in zip(op.inputs, decided.needs[op.name], strict=True):
             for axis, form in needs.items():
                 if axis in under and form is not None:
-                    lies[value][axis].add(form)
+                    placements_of[value][axis].add(form)
     replicated = set() if row.cuts_samples else {graph.loss, *graph.outputs}
     dims: dict[str, dict[int, int]] = {}
     sliced = set()
-    for value, by in lies.items():
-        for axis, those in by.items():
-            if row.cuts_samples and len(those) > 1 and is_full(decided.forms[value][axis]):
-                those = those - {decided.forms[value][axis]}
+    for value, by in placements_of.items():
+        for axis, forms in by.items():
+            if row.cuts_samples and len(forms) > 1 and is_full(decided.forms[value][axis]):
+                forms = forms - {decided.forms[value][axis]}
                 sliced.add(value)
-            (form, *others) = those
-            if is_shard(form) and not (form.lengths or form.runs or others) and value not in replicated:
-                ways = dims.setdefault(value, {})
-                ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
+            (form, *other_forms) = forms
+            if is_shard(form) and not (form.lengths or form.runs or other_forms) and value not in replicated:
+                num_shards = dims.setdefault(value, {})
+                num_shards[form.dim] = num_shards.get(form.dim, 1) * sizes[axis]
     return dims, frozenset(kernels), frozenset(sliced)
 
 
 def heads_in_pieces(decided: Decided, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """[value][dim] -> pieces of the heads of attention that an axis of sequences cuts, which tensor ranks may cut as well: attention alone
-    reads and makes them so, from and to pieces of positions (`weft.lower.local` cuts the pieces of tensor ranks)."""
+    """Return [value][dim] -> number of shards of attention heads along a context axis, which tensor ranks may shard as well: attention
+    alone reads and computes them so, from and to shards of positions (`weft.lower.local` slices the shards of tensor ranks)."""
     pieces: dict[str, dict[int, int]] = {}
     for op in decided.graph.operators if any(axis_of(axis).cuts_sequences for axis in sizes) else ():
         read = [*zip(op.inputs, decided.needs[op.name], strict=True)] if heads_of(decided.graph.rules[op.name]) else []
         for axis in (axis for axis in sizes if axis_of(axis).cuts_sequences and read):
-            placed = [(value, row[axis]) for value, row in read] + [(value, decided.forms[value][axis]) for value in op.outputs]
-            for value, form in placed:
+            placements = [(value, row[axis]) for value, row in read] + [(value, decided.forms[value][axis]) for value in op.outputs]
+            for value, form in placements:
                 if is_shard(form) and not form.lengths:
                     pieces.setdefault(value, {})[form.dim] = sizes[axis]
     return pieces
@@ -83,8 +82,8 @@ def heads_in_pieces(decided: Decided, sizes: Mapping[str, int]) -> dict[str, dic
 def kept_for(
     later: Sequence[str], planned: Mapping[str, Mapping[str, int] | None], fixed: Mapping[str, int]
 ) -> tuple[dict[str, set[int]], dict[str, Placement]]:
-    """What an axis leaves to `later` ones, of variables whose cuts a plan gives: dimensions that it must not cut, and forms that it must
-    read them in, since the last axis cuts those pieces once more. `fixed`: its own cuts.
+    """Return what an axis leaves to `later` ones, of variables that a plan shards: dimensions that it must not shard, and placements that
+    it must read, since the last axis shards them again. `fixed`: its own dimensions.
 
     >>> kept_for(["columns", "depth"], {"columns": {"w": 1}, "depth": {"w": 0}}, {"w": 0})
     ({'w': {1}}, {'w': 'S0'})
@@ -101,7 +100,7 @@ def kept_for(
 
 
 def twice_cut(variable: Variable, dim: int, axis: str, ranks: int) -> LayoutError:
-    """The error for a cut that a plan gives to an axis where another one cuts already."""
+    """Return the error for a dimension that a plan shards over an axis where another one shards it already."""
     return LayoutError(
         f"the plan cuts dimension {dim} of {variable.name} {list(variable.tensor.shape)} over {axis}={ranks}, and another axis cuts it "
         f"already; only {NESTED} cuts pieces once more, where all that reads them is cut alike and they divide"

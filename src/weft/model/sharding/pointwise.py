@@ -1,7 +1,7 @@
-"""Convolutions whose windows are single elements, and which are products of a matrix. In: an operator and its shapes. Out: whether.
+"""1x1 convolutions as matrix products: decide where one product is faster.
 
-On processors torch multiplies such a convolution sample by sample, which reads the weights once a sample, or has oneDNN do it, which makes
-a layout of its own first. Where a map has few places, one product over all samples and places at once is faster.
+On CPUs torch multiplies such a convolution sample by sample, which reads the weights once per sample, or has oneDNN do it, which first
+converts to its own memory format. For maps with few positions, one product over all samples and positions is faster.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from weft.model.graph import Operator, Tensor
 from weft.model.sharding.sharding import Sharding
 from weft.ops import record_of
 
-# Measured, forward and backward of 64 to 1,024 channels on one and two threads: over up to 16 places one product took 0.1 to 1.0 of
-# torch's time where weights are large (2 to 15 samples on one thread) and 0.3 to 1.0 where samples are many; over 36 places 0.7 to 1.3.
+# Measured, forward and backward of 64 to 1,024 channels on one and two threads: up to 16 positions one product took 0.1 to 1.0 of torch's
+# time where weights are large (2 to 15 samples on one thread) and 0.3 to 1.0 where samples are many; at 36 positions 0.7 to 1.3.
 PLACES = 16
 ROWS, WEIGHTS = 8, 1 << 16
-ONEDNN_SAMPLES = 16  # from which on oneDNN takes them in one thread, too (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)
+ONEDNN_SAMPLES = 16  # from which on oneDNN runs them in one thread, too (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)
 
 
 def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> bool:
-    """Whether a rank runs this operator as one product, by what it has of the operator's map and weights."""
+    """Return whether a rank runs this operator as one product, by the sizes of its local map and weights."""
     record = record_of(op)
     if record.kind != "convolution" or record.bias is None or not op.target.endswith(".default") or op.kwargs:
         return False
@@ -35,19 +35,19 @@ def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding |
 def read_shapes(
     op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, at: Mapping[str, int] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a rank's maps and weights; `at`: its place along each axis, by default one that has most."""
+    """Return shapes of a rank's maps and weights; `at`: its coordinate along each axis, by default a rank with the largest shard."""
     x, weight = (tensors[value].shape for value in op.inputs[:2])
     if sharding is None:
         return x, weight
     local = []
     for value, row in zip(op.inputs[:2], sharding.needs[op.name], strict=False):
-        forms = {axis: row.get(axis) or form for axis, form in sharding.forms[value].items()}
-        local.append(sharding.shape(value, tensors[value].shape, forms, at))
+        placements = {axis: row.get(axis) or form for axis, form in sharding.forms[value].items()}
+        local.append(sharding.shape(value, tensors[value].shape, placements, at))
     return local[0], local[1]
 
 
 def pays(samples: int, places: int, weights: int) -> bool:
-    """Whether one product is faster over maps of so many places, by so many weights.
+    """Return whether one product is faster for maps with so many positions and so many weights.
 
     >>> pays(8, 4, 512 * 1024), pays(8, 1024, 64 * 64), pays(1, 16, 512 * 1024)
     (True, False, False)

@@ -1,21 +1,18 @@
-"""From factor rules to a complete sharding: which label of every operator is cut over each mesh axis, and what moves.
+"""Sharding propagation: from factor rules to the sharded label of every operator over each mesh axis, and the redistributions.
 
-In: a graph, the axes with their sizes, and where parameters (and buffers) are cut; or nothing for an axis, and the best cut is
-searched. Out: `Sharding`: for every operator the label that is cut, for every value the form it is made in and the forms it
-is needed in.
+Parameters (and buffers) are sharded as given for an axis, or the best sharding is searched. `Sharding` has, for every operator, the sharded
+label, for every value the placement in which it is computed and those in which it is read (placements: `sharding.py`). A consumer sharded
+on a label that an input lacks computes only its part of that input's gradient: it reads D.
 
-A value's forms are `sharding.py`'s. A consumer that is cut on a label which an input lacks computes only its share of that
-input's gradient: it needs D.
+Axes are solved one after another: `axis_problem.py` has the strategies of operators along one and their costs, `axis_values.py` the
+placements of values and their redistribution, `axis_search.py` finds the cheapest. Here is what every axis leaves to the next, and the
+result.
 
-Axes are solved one after the other: `axis_problem.py` says what operators may do along one and what that costs,
-`axis_values.py` how values may lie there and what moving them costs,
-`axis_search.py` finds the cheapest. Here stands what every axis leaves to the next, and what is written down of it.
+Which labels axes other than `data` may shard follows from `dims/labels.py`: those of weights; positions and samples only on request.
 
-Which labels another axis than `data` may cut says `dims/labels.py`: those of weights; positions and samples only where that is asked for.
-
-One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks, and for samples: there the
-pieces of a dimension may be cut once more, of values that lie in such pieces wherever they are read, so that none is put together without
-the other.
+One dimension of a tensor is sharded by at most one axis, except for `depth`, the last of a grid of tensor ranks, and for samples: there the
+shards of a dimension may be sharded again, for values that have such shards wherever they are read, so that none is gathered along one axis
+only.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from weft.plan.placement import D, Placement, R, hands_summands, is_halo, is_own
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
-    """[value] -> dimension of it that is cut over `axis`, where that is given (over data nothing is); None where it is searched.
+    """Return [value] -> dimension of it that is sharded over `axis`, where that is given (over data none is); None where it is searched.
 
     Raises:
         LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks.
@@ -86,15 +83,15 @@ def propagate(
 ) -> Sharding:
     """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
 
-    `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
-    `labels[axis][site]`: the label of an operator that is cut, "" for none, with `+` where it leaves summands; the rest is searched.
-    `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
-    `attention`: how ranks that share sequences attend to one another's positions.
-    `samples`: tensor ranks may cut samples as well, operator by operator, the pieces of `data` once more (Krizhevsky 2014).
+    `shards[axis]` gives the sharded dimensions of parameters and buffers; a missing axis is searched (`data` shards none).
+    `labels[axis][site]`: the sharded label of an operator, "" for none, with `+` where it leaves partial sums; the rest is searched.
+    `sequence`: values between products may be sharded along positions as well (sequence parallelism, Korthikanti et al. 2022). `attention`:
+    how ranks of a context axis attend to each other's positions. `samples`: tensor ranks may shard samples as well, operator by operator,
+    the shards of `data` again (Krizhevsky 2014).
 
     Raises:
-        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks; a label that an
-            operator cannot be cut on.
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks; a label on which an
+            operator cannot be sharded.
     """
     decided = _Found.of(graph)
     order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: _turn(axis_of(a)))
@@ -102,18 +99,18 @@ def propagate(
     for axis in order:
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         row, cuts = axis_of(axis), planned[axis]
-        said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention_kind(attention))
-        others = _others(decided, sizes, order, axis, planned, samples)
-        problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
+        fixed_shards = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention_kind(attention))
+        other_axes = _others(decided, sizes, order, axis, planned, samples)
+        problem = AxisProblem(graph, axis, sizes[axis], price, fixed_shards, other_axes, sequence=sequence, samples=samples)
         _check_axis(problem)
-        chosen, placed = _solved_first(problem) if axis == order[0] and not labels and not row.cuts_weights else solve(problem)
-        taken = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
-        decided.add(problem, taken, placed)
+        chosen, variable_placements = _solved_first(problem) if axis == order[0] and not labels and not row.cuts_weights else solve(problem)
+        branches = assign_owners(problem, chosen, cuts) if row.owns else Taken(chosen)
+        decided.add(problem, branches, variable_placements)
     return decided.sharding(sizes, attention)
 
 
 def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
-    """The solution of an axis before all others, to which it leaves nothing: the same whatever they are, so found once for a graph."""
+    """Return the solution of an axis before all others, to which it leaves nothing: independent of them, so cached per graph."""
     fixed = None if problem.fixed is None else tuple(problem.fixed.items())
     key = (problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples)
     solved: dict[object, tuple[dict[str, Choice], dict[str, Placement]]] = problem.graph.solved_first
@@ -123,33 +120,34 @@ def _solved_first(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Pl
 
 
 def _turn(row: Axis) -> tuple[bool, bool, bool]:
-    """When an axis is solved: those first that cut samples, weights last; behind another whose pieces it cuts once more."""
+    """Return the sort key of an axis: those that shard samples first, those of weights last, after the axes whose shards they shard
+    again."""
     return not row.cuts_samples, row.cuts_weights, row.again
 
 
 def _others(
     decided: _Found, sizes: Mapping[str, int], order: list[str], axis: str, planned: Mapping[str, Mapping[str, int] | None], samples: bool
 ) -> Others:
-    """What `axis` takes from those before it in `order`, and leaves to those after it."""
-    row, before = axis_of(axis), order[: order.index(axis)]
-    again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
+    """Return what `axis` takes over from those before it in `order`, and leaves to those after it."""
+    row, earlier = axis_of(axis), order[: order.index(axis)]
+    outer_axes = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
     if row.again:
-        again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
-    inside, kernels, sliced = (
-        nested(decided, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
+        outer_axes = (*outer_axes, *(a for a in earlier if axis_of(a).cuts & row.cuts and not axis_of(a).again))
+    nested_shards, kernels, sliced = (
+        nested(decided, sizes, outer_axes, row) if earlier and outer_axes else ({}, frozenset[tuple[str, str]](), frozenset[str]())
     )
     for value, dims in heads_in_pieces(decided, sizes).items() if row.cuts_weights else ():
-        inside.setdefault(value, {}).update(dims)
-    later = order[len(before) + 1 :] if row.cuts_weights else []
+        nested_shards.setdefault(value, {}).update(dims)
+    later = order[len(earlier) + 1 :] if row.cuts_weights else []
     reserved, pinned = kept_for(later, planned, planned[axis] or {})
     taken = {v: decided.taken.get(v, set()) | reserved.get(v, set()) for v in (*decided.taken, *reserved)}
-    replicas = prod(sizes[a] for a in before if not axis_of(a).cuts_weights)
-    twice = any(axis_of(a).again for a in order if axis_of(a).cuts_weights)
-    return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas, twice)
+    replicas = prod(sizes[a] for a in earlier if not axis_of(a).cuts_weights)
+    reshards = any(axis_of(a).again for a in order if axis_of(a).cuts_weights)
+    return Others(taken, nested_shards, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in earlier), replicas, reshards)
 
 
 def _check_axis(problem: AxisProblem) -> None:
-    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions or channels that the model does not have."""
+    """Refuse a planned dimension that another axis shards already, and an axis of positions or channels that the model does not have."""
     fixed = problem.fixed if problem.row.cuts_weights and problem.fixed else {}
     for v in (*problem.graph.parameters, *problem.graph.buffers):
         if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
@@ -172,7 +170,7 @@ def _check_axis(problem: AxisProblem) -> None:
 
 @dataclass
 class _Found:
-    """What the axes that are solved have decided, as in `Sharding`. `taken`: by value the dimensions that they cut."""
+    """Decisions of the axes solved so far, as in `Sharding`. `taken_dims`: by value the dimensions that they shard."""
 
     graph: Graph
     ops: dict[str, dict[str, str]]
@@ -190,7 +188,7 @@ class _Found:
         return cls(graph, {op.name: {} for op in graph.operators}, {value: {} for value in graph.tensors}, needs)
 
     def add(self, problem: AxisProblem, taken: Taken, placed: Mapping[str, Placement]) -> None:
-        """Write one axis' solution down: forms, needs, deferred gradients, moves."""
+        """Record one axis' solution: placements, deferred gradients, redistributions."""
         graph, axis, chosen = self.graph, problem.axis, taken.choices
         self.regions += taken.regions
         for v in graph.variables:
@@ -201,24 +199,24 @@ class _Found:
             self.ops[op.name][axis] = choice.label
             for value, form in zip(op.outputs, choice.makes, strict=True):
                 self.forms[value][axis] = form
-            for row, need in zip(self.needs[op.name], choice.needs, strict=True):
-                row[axis] = need
+            for row, needed in zip(self.needs[op.name], choice.needs, strict=True):
+                row[axis] = needed
         defer(graph, axis, problem.grads, self.ops, self.forms, self.needs)
         self._sum_once(problem)
         self._move(problem, {value: form for region in taken.regions for value, form in region.leaves.items()})
-        held = [(v.name, self.forms[v.value][axis]) for v in (*graph.parameters, *graph.buffers)]
-        owners = [(name, form.rank) for name, form in held if is_owned(form)]
-        self.cut[axis] = tuple(owners or [(name, form.dim) for name, form in held if is_shard(form)])
+        stored = [(v.name, self.forms[v.value][axis]) for v in (*graph.parameters, *graph.buffers)]
+        owners = [(name, form.rank) for name, form in stored if is_owned(form)]
+        self.cut[axis] = tuple(owners or [(name, form.dim) for name, form in stored if is_shard(form)])
         for value, by_axis in self.forms.items():
             if is_piece(form := by_axis[axis]):
                 self.taken.setdefault(value, set()).add(form.dim)
         for op in graph.operators:
             for value, by in zip(op.inputs, self.needs[op.name], strict=True):
-                if is_piece(need := by[axis]):
-                    self.taken.setdefault(value, set()).add(need.dim)
+                if is_piece(needed := by[axis]):
+                    self.taken.setdefault(value, set()).add(needed.dim)
 
     def _sum_once(self, problem: AxisProblem) -> None:
-        """Variables all of whose readers hand back summands of their gradient: it is summed once a step."""
+        """Mark variables all of whose readers return partial gradients: these are reduced once a step."""
         axis = problem.axis
         uses: dict[str, list[Placement | None]] = {}
         for op in self.graph.operators:
@@ -227,40 +225,40 @@ class _Found:
         _share_reads(self.graph, problem, uses, self.needs)
         for v in (*self.graph.parameters, *self.graph.inputs):
             wanted = {form for form in uses.get(v.value, ()) if form is not None}
-            summands = wanted == {D} or (problem.row.follows and wanted and all(map(hands_summands, wanted)))
-            if self.forms[v.value][axis] is R and summands and v.value in problem.grads:
+            is_partial = wanted == {D} or (problem.row.follows and wanted and all(map(hands_summands, wanted)))
+            if self.forms[v.value][axis] is R and is_partial and v.value in problem.grads:
                 self.forms[v.value][axis] = D
                 self.gradients.setdefault(v.value, []).append(axis)
         for v in self.graph.inputs if problem.row.cuts_positions else ():
             read = {form for form in uses.get(v.value, ()) if form is not None}
-            # All read the same part: that is what a rank is given, where it is one part.
+            # All read the same single shard: that is a rank's input.
             if len(read) == 1 and (is_shard(only := read.pop()) or is_halo(only)):
                 self.forms[v.value][axis] = only
 
     def _move(self, problem: AxisProblem, leaves: Mapping[str, Placement]) -> None:
-        """What moves along the axis: each form that a value is needed in, from the cheapest of those that are there. `leaves`: what lies in
-        pieces behind a region whose ranks own it."""
+        """Add redistributions along the axis: each placement in which a value is needed, from the cheapest available one. `leaves`: sample
+        shards of values that leave a region."""
         axis = problem.axis
-        have = {value: [self.forms[value][axis]] for value in self.graph.tensors if axis in self.forms[value]}
+        available = {value: [self.forms[value][axis]] for value in self.graph.tensors if axis in self.forms[value]}
         producers = self.graph.producer() if leaves else {}
         for value, form in leaves.items():
-            forward, backward = move_collectives(have[value][0], form)
-            move = Move(value, producers[value].name, axis, have[value][0], form, forward, backward if value in problem.grads else "")
+            forward, backward = move_collectives(available[value][0], form)
+            move = Move(value, producers[value].name, axis, available[value][0], form, forward, backward if value in problem.grads else "")
             self.moves.append(move)
-            have[value].append(form)
+            available[value].append(form)
         for op in self.graph.operators:
             for value, row in zip(op.inputs, self.needs[op.name], strict=True):
-                need = row[axis]
-                if need is None or need in have[value]:
+                needed = row[axis]
+                if needed is None or needed in available[value]:
                     continue
-                source = cheapest(problem, value, have[value], need)
-                forward, backward = move_collectives(source, need)
-                self.moves.append(Move(value, op.name, axis, source, need, forward, backward if value in problem.grads else ""))
-                have[value].append(need)
+                source = cheapest(problem, value, available[value], needed)
+                forward, backward = move_collectives(source, needed)
+                self.moves.append(Move(value, op.name, axis, source, needed, forward, backward if value in problem.grads else ""))
+                available[value].append(needed)
 
     def sharding(self, sizes: Mapping[str, int], attention: str) -> Sharding:
         graph = self.graph
-        held = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         return Sharding(
             {a: n for a, n in sizes.items() if n > 1},
             self.ops,
@@ -268,7 +266,7 @@ class _Found:
             {name: tuple(rows) for name, rows in self.needs.items()},
             {value: tuple(axes) for value, axes in self.gradients.items()},
             tuple(self.moves),
-            tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, held)),
+            tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, state)),
             self.cut,
             self.regions,
             attention,
@@ -278,24 +276,24 @@ class _Found:
 def _share_reads(
     graph: Graph, problem: AxisProblem, uses: dict[str, list[Placement | None]], needs: Mapping[str, list[dict[str, Placement | None]]]
 ) -> None:
-    """Where some read a parameter as D and others, which hand back no gradient, whole: let them all read it as D.
+    """Let all read a parameter as D where some do, and others, which return no gradient, read it replicated.
 
-    So an average of weights, which reads the trained ones, does not keep their gradients from being summed once a step.
+    So an average of weights, which reads the trained ones, does not prevent reducing their gradients once a step.
     """
     axis = problem.axis
-    both = {v.value for v in graph.parameters if v.value in problem.grads and {R, D} <= set(uses.get(v.value, ()))}
-    if not both:
+    read_both_ways = {v.value for v in graph.parameters if v.value in problem.grads and {R, D} <= set(uses.get(v.value, ()))}
+    if not read_both_ways:
         return
     reached = backward_reached(graph, problem.grads)
     for op in graph.operators:
-        if both.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
+        if read_both_ways.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
             for value, row in zip(op.inputs, needs[op.name], strict=True):
-                if value in both and row[axis] is R:
+                if value in read_both_ways and row[axis] is R:
                     row[axis] = D
-    for value in both:
+    for value in read_both_ways:
         uses[value] = [row[axis] for op in graph.operators for v, row in zip(op.inputs, needs[op.name], strict=True) if v == value]
 
 
 def cheapest(problem: AxisProblem, value: str, have: Iterable[Placement], need: Placement) -> Placement:
-    """The form from which `need` is cheapest to get."""
+    """Return the placement from which `need` is cheapest to get."""
     return min(have, key=lambda source: problem.exact_s(value, source, need))

@@ -1,9 +1,8 @@
-"""A sharding for another number of samples, or for replicas with unequal shares. In: a sharding, a graph, shares by axis. Out: the same
-sharding with other lengths of the pieces into which samples are cut.
+"""Resize a sharding to another number of samples, or to unequal shares of replicas: only lengths of sample shards change.
 
-What was decided does not depend on how many samples there are: the dimensions that follow the samples hold whole units of them
-(`Graph.granules`), and every replica gets the same units of each. Not modelled: samples that another axis cuts once more, and functions of
-the user's own, which are tried on equal pieces.
+Decisions do not depend on the number of samples: dimensions that follow the samples hold whole units of them (`Graph.num_units_by_dim`),
+and every replica gets the same units of each. Not modeled: samples that another axis shards again, and users' autograd functions, which are
+checked on equal shards.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from weft.model.sharding.sharding import Sharding
 from weft.plan.axis import axis_of
 from weft.plan.placement import Placement, is_shard, shard
 
-Shares = Mapping[str, tuple[int, ...]]  # by axis; an axis that is missing, or has none, has equal ones
+Shares = Mapping[str, tuple[int, ...]]  # by axis; a missing axis, or an empty tuple, has equal ones
 
 
 def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Sharding:
-    """`sharding`, of this graph or of the same model's with another number of samples, with pieces of the samples that `graph` has.
+    """Return `sharding`, of this graph or of the same model with another number of samples, with shards of `graph`'s samples.
 
     Raises:
-        Infeasible: a replica without a sample; unequal pieces of what cannot have them.
+        Infeasible: a replica without a sample; unequal shards of values that cannot have them.
     """
     axes = sharding.sample_axes
     counts = graph.granules[False]
@@ -62,15 +61,15 @@ def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Shardin
 
 
 def _check(sharding: Sharding, graph: Graph) -> None:
-    """Refuse unequal pieces where samples are cut more than once, and of what a function of the user's own reads."""
+    """Refuse unequal shards where samples are sharded more than once, and for inputs of users' autograd functions."""
     for op in graph.operators:
         for row in sharding.needs[op.name]:
             for axis, form in row.items():
                 if not is_shard(form) or not form.lengths or not axis_of(axis).cuts_samples:
                     continue
-                again = next((a for a, other in row.items() if a != axis and is_shard(other) and other.dim == form.dim), "")
-                if again or op.function is not None:
-                    why = f"{again} cuts them once more" if again else f"{op.site} has a backward of its own, tried on equal pieces"
+                other_axis = next((a for a, other in row.items() if a != axis and is_shard(other) and other.dim == form.dim), "")
+                if other_axis or op.function is not None:
+                    why = f"{other_axis} shards them again" if other_axis else f"{op.site} has its own backward, checked on equal shards"
                     raise Infeasible(
                         f"a microbatch of {graph.batch_size} samples would be sharded unequally over {axis}={sharding.sizes[axis]}, and "
                         f"{why}; use microbatches that divide, and equal shares"

@@ -1,1 +1,1 @@
-"""What a graph is divided into: pipeline stages, parallel branches, cores of attention."""
+"""Partitions of a graph: pipeline stages, parallel branches, cores of attention."""

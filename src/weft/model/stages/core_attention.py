@@ -1,8 +1,8 @@
-"""The cores of attention that keeps its scores, which selective recomputation repeats (Korthikanti et al. 2022, section 5).
+"""Cores of attention that saves its scores, which selective recompute recomputes (Korthikanti et al. 2022, section 5).
 
-In: operators of any kind (a graph's, or the nodes of a lowered stage) and how to go from one to the next. Out: for every core its
-operators: from the product that makes the scores, over softmax and dropout, to the product that reads them. Attention that is one fused
-kernel keeps no scores; with dropout there is no such kernel on processors, and it is a core by itself.
+Works on operators of any kind (of a graph, or nodes of a lowered stage). A core has the operators from the product that computes the
+scores, over softmax and dropout, to the product that reads them. Fused attention saves no scores; with dropout CPUs have no fused kernel,
+and it is a core by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class CoreAttention(Generic[T]):
-    """`operators` in order. `makers` and `readers`: those right before and after one. `part`: of which layer's run one is; a core
-    lies within one. `outside`: those that no core may have."""
+    """`operators` in order. `producers` and `consumers`: adjacent operators. `layer_run`: the layer's run an operator is in; a core is
+    within one. `is_excluded`: operators that no core may contain."""
 
     operators: Sequence[T]
     name: Callable[[T], str]
@@ -34,15 +34,15 @@ class CoreAttention(Generic[T]):
     outside: Callable[[T], bool]
 
     def find(self) -> list[list[T]]:
-        """The operators of each core, in order; nothing outside lies on a path between two of one core."""
+        """Return the operators of each core, in order; nothing outside is on a path between two of one core."""
         regions: list[list[T]] = []
         taken: set[T] = set()
-        for one in self.operators:
+        for op in self.operators:
             core = set[T]()
-            if self.name(one) == KEEPS_SCORES:
-                core = {one}
-            elif self._record(one).normalises:
-                core = self._around(one)
+            if self.name(op) == KEEPS_SCORES:
+                core = {op}
+            elif self._record(op).normalises:
+                core = self._around(op)
             if core and core.isdisjoint(taken) and not any(map(self.outside, core)):
                 taken |= core
                 regions.append(sorted(core, key=self._order.__getitem__))
@@ -53,10 +53,10 @@ class CoreAttention(Generic[T]):
 
     @cached_property
     def _order(self) -> dict[T, int]:
-        return {one: i for i, one in enumerate(self.operators)}
+        return {op: i for i, op in enumerate(self.operators)}
 
     def _around(self, softmax: T) -> set[T]:
-        """All on the way from the products of two activations that make the scores to those that read the weights."""
+        """Return all operators between the products of activations that compute the scores and those that read the weights."""
         makers, readers = self._nearest(softmax, self.makers), self._nearest(softmax, self.readers)
         if not makers or not readers:
             return set()
@@ -64,47 +64,47 @@ class CoreAttention(Generic[T]):
         return self._closure(makers, self.readers, part) & self._closure(readers, self.makers, part)
 
     def _nearest(self, start: T, step: Callable[[T], Iterable[T]]) -> set[T]:
-        """The nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
+        """Return the nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
         nearest: set[T] = set()
-        seen: set[T] = set()
+        visited: set[T] = set()
         todo = [start]
         while todo:
-            for one in step(todo.pop()):
-                if one in seen or self.part(one) != self.part(start):
+            for op in step(todo.pop()):
+                if op in visited or self.part(op) != self.part(start):
                     continue
-                seen.add(one)
-                product = self._record(one).product
+                visited.add(op)
+                product = self._record(op).product
                 if product == "stacked":
-                    nearest.add(one)
+                    nearest.add(op)
                 elif product not in ("linear", "weight"):
-                    todo.append(one)
+                    todo.append(op)
         return nearest
 
     def _closure(self, start: set[T], step: Callable[[T], Iterable[T]], part: object) -> set[T]:
-        seen, todo = set(start), list(start)
+        visited, todo = set(start), list(start)
         while todo:
-            for one in step(todo.pop()):
-                if one not in seen and self.part(one) == part:
-                    seen.add(one)
-                    todo.append(one)
-        return seen
+            for op in step(todo.pop()):
+                if op not in visited and self.part(op) == part:
+                    visited.add(op)
+                    todo.append(op)
+        return visited
 
 
 def core_numbers(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
-    """By operator of a graph: the number of the core that it is of, -1 for none. `blocks`: the block that each stands in."""
+    """Return, by operator of a graph, the number of its core, -1 for none. `blocks`: the block of each operator."""
     runs, writers = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     for i in range(1, len(blocks)):
         runs[i] = runs[i - 1] + (blocks[i] != blocks[i - 1])
     makers = [tuple(dict.fromkeys(writers[v] for v in op.inputs if v in writers)) for op in graph.operators]
     readers: list[list[int]] = [[] for _ in makers]
-    for i, those in enumerate(makers):
-        for maker in those:
+    for i, ops_before in enumerate(makers):
+        for maker in ops_before:
             readers[maker].append(i)
     operators = range(len(makers))
     names = [KEEPS_SCORES if drops_scores(op) else op.target.split(".")[1] for op in graph.operators]
-    there = CoreAttention(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
+    cores = CoreAttention(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
     numbers = [-1] * len(operators)
-    for number, core in enumerate(there.find()):
+    for number, core in enumerate(cores.find()):
         for i in core:
             numbers[i] = number
     return tuple(numbers)

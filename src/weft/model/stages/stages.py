@@ -1,8 +1,7 @@
-"""Cutting a graph into pipeline stages. In: a graph and the sites at which stages begin. Out: each stage's operators, what
-it receives from and sends to which other stage.
+"""Pipeline stages: partition a graph at given sites into stages with their operators, receives and sends.
 
-An operator that follows from the batch and from constants alone (masks, position numbers, shifted labels) belongs to no
-stage: every stage that needs it computes it for itself, so it never crosses. A value that several stages need is sent to each.
+An operator that depends on the batch and constants only (masks, position numbers, shifted labels) belongs to no stage: every stage that
+needs it computes it, so it is never sent. A value that several stages need is sent to each.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.ops import draws, record_of
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A stage may begin at operator number `index` (its `site`); `values` then cross from before it to it or after it."""
+    """A stage may begin at operator number `index` (its `site`); `values` are then sent from earlier stages to this or later ones."""
 
     index: int
     site: str
@@ -30,34 +29,34 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its operators in order, the variables it reads, and what crosses its borders, by the other stage."""
+    """One stage: its operators in order, the variables it reads, and what it receives and sends, by the other stage."""
 
     index: int
     operators: tuple[Operator, ...]
     variables: tuple[str, ...]  # values of parameters, buffers, inputs and constants, in the graph's order
     receives: tuple[tuple[int, tuple[str, ...]], ...]
     sends: tuple[tuple[int, tuple[str, ...]], ...]
-    results: tuple[str, ...]  # the loss or the outputs, where this stage makes them
+    results: tuple[str, ...]  # the loss or the outputs that this stage computes
 
 
 def free_operators(graph: Graph) -> set[str]:
-    """Names of operators that follow from the batch and constants alone: no parameter, nothing random, nothing written."""
-    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    held = {v.value for v in graph.parameters}
-    written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, placed)}
-    written |= {value for op in graph.operators if record_of(op).statistics for value in op.inputs if value in placed}
-    held |= written
+    """Return names of operators that depend on the batch and constants only: no parameter, nothing random, nothing written."""
+    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    stateful = {v.value for v in graph.parameters}
+    written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, state)}
+    written |= {value for op in graph.operators if record_of(op).statistics for value in op.inputs if value in state}
+    stateful |= written
     names = set()
     for op in graph.operators:
-        if any(value in held for value in op.inputs) or draws(op) or writes_buffer(op, placed):
-            held.update(op.outputs)
+        if any(value in stateful for value in op.inputs) or draws(op) or writes_buffer(op, state):
+            stateful.update(op.outputs)
         else:
             names.add(op.name)
     return names
 
 
 def cuts(graph: Graph) -> tuple[Cut, ...]:
-    """Every place where a stage may begin, in order, with what would cross there (global bytes of one microbatch)."""
+    """Return every site where a stage may begin, in order, with the values sent there (global bytes of one microbatch)."""
     free = graph.free
     last: dict[str, int] = {}
     for i, op in enumerate(graph.operators):
@@ -82,11 +81,11 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
 
 
 def held_together(graph: Graph) -> set[int]:
-    """Operators before which no stage can begin: those between two uses of one buffer that is written while the model runs, and those
-    between rows of experts and what reads them: messages are as long as the graph says, and these rows are as many as data says."""
-    held: set[int] = set()
+    """Return operators before which no stage can begin: those between two uses of a buffer that is written while the model runs, and those
+    between rows of experts and their readers (messages have static lengths, and these rows are data-dependent)."""
+    indivisible: set[int] = set()
     for value in {value for value, _ in graph.ragged}:
-        held.update(range(graph.place[value] + 1, graph.last_reader.get(value, 0) + 1))
+        indivisible.update(range(graph.place[value] + 1, graph.last_reader.get(value, 0) + 1))
     written = written_buffers(graph)
     uses: dict[str, list[int]] = {}
     for i, op in enumerate(graph.operators):
@@ -94,8 +93,8 @@ def held_together(graph: Graph) -> set[int]:
             if value in written:
                 uses.setdefault(value, []).append(i)
     for places in uses.values():
-        held.update(range(places[0] + 1, places[-1] + 1))
-    return held
+        indivisible.update(range(places[0] + 1, places[-1] + 1))
+    return indivisible
 
 
 def check_trains(graph: Graph) -> None:
@@ -112,7 +111,7 @@ def check_trains(graph: Graph) -> None:
 
 
 def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stage, ...]:
-    """Cut the graph into `len(sites) + 1` stages that begin at these sites. `trains`: it must be one that can be trained.
+    """Partition the graph into `len(sites) + 1` stages that begin at these sites. `trains`: it must be trainable.
 
     Raises:
         LayoutError: a site that the graph does not have, or sites out of order.
@@ -121,24 +120,24 @@ def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stag
     if trains:
         check_trains(graph)
     starts = _starts(graph, sites)
-    mine, home = _homes(graph, starts)
+    stage_operators, stage_of = _homes(graph, starts)
     finals = graph.outputs or (graph.loss,)
     last = len(starts) - 1
-    results = [tuple(v for v in finals if home.get(v, last) == s) for s in range(len(starts))]
-    needed, reads = _reads(graph, mine, [v for v in finals if v not in home])
+    results = [tuple(v for v in finals if stage_of.get(v, last) == s) for s in range(len(starts))]
+    needed, reads = _reads(graph, stage_operators, [v for v in finals if v not in stage_of])
     place = graph.place
     receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     for s in range(len(starts)):
         for value in sorted((v for v in reads[s] if v in place), key=place.__getitem__):
-            if home.get(value, s) != s:
-                receives[s].setdefault(home[value], {})[value] = None
-                sends[home[value]].setdefault(s, {})[value] = None
+            if stage_of.get(value, s) != s:
+                receives[s].setdefault(stage_of[value], {})[value] = None
+                sends[stage_of[value]].setdefault(s, {})[value] = None
     variables = {v.value: i for i, v in enumerate(graph.variables)}
     return tuple(
         Stage(
             s,
-            tuple([graph.operators[i] for i in sorted({*mine[s], *needed[s]})]),
+            tuple([graph.operators[i] for i in sorted({*stage_operators[s], *needed[s]})]),
             tuple(sorted((v for v in {*reads[s], *results[s]} if v in variables), key=variables.__getitem__)),
             tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
             tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),
@@ -149,7 +148,7 @@ def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stag
 
 
 def _starts(graph: Graph, sites: Sequence[str]) -> list[int]:
-    """Number of the operator that each stage begins with."""
+    """Return the index of each stage's first operator."""
     order, starts = graph.sites, [0]
     for site in sites:
         if site not in order:
@@ -169,21 +168,21 @@ def _starts(graph: Graph, sites: Sequence[str]) -> list[int]:
 
 
 def _homes(graph: Graph, starts: Sequence[int]) -> tuple[list[list[int]], dict[str, int]]:
-    """Numbers of the operators of every stage; and by value the stage that makes it. Those that follow from the batch are of none."""
-    home: dict[str, int] = {}
-    mine: list[list[int]] = []
+    """Return the indices of every stage's operators, and by value the stage that computes it; batch-only operators are in none."""
+    stage_of: dict[str, int] = {}
+    stage_operators: list[list[int]] = []
     for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
-        mine.append([i for i in range(start, end) if graph.operators[i].name not in graph.free])
-        home.update((value, s) for i in mine[s] for value in graph.operators[i].outputs)
-        if not mine[s]:
+        stage_operators.append([i for i in range(start, end) if graph.operators[i].name not in graph.free])
+        stage_of.update((value, s) for i in stage_operators[s] for value in graph.operators[i].outputs)
+        if not stage_operators[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
-    return mine, home
+    return stage_operators, stage_of
 
 
 def _reads(graph: Graph, mine: Sequence[Sequence[int]], made_last: Sequence[str]) -> tuple[list[set[int]], list[dict[str, None]]]:
-    """By stage the operators of no stage that it needs, and what it reads.
+    """Return by stage the batch-only operators that it needs, and the values that it reads.
 
-    What follows from the batch is made wherever it is read (and with the last stage, where it is a result: `made_last`).
+    Batch-only values are computed wherever they are read (and on the last stage, where they are results: `made_last`).
     """
     place = graph.place
     needed: list[set[int]] = [set() for _ in mine]
@@ -205,6 +204,6 @@ def _reads(graph: Graph, mine: Sequence[Sequence[int]], made_last: Sequence[str]
 
 
 def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """(producer stage, consumer stage) of every pair between which something crosses, in order."""
+    """Return (producer stage, consumer stage) of every pair between which something is sent, in order."""
     pairs = {(p, stage.index) for stage in stages for p, _ in stage.receives}
     return tuple(sorted(pairs))

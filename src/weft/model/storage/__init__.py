@@ -1,1 +1,1 @@
-"""How values lie in memory: order, width."""
+"""Memory format of values: strides, dtypes under autocast."""

@@ -1,10 +1,9 @@
-"""What torch's 16-bit autocast on processors makes of a graph: which values come out in 16 bits, which operands are cast first.
+"""Dtypes under torch's 16-bit autocast on CPUs: which values are 16-bit, which operands are cast first.
 
-In: a graph as it was traced, in float32. Out: the same graph with the dtypes that a run's tensors have; float16 is written as bfloat16
-here, which is as wide. Every operator of torch's table
-(aten/src/ATen/autocast_mode.h, the lists for CPU) is of one of three kinds: products cast what they read to bfloat16, losses, transforms
-and decompositions to float32, `cat` and `stack` to the widest that they are given. The rest is not touched: types are promoted, norms have
-their input's. Not modelled: recurrent layers, inside of which the widths differ; they count as products.
+From a graph as traced in float32 to the same graph with the dtypes of a run; float16 is written as bfloat16, which has the same width.
+Every operator of torch's table (aten/src/ATen/autocast_mode.h, the lists for CPU) is of one of three kinds: products cast inputs to
+bfloat16, losses, transforms and decompositions to float32, `cat` and `stack` to the widest input. Others are not touched: types are
+promoted, norms have their input's. Not modeled: recurrent layers, whose widths differ inside; they count as products.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from weft.ops import record_of
 
 
 def cast(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What an operator reads in another type than it has, by value: as autocast hands it over. `tensors`: as they are in the run."""
+    """Return, by value, the operands that autocast casts, in their new dtype. `tensors`: with the dtypes of the run."""
     to = wanted(op)
     if not to:
         return {}
@@ -26,26 +25,26 @@ def cast(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wanted(op: Operator) -> str:
-    """The dtype that autocast casts an operator's operands to; "" for none."""
+    """Return the dtype to which autocast casts an operator's operands; "" for none."""
     if op.autocast == "off":
         return ""
     return {"lower": "bfloat16", "wider": "float32"}.get(record_of(op).autocast, "")
 
 
 def autocast(graph: Graph) -> Graph:
-    """The graph with the dtypes that its tensors have under autocast."""
+    """Return the graph with the dtypes that its tensors have under autocast."""
     tensors = dict(graph.tensors)
     for op in graph.operators:
-        how = record_of(op).autocast
-        all_narrow = how != "apart" and _narrow(op, tensors)
-        for i, v in enumerate(op.outputs[:1] if how == "first" else op.outputs):  # statistics are float32
-            if tensors[v].dtype == "float32" and (all_narrow or (how == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
+        policy = record_of(op).autocast
+        all_narrow = policy != "apart" and _narrow(op, tensors)
+        for i, v in enumerate(op.outputs[:1] if policy == "first" else op.outputs):  # statistics are float32
+            if tensors[v].dtype == "float32" and (all_narrow or (policy == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
                 tensors[v] = replace(tensors[v], dtype="bfloat16")
     return replace(graph, tensors=tensors)
 
 
 def _narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether what an operator makes of floating point is bfloat16."""
+    """Return whether an operator's floating-point outputs are bfloat16."""
     to = wanted(op)
     if to or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
         return to == "bfloat16"
@@ -59,7 +58,7 @@ def _narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _promoted(floats: Iterable[Tensor]) -> bool:
-    """Whether tensors of one number, which do not widen others, and all others come to bfloat16."""
+    """Return whether type promotion gives bfloat16; scalars do not widen other tensors."""
     floats = list(floats)
     decide = [t for t in floats if t.shape] or floats
     return bool(decide) and all(t.dtype == "bfloat16" for t in decide)

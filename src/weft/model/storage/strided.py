@@ -1,7 +1,7 @@
-"""`as_strided` in words that do not go by memory. In: how a tensor lies in memory, and how it is to be read. Out: reshape, unfold, permute.
+"""Decomposition of `as_strided` into reshape, unfold and permute, which do not depend on memory format.
 
-What is read must be whole dimensions of the tensor (or of some that lie behind one another), each once or in overlapping windows, as
-sliding windows of attention are. Not modelled: anything else; None is returned.
+The result must consist of entire dimensions of the source (or of adjacent merged ones), each once or in overlapping windows, as in
+sliding-window attention. Anything else is not modeled; None is returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Dims = tuple[tuple[int, int], ...]  # (size, stride)
 
 
 def as_windows(source: Dims, wanted: Dims) -> Steps | None:
-    """The operators that read `source` as `wanted`, both (size, stride) by dimension, from the same first element.
+    """Return the operators that read `source` as `wanted`, both (size, stride) by dimension, from the same first element.
 
     >>> as_windows(((2, 8), (8, 1)), ((2, 8), (3, 2), (4, 1)))
     (('unfold.default', (1, 4, 2)), ('permute.default', ((0, 1, 2),)))
@@ -33,7 +33,7 @@ def as_windows(source: Dims, wanted: Dims) -> Steps | None:
 
 
 def _read(base: Dims, wanted: Dims) -> Steps | None:
-    """The same of a tensor whose dimensions stay apart: each is read by ones, and some by longer steps besides."""
+    """Return the same without merging dimensions: each is read with its own stride, and some by longer steps besides."""
     if any(size < 2 or not stride for size, stride in (*base, *wanted)) or len({stride for _, stride in base}) < len(base):
         return None
     inner = {d: p for p, (_, stride) in enumerate(wanted) for d, (_, stride_of) in enumerate(base) if stride_of == stride}

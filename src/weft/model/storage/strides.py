@@ -1,7 +1,7 @@
-"""How values lie in memory: what operators that read them in another order copy first, and keep.
+"""Memory format of values: which inputs are copied because their dimension order differs, and what is then saved.
 
-In: a graph, whose capture noted the strides of every value. Out: what is copied where a view was asked for, what products copy into rows,
-and in which order gradients come. Not modelled: gradients that are summed from several readers (those of the last reader).
+From a graph whose capture noted the strides of every value: copies in place of requested views, contiguous copies made by products, and the
+dimension order of gradients. Not modeled: gradients summed from several readers (the last reader's is used).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Strides = tuple[int, ...]
 
 
 def natural(shape: Sequence[int]) -> Strides:
-    """Of a tensor that lies in the order of its dimensions.
+    """Return the strides of a contiguous tensor.
 
     >>> natural((2, 3, 4))
     (12, 4, 1)
@@ -29,7 +29,7 @@ def natural(shape: Sequence[int]) -> Strides:
 
 
 def in_order(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """Of a dense tensor whose dimensions lie in this order, the outermost first.
+    """Return the strides of a dense tensor with this dimension order, outermost first.
 
     >>> in_order((2, 3, 4), (0, 2, 1))
     (12, 1, 3)
@@ -42,7 +42,7 @@ def in_order(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 
 def order_of(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
-    """The dimensions larger than one, the outermost first.
+    """Return the dimensions larger than one, outermost first.
 
     >>> order_of((2, 3, 1, 4), (12, 1, 1, 3))
     (0, 3, 1)
@@ -51,7 +51,7 @@ def order_of(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """What an operator makes in the order in which another tensor lies, without gaps between its elements.
+    """Return the spec of an output in another tensor's dimension order, without gaps between its elements.
 
     >>> dense(Tensor((2, 3, 4), "float32", (24, 1, 6))).strides, dense(Tensor((2, 3), "float32", (9, 1))).strides
     ((12, 1, 3), ())
@@ -62,7 +62,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strides | None:
-    """The strides in which memory is seen in another shape of as many elements; None where that takes a copy.
+    """Return the strides of a view in another shape of equal size; None where that needs a copy.
 
     >>> viewed((2, 3, 4), (12, 4, 1), (6, 4)), viewed((2, 3, 4), (4, 8, 1), (6, 4)), viewed((6, 4), (1, 6), (2, 3, 4))
     ((4, 1), None, (3, 1, 6))
@@ -89,20 +89,20 @@ def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strid
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of one graph."""
+    """Memory formats in one graph."""
 
     graph: Graph
 
     @cached_property
     def composed(self) -> frozenset[str]:
-        """Operators of attention that processors compose of products and a softmax, for want of a kernel: with dropout, or a mask that
-        learns."""
-        learns = differentiable(self.graph)
-        return frozenset(op.name for op in self.graph.operators if drops_scores(op) or mask_of(op) in learns)
+        """Attention operators that CPUs compose of products and a softmax, for want of a kernel: with dropout, or a mask that needs a
+        gradient."""
+        grads = differentiable(self.graph)
+        return frozenset(op.name for op in self.graph.operators if drops_scores(op) or mask_of(op) in grads)
 
     @cached_property
     def copied(self) -> frozenset[str]:
-        """What is made in memory of its own by operators that otherwise give a view."""
+        """Values with memory of their own, computed by operators that otherwise return a view."""
         values = set()
         for op in self.graph.operators:
             moves, source = record_of(op).moves, self.graph.tensors[op.inputs[0]] if op.inputs else None
@@ -116,7 +116,7 @@ class Layouts:
         return self.graph.tensors[value].strides or natural(self.graph.tensors[value].shape)
 
     def copies(self, op: Operator) -> frozenset[str]:
-        """What a product copies into rows before it reads it, and keeps as such."""
+        """Return operands that a product makes contiguous before it reads them, and saves as such."""
         rows, tensors = record_of(op).rows, self.graph.tensors
         if not rows or not any(tensors[v].strides for v in op.inputs[:2]):
             return frozenset()
@@ -124,13 +124,13 @@ class Layouts:
         for value, other in zip(op.inputs[:rows], (op.inputs[1], op.inputs[0]), strict=False):
             shape = list(tensors[value].shape)
             if len(shape) > 2:
-                keep = 1 if rows == 1 or len(tensors[other].shape) < 3 else 2  # dimensions that stay by themselves
-                if viewed(shape, self.of(value), [prod(shape[:-keep]), *shape[-keep:]]) is None:
+                num_inner = 1 if rows == 1 or len(tensors[other].shape) < 3 else 2  # dimensions that are not merged
+                if viewed(shape, self.of(value), [prod(shape[:-num_inner]), *shape[-num_inner:]]) is None:
                     values.append(value)
         return frozenset(values)
 
     def has_channels_last(self, value: str) -> bool:
-        """Whether what may be images lies with its channels innermost."""
+        """Return whether a possible image is stored channels-last."""
         shape, strides = self.graph.tensors[value].shape, self.graph.tensors[value].strides
         if not strides or len(shape) not in (4, 5):
             return False
@@ -138,13 +138,13 @@ class Layouts:
 
     @cached_property
     def gradients(self) -> Mapping[str, Strides]:
-        """Of the gradients that do not lie in the order of their dimensions, by value."""
+        """Strides, by value, of the gradients that are not in dimension order."""
         by_value: dict[str, Strides] = {}
-        seen: set[str] = set()
+        visited: set[str] = set()
         for op in reversed(self.graph.operators):
             for at, value in enumerate(op.inputs):
-                if value not in seen:  # by the last reader
-                    seen.add(value)
+                if value not in visited:  # by the last reader
+                    visited.add(value)
                     strides = self._gradient(op, at, by_value)
                     shape = self.graph.tensors[value].shape
                     if strides is not None and order_of(shape, strides) != order_of(shape, natural(shape)):
@@ -158,8 +158,8 @@ class Layouts:
             orders = record.orders(op)
             return in_order(shape, orders[at]) if orders else None
         if record.turn is not None:
-            back, after = record.turn(op, len(shape)), gradients.get(out) or natural(tensors[out].shape)
-            return tuple(after[back.index(d)] for d in range(len(shape)))
+            order, output_strides = record.turn(op, len(shape)), gradients.get(out) or natural(tensors[out].shape)
+            return tuple(output_strides[order.index(d)] for d in range(len(shape)))
         if kind_of(op) == "convolution":
             return self.of(value) if self.has_channels_last(value) else None
         if out in gradients and tensors[out].shape == shape and kind_of(op) in ("elementwise", "activation"):
@@ -167,7 +167,7 @@ class Layouts:
         return None
 
     def turned(self, op: Operator) -> bool:
-        """Whether the gradient of what an operator makes comes in another order than what it has kept lies in."""
+        """Return whether the gradient of an operator's output has another dimension order than its saved input."""
         out, x = op.outputs[0], op.inputs[0]
         shape = self.graph.tensors[out].shape
         if out not in self.gradients and not self.graph.tensors[x].strides:

@@ -1,4 +1,4 @@
-"""A decoder whose weights nobody trains: no gradients, no optimizer. In: a plan, a model. Out: `Decoder`."""
+"""Building a decoder for inference only, without gradients or an optimizer, from a plan and a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from weft.world.world import World
 def decoder_of(
     plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, *, seed: int, longest: int, paging: Paging
 ) -> Decoder:
-    """A decoder of a model's initial weights, of which each rank takes its own. Raises Infeasible: a layout with zero."""
+    """Build a decoder from a model's initial weights, of which each rank takes its shards. Raises Infeasible for layouts with zero."""
     layout = plan.layout
     if layout.zero:
-        raise Infeasible(f"{layout}: without gradients and an optimizer zero has nothing to divide; leave zero out")
+        raise Infeasible(f"{layout}: without gradients and an optimizer zero has nothing to shard; leave zero out")
     set_products(layout.precision, world.device)
     parts = build(plan, source, batch, loss, world, OptimizerSpec(), seed)
     for group in sorted({world.everyone, *(parts.lowering.groups.values() if parts.lowering else ())}, key=lambda g: g.ranks):
@@ -35,7 +35,7 @@ def decoder_of(
     host, scale = HostStore(world.device, memory, parts.variables.values()), LossScale(world.device, layout.precision)
     executors = Executors(parts, plan, world, memory, None, gathered, host, layout.compile == "on", scale, trains=False)
 
-    def lowered(asked: Asked, source: Source, like: Parts | None = None) -> Executors:
+    def build_executors(asked: Asked, source: Source, like: Parts | None = None) -> Executors:
         return executors.of_other(captured_in(asked, like or parts, plan, source, world), gathered, trains=False)
 
-    return Decoder(plan, source, batch, lowered, world, longest, paging)
+    return Decoder(plan, source, batch, build_executors, world, longest, paging)

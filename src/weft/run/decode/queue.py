@@ -1,7 +1,7 @@
-"""Which tokens of which sequences the next step computes. In: prompts, lengths, pages. Out: runs of tokens, step by step.
+"""Continuous batching: the choice of the tokens that each decoding step computes, given prompts, lengths and free pages.
 
-Sequences join as soon as pages are free and leave when they are done, whatever the others do (Yu et al. 2022, Orca). A step has the newest
-token of each, and with what room is left parts of prompts (Agrawal et al. 2024, Sarathi-Serve). Every rank keeps the same queue.
+Sequences join as soon as pages are free and leave when they are finished, independently of the others (Yu et al. 2022, Orca). A step has
+the newest token of each sequence; chunks of prompts fill the rest (Agrawal et al. 2024, Sarathi-Serve). Every rank has the same queue.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Text:
-    """One text. `tokens`: prompt and what came since; `done`: how many of them have been computed; `pages`: where their keys lie."""
+    """One sequence. `tokens`: prompt and generated tokens; `num_computed`: of these; `pages`: pages of its key-value cache."""
 
     number: int
     tokens: list[int]
-    length: int  # in the end
+    length: int  # when finished
     done: int = 0
     pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Part:
-    """`count` tokens of a sequence from position `first` on."""
+    """`count` tokens of a sequence, beginning at position `first`."""
 
     of: Text
     first: int
@@ -31,12 +31,12 @@ class Part:
 
     @property
     def ends(self) -> bool:
-        """Whether the next token follows from its last."""
+        """Return whether its last token is the sequence's newest, whose logits give the next token."""
         return self.first + self.count == len(self.of.tokens)
 
 
 class Queue:
-    """The sequences of one replica. `rows`: tokens of a step, at most; `pages` of `size` tokens."""
+    """The sequences of one replica; a step has at most `max_tokens` tokens."""
 
     def __init__(self, rows: int, pages: int, size: int) -> None:
         self.rows, self.size = rows, size
@@ -48,34 +48,34 @@ class Queue:
         self.waiting.append(one)
 
     def step(self) -> list[Part]:
-        """What is computed next; nothing where all is done."""
-        promised = sum(self._pages(one.length) - len(one.pages) for one in self.running)
-        while self.waiting and len(self.running) < self.rows and self._pages(self.waiting[0].length) <= len(self.free) - promised:
+        """Return the chunks of the next step; none if all sequences are finished."""
+        num_reserved = sum(self._pages(sequence.length) - len(sequence.pages) for sequence in self.running)
+        while self.waiting and len(self.running) < self.rows and self._pages(self.waiting[0].length) <= len(self.free) - num_reserved:
             self.running.append(self.waiting.pop(0))
-            promised += self._pages(self.running[-1].length)
-        left, parts = self.rows - len(self.running), []
-        for one in self.running:
-            more = min(left, len(one.tokens) - one.done - 1)
-            left -= more
-            parts.append(Part(one, one.done, 1 + more))
-            missing = self._pages(one.done + 1 + more) - len(one.pages)
-            one.pages += [self.free.pop(0) for _ in range(missing)]
-        return parts
+            num_reserved += self._pages(self.running[-1].length)
+        num_free, chunks = self.rows - len(self.running), []
+        for sequence in self.running:
+            num_extra = min(num_free, len(sequence.tokens) - sequence.done - 1)
+            num_free -= num_extra
+            chunks.append(Part(sequence, sequence.done, 1 + num_extra))
+            num_missing = self._pages(sequence.done + 1 + num_extra) - len(sequence.pages)
+            sequence.pages += [self.free.pop(0) for _ in range(num_missing)]
+        return chunks
 
     def took(self, parts: Sequence[Part], tokens: Sequence[int], stop: int | None = None) -> list[Text]:
-        """`parts` are computed; what follows them, of those that end. The sequences that are over, whose pages are free again."""
+        """Record that `chunks` were computed, with the token that follows each; return finished sequences, whose pages are freed."""
         for part, token in zip(parts, tokens, strict=True):
             part.of.done += part.count
             if part.ends:
                 part.of.tokens.append(token)
                 if token == stop:
                     part.of.length = len(part.of.tokens)
-        over = [one for one in self.running if len(one.tokens) == one.length]
-        for one in over:
-            self.running.remove(one)
-            self.free += one.pages
-            one.pages = []
-        return over
+        finished = [sequence for sequence in self.running if len(sequence.tokens) == sequence.length]
+        for sequence in finished:
+            self.running.remove(sequence)
+            self.free += sequence.pages
+            sequence.pages = []
+        return finished
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.size)

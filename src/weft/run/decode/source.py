@@ -1,6 +1,6 @@
-"""The graph that a decoder is divided by. In: a model. Out: its capture for tokens at any positions, or why there is none.
+"""Capture of a model for decoding: a graph for tokens at any positions of their sequences, or the reason why there is none.
 
-A mask that the model makes of positions is computed once, for the longest sequence, and must be the causal one.
+A mask that the model computes from positions is evaluated once, for the longest sequence, and must be the causal mask.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from weft.run.build import Source
 
 @dataclass(frozen=True)
 class Decoding(Source):
-    """A source whose captures are for tokens at any positions. `longest`: what the model is called with for the longest sequence."""
+    """A model source whose captures take tokens at any positions. `longest_batch`: the inputs for the longest sequence."""
 
     longest: Any = None
     seen: dict[Modes, Captured] = field(default_factory=dict)
-    causal: set[str] = field(default_factory=set)  # masks that are
+    causal: set[str] = field(default_factory=set)  # masks known to be causal
 
-    def capture(
-        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
-    ) -> Captured:
-        """As `Source.capture`. Raises ModelError where a token's output may depend on later ones, or on others by more than attention."""
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None) -> Captured:
+        """Capture as `ModelSource` does. Raises ModelError if outputs depend on later tokens, or on others except by attention."""
         captured = super().capture(batch, None, batch_size, True, modes)
         key = modes or ()
         if key not in self.seen:
@@ -47,24 +45,24 @@ class Decoding(Source):
 
 
 def _check_causal(mask: str, captured: Captured) -> None:
-    seen = _value(mask, captured.graph, dict(captured.constants))
-    shows = seen if seen.dtype is torch.bool else seen == 0
-    if not torch.equal(shows, torch.ones_like(shows).tril()) or (seen.dtype is not torch.bool and not bool((seen[~shows] < -1e4).all())):
+    bias = _value(mask, captured.graph, dict(captured.constants))
+    shows = bias if bias.dtype is torch.bool else bias == 0
+    if not torch.equal(shows, torch.ones_like(shows).tril()) or (bias.dtype is not torch.bool and not bool((bias[~shows] < -1e4).all())):
         raise ModelError("its attention has a mask that is not the causal one: a window, documents, or padding")
 
 
 def _value(value: str, graph: Graph, held: Mapping[str, Tensor]) -> Tensor:
-    """What a value of a graph is that follows from constants alone."""
+    """Evaluate a value of a graph that depends on constants only."""
     producers, values, device = graph.producer(), dict(held), torch.device("cpu")
-    wanted, order = [value], []
-    while wanted:
-        at = wanted.pop()
-        if at in values:
+    pending, order = [value], []
+    while pending:
+        name = pending.pop()
+        if name in values:
             continue
-        if at not in producers:
+        if name not in producers:
             raise ModelError("its attention has a mask that depends on the batch or on its weights")
-        order.append(producers[at])
-        wanted += producers[at].inputs
+        order.append(producers[name])
+        pending += producers[name].inputs
     places = graph.place
     for op in sorted({op.name: op for op in order}.values(), key=lambda op: places[op.outputs[0]]):
         inputs = iter([values[v] for v in op.inputs])

@@ -1,1 +1,1 @@
-"""A module in the user's own training loop: this rank's shards as its parameters, the lowered graph as its forward."""
+"""A sharded module in the user's own training loop: its parameters are this rank's shards, its forward is the lowered graph."""

@@ -1,12 +1,11 @@
-"""A part of a divided module that is called by itself: `model.decode(z)`, an encoder before generation.
+"""Hooks for calling a submodule of a sharded module directly: `model.decode(z)`, or an encoder before generation.
 
-In: a part, and which of its tensors are parts of larger ones. Out: while it runs it holds whole tensors, so that its own code computes what
-it does on one process. Every rank that has a part of them calls it, since each gathers what the others have. In backward each rank gets its
-part of the mean of what ranks make of a weight: of one batch that all ranks have as of each rank's samples what `loss.backward()` of the
-model itself gives (`run/loop/divide`).
+While the submodule runs, its sharded tensors are replaced by all-gathered full ones, so that its own code computes what it computes in one
+process; every rank that stores a shard must call it. In backward each rank gets its shard of the mean of the ranks' gradients, both for one
+batch shared by all ranks and for each rank's own samples, as `loss.backward()` of the model itself gives (`run/loop/shard_module`).
 
-The hooks know no module, so that a copy of the model may have them. Where the model is traced, or runs on gathered weights, nothing is cut
-and they do nothing.
+The hooks refer to no module, so that a copy of the model can share them. Where the model is traced, or runs on gathered weights, no tensor
+is sharded and they do nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from weft.run.rank_agreement import digest
 from weft.world import private
 from weft.world.world import World
 
-Tables = list[tuple[dict[str, Any], dict[str, Any]]]  # tables of modules' tensors, and what was in them
+Tables = list[tuple[dict[str, Any], dict[str, Any]]]  # tensor tables of modules, each with its original items
 
 
 @dataclass(frozen=True)
 class CalledPart:
-    """Hooks of one part. `buffers`: those that are cut, by their names in it; cut parameters know it."""
+    """Forward hooks of one submodule. `sharded_buffers`: by local name; sharded parameters carry their own spec."""
 
     world: World
     buffers: Mapping[str, FullTensor]
@@ -43,10 +42,10 @@ class CalledPart:
         return type(self)(self.world, self.buffers)
 
     def begin(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """Let it hold whole tensors.
+        """Replace the submodule's shards by full tensors.
 
         Raises:
-            UsageError: a part that trains has a buffer of which ranks have pieces, and would write the whole; or has statistics of samples
+            UsageError: a submodule in training mode would write a sharded buffer, or would compute batch norm statistics over samples
                 that other ranks do not have.
         """
         if any(isinstance(m, private.BatchNorm) and m.training for m in part.modules()) and not _is_traced(part):
@@ -65,34 +64,33 @@ class CalledPart:
             full |= {id(p): _gathered(p, p.full) for p in part.parameters() if isinstance(p, Cut)}
         tables: Tables = [(table, dict(table)) for module in part.modules() for table in private.tensors_of(module)] if full else []
         self._before.append(tables)
-        for table, held in tables:
-            table.update({key: full[id(x)] for key, x in held.items() if id(x) in full})
+        for table, items in tables:
+            table.update({key: full[id(x)] for key, x in items.items() if id(x) in full})
 
     def _check_equal(self, part: nn.Module, called: Any) -> None:
-        """Raise UsageError where ranks call the part with different tensors."""
-        mine = torch.tensor([int(digest(called), 16)], device=self.world.device)
-        if len(set(self.world.everyone.all_gather(mine, 0).tolist())) > 1:
+        """Raise UsageError if ranks call the submodule with different tensors."""
+        local_digest = torch.tensor([int(digest(called), 16)], device=self.world.device)
+        if len(set(self.world.everyone.all_gather(local_digest, 0).tolist())) > 1:
             raise UsageError(
                 f"{type(part).__name__} is called by itself and trains, with other samples on other ranks, of which its batch norm would "
                 "take statistics apart; call the model, or part.eval() before, or let every rank load the whole batch"
             )
 
     def end(self, part: nn.Module, args: object, output: object) -> None:
-        """Let it hold what it held."""
-        for table, held in self._before.pop() if self._before else ():
-            table.update(held)
+        """Restore the shards."""
+        for table, items in self._before.pop() if self._before else ():
+            table.update(items)
 
 
 def let_parts_be_called(model: nn.Module, buffers: Mapping[str, FullTensor], world: World) -> None:
-    """Register hooks on every part of `model` that has tensors of which this rank has pieces, or batch norm. `buffers`: which of these are
-    buffers."""
+    """Register hooks on every submodule of `model` that has sharded tensors or batch norm. `buffers`: the sharded buffers by name."""
     for path, part in model.named_modules() if world.num_ranks > 1 else ():
-        cut = {name.removeprefix(f"{path}."): one for name, one in buffers.items() if name.startswith(f"{path}.")}
+        sharded_buffers = {name.removeprefix(f"{path}."): spec for name, spec in buffers.items() if name.startswith(f"{path}.")}
         has_norm = any(isinstance(m, private.BatchNorm) for m in part.modules())
-        if path and (cut or has_norm or any(isinstance(p, Cut) for p in part.parameters())):
-            called = CalledPart(world, cut)
-            part.register_forward_pre_hook(called.begin, with_kwargs=True)
-            part.register_forward_hook(called.end, always_call=True)
+        if path and (sharded_buffers or has_norm or any(isinstance(p, Cut) for p in part.parameters())):
+            hooks = CalledPart(world, sharded_buffers)
+            part.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+            part.register_forward_hook(hooks.end, always_call=True)
 
 
 def _is_traced(part: nn.Module) -> bool:
@@ -100,6 +98,6 @@ def _is_traced(part: nn.Module) -> bool:
 
 
 def _gathered(x: Tensor, full: FullTensor) -> Tensor:
-    for form, group in reversed(full.cuts):
-        x = counted(redistribute(x, form, D, group), 1.0 / group.size)
+    for placement, group in reversed(full.cuts):
+        x = counted(redistribute(x, placement, D, group), 1.0 / group.size)
     return x

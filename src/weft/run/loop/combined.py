@@ -1,7 +1,7 @@
-"""Numbers of a whole tensor from its parts where a factor rule has no word for it: norms, extremes, whether any or all.
+"""Global reductions of sharded tensors that factor rules do not express: norms, extremes, any and all.
 
-In: a call of a function of torch's on a part (`run/loop/cut`). Out: what it gives of the whole on every rank, with its gradient;
-`NotImplemented` where this call of it is another matter, for which rules are asked. Every rank calls it.
+Each function replaces a torch function called on a shard (`run/loop/sharded_tensor`) and returns the full tensor's result on every rank,
+with its gradient, or `NotImplemented` for calls that are left to the factor rules. Every rank calls it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from weft.world.world import Group
 
 
 class Part(Tensor):
-    """A part of what `full` says: which `groups` hold the other parts, along which dimensions (`cuts`); see `run/loop/cut`."""
+    """A shard of the tensor that `spec` describes: its placements and the groups of the other shards; see `run/loop/sharded_tensor`."""
 
     full: Any
 
 
 class _Summed(torch.autograd.Function):
-    """What ranks have, each times its share, added up in a wider dtype; each has the sum's gradient."""
+    """All-reduce of the ranks' tensors, each times its share, in a wider dtype; every rank gets the sum's gradient times its share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float, group: Group) -> Tensor:
@@ -46,13 +46,13 @@ def _widest(x: Tensor) -> torch.dtype:
 
 
 def summed(x: Tensor, share: float, group: Group) -> Tensor:
-    """The sum over ranks of `x` times `share`, on each of them."""
+    """Return the sum over ranks of `x` times `share`, on every rank."""
     total: Tensor = _Summed.apply(x, share, group)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Norm(torch.autograd.Function):
-    """The norm of a whole from its parts' norms."""
+    """The p-norm of a sharded tensor from the norms of its shards."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, groups: Sequence[Group], p: float) -> Tensor:
@@ -73,7 +73,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm(func: Any, x: Any = None, p: Any = None, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
-    """The p-norm of all elements, as torch.norm, Tensor.norm, torch.linalg.norm and torch.linalg.vector_norm give it."""
+    """Return the p-norm of all elements, as torch.norm, Tensor.norm, torch.linalg.norm and torch.linalg.vector_norm compute it."""
     dtype, p = more.pop("dtype", None), more.pop("ord", p)
     of_matrix = func is torch.linalg.norm and p is not None
     if not isinstance(x, Part) or dim is not None or keepdim or more or p == "nuc" or (of_matrix and x.dim() > 1):
@@ -87,12 +87,12 @@ def _norm(func: Any, x: Any = None, p: Any = None, dim: Any = None, keepdim: boo
 
 
 def _norms(func: Any, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The norm of each, whole or part."""
+    """Return the norm of each tensor, sharded or not."""
     return tuple(torch.linalg.vector_norm(x, float(ord), **kwargs) for x in xs)
 
 
 def _unscaled(func: Any, gradients: list[Tensor], found_inf: Tensor, *scale: Tensor) -> None:
-    """Unscales gradients of float16, for all ranks to skip the step together where one has found what is not finite."""
+    """Unscale float16 gradients and share `found_inf`, so that all ranks skip the step if one rank found an infinity."""
     groups = {group.ranks: group for x in gradients if isinstance(x, Part) for group in x.full.groups}
     with private.as_base_tensor():
         private.unscale(gradients, found_inf, *scale)
@@ -101,62 +101,62 @@ def _unscaled(func: Any, gradients: list[Tensor], found_inf: Tensor, *scale: Ten
 
 
 def _extreme(largest: bool) -> Callable[..., Any]:
-    def found(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def replacement(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Part) or args or kwargs:
             return NotImplemented
         with private.as_base_tensor():
             return extreme(x.full.groups, largest, x.as_subclass(Tensor))
 
-    return found
+    return replacement
 
 
 def _extreme_over(largest: bool) -> Callable[..., Any]:
-    """`amax` and `amin`, over all dimensions or some."""
+    """Build `amax` or `amin`, over all dimensions or some."""
     all_of = _extreme(largest)
 
-    def found(func: Any, x: Any = None, dim: Any = (), keepdim: bool = False, **more: Any) -> Any:
+    def replacement(func: Any, x: Any = None, dim: Any = (), keepdim: bool = False, **more: Any) -> Any:
         dims = [d % x.dim() for d in (dim if isinstance(dim, Iterable) else [dim])] if isinstance(x, Part) else []
         if not dims and not keepdim:
             return all_of(func, x, **more)
-        over = [group for form, group in x.full.cuts if form.dim in dims] if dims else []
-        if more or len(over) != len(x.full.groups):  # none, or some: the rule knows the former
+        groups = [group for form, group in x.full.cuts if form.dim in dims] if dims else []
+        if more or len(groups) != len(x.full.groups):  # none (the factor rule covers it), or only some
             return NotImplemented
         with private.as_base_tensor():
-            return extreme(tuple(over), largest, x.as_subclass(Tensor), dims, keepdim)
+            return extreme(tuple(groups), largest, x.as_subclass(Tensor), dims, keepdim)
 
-    return found
+    return replacement
 
 
 def _truth(any_of: bool) -> Callable[..., Any]:
-    def found(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def replacement(func: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Part) or args or kwargs:
             return NotImplemented
         with private.as_base_tensor():
             local = (torch.any if any_of else torch.all)(x.as_subclass(Tensor))
-            told = local.to(torch.int64)
+            result = local.to(torch.int64)
             for group in x.full.groups:
-                group.all_reduce(told, op="max" if any_of else "min")
-            return told.to(local.dtype)
+                group.all_reduce(result, op="max" if any_of else "min")
+            return result.to(local.dtype)
 
-    return found
+    return replacement
 
 
 def _compared(compare: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Whether wholes are the same. What is as large as a part, and no part itself, is held against this rank's alone."""
+    """Compare full tensors. A plain tensor of the local shape is compared with this rank's shard only."""
 
-    def found(func: Any, x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-        shapes = [one.full.shape if isinstance(one, Part) else tuple(one.shape) for one in (x, other)]
+    def replacement(func: Any, x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+        shapes = [tensor.full.shape if isinstance(tensor, Part) else tuple(tensor.shape) for tensor in (x, other)]
         if shapes[0] == shapes[1]:
             return bool(compare(x, other, *args, **kwargs).all())
         with private.as_base_tensor():
-            alone = tuple(x.shape) == tuple(other.shape) and not (isinstance(x, Part) and isinstance(other, Part))
-            return alone and bool(func(x, other, *args, **kwargs))
+            has_local_shape = tuple(x.shape) == tuple(other.shape) and not (isinstance(x, Part) and isinstance(other, Part))
+            return has_local_shape and bool(func(x, other, *args, **kwargs))
 
-    return found
+    return replacement
 
 
 def _grad(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`: the gradient by a part is a part. The property of this name is left alone."""
+    """Replace `torch.autograd.grad`: the gradient with respect to a shard is a shard. The property of this name is not replaced."""
     if func is not torch.autograd.grad:
         return NotImplemented
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -167,7 +167,7 @@ def _grad(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hook(func: Any, x: Any, hook: Callable[[Tensor], Any]) -> Any:
-    """A hook sees a part's gradient as a part."""
+    """Register a hook that receives a shard's gradient as a shard."""
     with private.as_base_tensor():
         return func(x, lambda grad: hook(x.full.of(grad)))
 

@@ -1,11 +1,10 @@
-"""What a plain loop sees of a parameter that is cut between ranks: a tensor that knows that it is a part.
+"""Sharded tensors of a plain loop: the local shard of a parameter, with the groups that hold the other shards (cf. PyTorch's DTensor).
 
-In: this rank's part, and the ranks that hold the others. Out: a tensor of which a function gives what the factor rules of its operators say
-(`run/loop/followed`): parts where it works on each part by itself, so that optimizers work on it, and whole sums where parts have
-summands; norms and extremes are the whole tensor's too (`run/loop/combined`), so that clipping clips by the global norm. Everything else
-is refused by name. Gradients and what optimizers make of such tensors are of the same kind.
+Functions of such tensors act as the factor rules of their operators allow (`run/loop/shard_semantics`): elementwise on each shard, so that
+optimizers work, or with partial sums all-reduced; norms and extremes are those of the full tensor (`run/loop/global_reductions`), so that
+clipping uses the global norm. Everything else is refused by name. Gradients and optimizer state of such tensors are sharded tensors too.
 
-Every rank calls what combines parts. What tells how a tensor lies here (`shape`, `numel()`, `tolist()`) is the part's.
+Every rank calls what reduces over shards. Properties (`shape`, `numel()`, `tolist()`) are those of the local shard.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from weft.run.state.spans import Spans, block_of, cut_again, full_spans
 from weft.world import private
 from weft.world.world import Group
 
-_MOST_VERDICTS = 4096  # calls whose verdicts are kept
+_MOST_VERDICTS = 4096  # calls whose semantics are cached
 
 
 @dataclass(frozen=True, eq=False)
 class FullTensor:
-    """What a part is of. `cuts`: the dimensions that are cut, and who holds the parts along each; `shape`: of the whole tensor."""
+    """Spec of a sharded tensor. `placements`: its sharded dimensions, each with the group that holds the shards."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,45 +38,45 @@ class FullTensor:
 
     @cached_property
     def places(self) -> Cuts:
-        """The same in terms that every rank has."""
+        """The sharded dimensions with their ranks, in a hashable form without process groups."""
         return tuple((form.dim, Ranks.of(form, group)) for form, group in self.cuts)
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for parts of which functions give the same."""
+        """A key that is equal for shards on which functions act alike."""
         return (self.shape, self.places)
 
     @cached_property
     def spans(self) -> Spans:
-        """Where this rank's part lies."""
+        """The index ranges of this rank's shard."""
         spans = full_spans(self.shape)
         for form, group in self.cuts:
             spans = cut_again(spans, form, group.size, group.index)
         return spans
 
     def of(self, x: Tensor) -> Cut:
-        """`x` as this rank's part of it: a gradient."""
+        """Return `x` (a gradient) as this rank's shard of such a tensor."""
         return Cut.of(x, self)
 
     @cached_property
     def part(self) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """The shape of this rank's shard."""
         return followed.part_of(self.shape, self.places)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those between which parts are combined, one after the other."""
+        """The groups over which shards are reduced, in order."""
         return tuple(group for _, group in self.cuts)
 
 
 class Cut(combined.Part):
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
 
     full: FullTensor
 
     @classmethod
     def of(cls, part: Tensor, full: FullTensor) -> Self:
-        """`part`, sharing its memory and its place in autograd's graph."""
+        """Return `local` as a shard that shares its memory and its autograd graph."""
         cut = part.as_subclass(cls)
         cut.full = full
         return cut
@@ -108,18 +107,18 @@ class Cut(combined.Part):
 
 
 class CutParameter(Cut, nn.Parameter):
-    """This rank's part of a parameter."""
+    """This rank's shard of a parameter."""
 
     @classmethod
     def of(cls, part: Tensor, full: FullTensor) -> Self:
-        """A parameter of its own that shares the memory of `part`, which gives the gradient's need."""
+        """Return a leaf parameter that shares the memory and `requires_grad` of `local`."""
         parameter = cls(part.detach(), part.requires_grad)
         parameter.full = full
         return parameter
 
 
 def refusal(name: str, part: Cut, why: str = "") -> UsageError:
-    """What is said to an operation that would take the part for the whole."""
+    """Return the error of an operation that would treat the shard as the full tensor."""
     full = part.full
     return UsageError(
         f"{name} of {full.name}, of which this rank holds a part, {list(part.shape)} of {list(full.shape)}, would take that part for the "
@@ -129,41 +128,41 @@ def refusal(name: str, part: Cut, why: str = "") -> UsageError:
 
 
 def _name(func: Any) -> str:
-    """An operation's name: `sum` for torch.sum and Tensor.sum, of a property its own."""
+    """Return an operation's name: `sum` for torch.sum and Tensor.sum, the property's name for a property."""
     name = str(getattr(func, "__name__", func))
     return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__", "__delete__") else name
 
 
 def _check_set(name: str, part: Cut, x: Tensor, value: Any) -> None:
-    """Raise where a part becomes a whole's gradient or data, or the other way round."""
+    """Raise UsageError if a shard is assigned a full tensor as gradient or data, or the other way round."""
     if isinstance(value, Tensor) and not (isinstance(x, Cut) and tuple(value.shape) == tuple(x.shape)):
         raise refusal(f"setting {name}", part, "copy_() takes this rank's part of a whole tensor")
 
 
 def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the function gives, as its verdict says."""
+    """Call a function on shards: redistribute its inputs and wrap its results as its shard semantics say."""
     with private.as_base_tensor():
         tensors: list[Tensor] = []
         key = (func, _key(args, tensors), _key(kwargs, tensors) if kwargs else None)
-        told = _verdict(key, args, kwargs, tensors)
-        if told.why:
-            raise refusal(name, _first(tensors), told.why)
-        if not told.computes:
+        semantics = _verdict(key, args, kwargs, tensors)
+        if semantics.why:
+            raise refusal(name, _first(tensors), semantics.why)
+        if not semantics.computes:
             return _of_itself(name, func, args, kwargs, _first(tensors))
         groups: dict[Ranks, Group] = {
             ranks: group for x in tensors if isinstance(x, Cut) for (_, ranks), group in zip(x.full.places, x.full.groups, strict=True)
         }
-        if told.prepares:
-            tensors = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
+        if semantics.prepares:
+            tensors = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, semantics.cuts, semantics.sums, strict=True)]
             fed = iter(tensors)
             args, kwargs = followed.replaced(args, fed), followed.replaced(kwargs, fed)
         result = func(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(followed.tensors_in(result))
-        if len(outputs) != len(told.results):
-            raise AssertionError(f"{name} gives {len(outputs)} tensors, and was to give {len(told.results)}")
-        inputs = {id(x) for x in tensors}  # what was changed in place comes back
+        if len(outputs) != len(semantics.results):
+            raise AssertionError(f"{name} gives {len(outputs)} tensors, and was to give {len(semantics.results)}")
+        inputs = {id(x) for x in tensors}  # an input changed in place is returned itself
         full = _first(tensors).full
-        results = [x if id(x) in inputs else _made(x, one, full.name, groups) for x, one in zip(outputs, told.results, strict=True)]
+        results = [x if id(x) in inputs else _made(x, spec, full.name, groups) for x, spec in zip(outputs, semantics.results, strict=True)]
         return results[0] if isinstance(result, Tensor) else followed.replaced(result, iter(results))
 
 
@@ -172,13 +171,13 @@ def _first(tensors: Iterable[Tensor]) -> Cut:
 
 
 def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks, Group]) -> Tensor:
-    """A whole tensor as parts need it."""
+    """Return a full input sharded, or with its gradient reduced, as the other inputs' shards need it."""
     for dim, ranks in cuts:
-        group, form = groups[ranks], ranks.form(dim)
+        group, placement = groups[ranks], ranks.form(dim)
         if x.requires_grad:
-            x = redistribute(x, R, form, group)
+            x = redistribute(x, R, placement, group)
         else:
-            x = block_of(x, cut_again(full_spans(x.shape), form, group.size, group.index))
+            x = block_of(x, cut_again(full_spans(x.shape), placement, group.size, group.index))
     for ranks in sums:
         x = redistribute(x, R, D, groups[ranks])
     return x
@@ -192,7 +191,7 @@ def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor
 
 
 def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Cut) -> Any:
-    """What a tensor tells of itself without computing: its gradient and its data are parts as well."""
+    """Call a function that runs no operator, such as a property; a resulting tensor (gradient, data) is a shard as well."""
     kind = getattr(func, "__name__", "")
     if kind == "__set__":
         _check_set(name, part, *args)
@@ -210,7 +209,7 @@ def _verdict(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     func: Any = key[0]  # type: ignore[index]
     try:
         cached = _verdicts.get(key)
-    except TypeError:  # something that cannot be compared is among the arguments
+    except TypeError:  # an argument is not hashable
         return _asked(func, args, kwargs, tensors)
     if cached is None:
         cached = _asked(func, args, kwargs, tensors)
@@ -222,13 +221,13 @@ def _verdict(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
     inputs = [_given(x) for x in tensors]
-    told = followed.verdict(func, args, kwargs, inputs)
-    if not told.can_be:
-        # Beside a whole it would not fit: somebody made it as large as the part that he saw.
-        parts = {one.part: one for one in inputs if one.knows}
-        as_parts = [replace(parts[one.part], knows=False) if not one.knows and one.part in parts else one for one in inputs]
-        told = followed.verdict(func, args, kwargs, as_parts) if as_parts != inputs else told
-    return told
+    semantics = followed.verdict(func, args, kwargs, inputs)
+    if not semantics.can_be:
+        # A plain tensor of a shard's local shape was made from what the user saw of the shard: treat it as a shard.
+        shards = {spec.part: spec for spec in inputs if spec.knows}
+        sharded = [replace(shards[spec.part], knows=False) if not spec.knows and spec.part in shards else spec for spec in inputs]
+        semantics = followed.verdict(func, args, kwargs, sharded) if sharded != inputs else semantics
+    return semantics
 
 
 def _given(x: Tensor) -> Given:
@@ -238,14 +237,14 @@ def _given(x: Tensor) -> Given:
     return Given(shape, shape, (), x.dtype, False, x.requires_grad)
 
 
-_verdicts: dict[Hashable, Verdict] = {}  # of what depends on nothing but the key
-_properties: set[Any] = set()  # that are no tensors: they tell how the part lies
+_verdicts: dict[Hashable, Verdict] = {}  # results that depend on the key only
+_properties: set[Any] = set()  # property getters that return no tensor: they describe the local shard
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Arguments as far as they decide which operators run, and their tensors, put into `tensors`.
+    """Return a hashable key of arguments that decide which operators run, and append their tensors to `tensors`.
 
-    Fractions do not: a learning rate may be another one at every step.
+    Non-integer floats are not part of the key: a learning rate may change at every step.
     """
     if isinstance(value, Tensor):
         tensors.append(value)

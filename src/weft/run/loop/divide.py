@@ -1,13 +1,12 @@
-"""A model divided for a plain training loop: `net(x)`, `loss.backward()`, `opt.step()` stay the user's.
+"""Sharding a module in place for a plain training loop: `net(x)`, `loss.backward()` and `opt.step()` stay the user's.
 
-In: a module and a plan without a pipeline. Out: the same module object, whose parameters are this rank's blocks and whose forward
-is the lowered graph; of a model that could not be captured all of it, and its own forward. Gradients are exchanged while backward runs
-and are complete when `loss.backward()` returns.
+The plan has no pipeline. The module object stays the same; its parameters become this rank's shards and its forward the lowered graph. A
+model that could not be captured is replicated and keeps its own forward. Gradients are reduced while backward runs and are complete when
+`loss.backward()` returns.
 
-The loss is the user's, over this rank's samples, so gradients are averaged over the ranks that sum them: that is the gradient of the mean
-over all samples where the loss is a mean over samples, and of whatever else the user makes of weights alone (a penalty on their norm). What
-the model itself computes is exact over the whole batch (batch norm included), since what it makes of a weight counts as often as it is
-then divided by.
+The loss is the user's, over this rank's samples, so gradients are averaged over the ranks that reduce them: that is the gradient of the
+mean over all samples if the loss is a mean over samples, and also right for terms of the weights alone (a penalty on their norm). What the
+model itself computes is exact over the whole batch (batch norm included): its gradient contributions are scaled to survive the averaging.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ from weft.world.world import World
 
 
 def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> None:
-    """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
+    """Shard `model` in place under `plan`; `batch` holds the arguments of a call with the global batch.
 
     Raises:
-        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness or servers, which need the engine; a model that
-            could not be captured, whose parts would train something else than the whole.
+        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness or servers, which need the engine; or a model that
+            could not be captured and would train something else on shards of the batch.
     """
     layout = plan.layout
-    divides = max(layout.num_stages, layout.microbatches, layout.branch) > 1
-    if divides or layout.compress != "none" or layout.staleness or layout.servers:
+    has_stages = max(layout.num_stages, layout.microbatches, layout.branch) > 1
+    if has_stages or layout.compress != "none" or layout.staleness or layout.servers:
         raise Infeasible(
             f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
             "staleness and servers do not apply; use weft.parallelize"
@@ -80,9 +79,9 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         ShardedModule(model, plan, world, keep_replicated(model, source, plan, batch, world)).bind()
         return
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
-    pairs = [v.name for v in parts.graph.parameters if v.pairs]
-    if pairs:
-        raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
+    names = [v.name for v in parts.graph.parameters if v.pairs]
+    if names:
+        raise Infeasible(f"parameter {names[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
     _mark_cut(parts, world, layout.mesh)
     original = Original(model, REPLACED, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     place(model, parts.parameters, parts.buffers)
@@ -94,67 +93,67 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
 
 
 def full_state_dict(model: nn.Module | Optimizer) -> dict[str, Any] | None:
-    """Parameters and buffers of the whole of a divided model under its own names, on rank 0; None elsewhere. Every rank calls it.
+    """Return the full parameters and buffers of a sharded model under its own names on rank 0, None elsewhere. Every rank calls it.
 
-    Of an optimizer its state dict as plain PyTorch has it, which its `load_state_dict` takes in any layout.
+    For an optimizer, return its state dict as plain PyTorch has it, which `load_state_dict` takes in any layout.
 
     Raises:
-        UsageError: a model that is not divided, and has no divided module inside.
+        UsageError: the model is not sharded and contains no sharded module.
     """
     if isinstance(model, Optimizer):
         return full_optimizer_state(model, current_world().rank == 0)
-    inside = sharded_modules_of(model)
-    if not inside:
+    sharded_modules = sharded_modules_of(model)
+    if not sharded_modules:
         raise UsageError(
             f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
             "an engine has full_state_dict() of its own"
         )
-    states = [(prefix, one.way.full_state()) for prefix, one in inside]
+    states = [(prefix, module.way.full_state()) for prefix, module in sharded_modules]
     outside = {name: x.detach().cpu().clone() for name, x in tensors_outside(model).items()}
-    if inside[0][1].world.rank != 0:
+    if sharded_modules[0][1].world.rank != 0:
         return None
     return outside | {prefix + name: x for prefix, state in states for name, x in (state or {}).items()}
 
 
 def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
-    """Let parameters that are cut know it."""
+    """Replace sharded parameters by `ShardedParameter`s, which carry their global spec."""
     variables = {v.name: v for v in parts.graph.parameters}
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
-            full = _full_tensor(parts, variables[name], world, mesh)
-            if full.spans != spec.spans:
-                raise AssertionError(f"{name} is cut {full.places}, and lies at {spec.spans}")
+            global_spec = _full_tensor(parts, variables[name], world, mesh)
+            if global_spec.spans != spec.spans:
+                raise AssertionError(f"{name} is cut {global_spec.places}, and lies at {spec.spans}")
             guard_optimizers()
-            marked = CutParameter.of(parts.parameters[name], full)
-            parts.parameters[name] = marked
+            sharded_parameter = CutParameter.of(parts.parameters[name], global_spec)
+            parts.parameters[name] = sharded_parameter
             if variables[name].value in parts.variables:
-                parts.variables[variables[name].value] = marked
+                parts.variables[variables[name].value] = sharded_parameter
 
 
 def _cut_buffers(parts: Parts, world: World, mesh: Mesh) -> dict[str, FullTensor]:
-    """What the buffers that are cut are parts of, by their names in the model."""
-    full = {name: _full_tensor(parts, variable, world, mesh) for name, (variable, _) in parts.blocks.items() if name in parts.buffers}
-    return {name: one for name, one in full.items() if one.cuts}
+    """Return the global specs of the sharded buffers by name."""
+    specs = {name: _full_tensor(parts, variable, world, mesh) for name, (variable, _) in parts.blocks.items() if name in parts.buffers}
+    return {name: spec for name, spec in specs.items() if spec.cuts}
 
 
 def _full_tensor(parts: Parts, variable: Variable, world: World, mesh: Mesh) -> FullTensor:
-    cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in parts.stored(variable).items() if is_shard(form))
-    return FullTensor(variable.name, variable.tensor.shape, cuts)
+    placements = tuple((p, world.group(mesh.group(world.rank, axis))) for axis, p in parts.stored(variable).items() if is_shard(p))
+    return FullTensor(variable.name, variable.tensor.shape, placements)
 
 
 def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
-    """Let `load_state_dict` take whole tensors where this rank has parts, and `state_dict` say that it has no more."""
+    """Register hooks: `load_state_dict` takes full tensors for shards, and `state_dict` refuses to return shards."""
     places = {name: (spec.global_shape, spec.spans) for name, spec in parts.specs.items()}
     places |= {name: (variable.tensor.shape, spans) for name, (variable, spans) in parts.blocks.items() if name in parts.buffers}
     names = {id(x): name for name, x in (*parts.parameters.items(), *parts.buffers.items())}
     for module in model.modules():
-        held = [kind(recurse=False, remove_duplicate=False) for kind in (module.named_parameters, module.named_buffers)]
-        cuts = {}
-        for local, x in chain(*held):
+        named_tensors = [kind(recurse=False, remove_duplicate=False) for kind in (module.named_parameters, module.named_buffers)]
+        shards = {}
+        for local, x in chain(*named_tensors):
             if id(x) in names and places[names[id(x)]][0] != shape_of(places[names[id(x)]][1]):
-                cuts[local] = places[names[id(x)]]
-        if cuts:
-            module.register_load_state_dict_pre_hook(partial(_take_parts, cuts))  # type: ignore[no-untyped-call]
+                shards[local] = places[names[id(x)]]
+        if shards:
+            module.register_load_state_dict_pre_hook(partial(_take_parts, shards))  # type: ignore[no-untyped-call]
             module.register_state_dict_pre_hook(_refuse_parts)  # type: ignore[no-untyped-call]
 
 

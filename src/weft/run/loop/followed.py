@@ -1,11 +1,11 @@
-"""What a function gives of parts of tensors, as the factor rules of its operators say.
+"""Derive how a user function acts on sharded tensors, from the factor rules of its operators (sharding propagation).
 
-In: a function and how it is called, where some of its tensors are parts of larger ones. Out: a `Verdict`: how whole tensors among its
-arguments are prepared, and what its results are: parts, wholes, or summands of wholes; or why that is not known.
+The result is a `ShardSemantics`: how full tensors among the arguments are redistributed, and whether each result is a shard, a full tensor
+or a partial sum; or why the function is not supported on shards.
 
-The function is called twice, on fake tensors. With whole tensors it tells which operators run, and their rules what a cut means for each of
-them, one after the other. With parts it must run the same operators with the same numbers: what divides by a number of rows that it asked
-a part for is found so. Not modelled: what comes of unequal parts in a dimension of another length than the one that is cut.
+The function is run twice, on fake tensors. The run on full tensors records its operators, through whose rules shards are propagated. The
+run on shards must execute the same operators with the same numbers: a function that divides by the number of local rows is found so. Not
+modelled: unequal shards in a dimension whose length differs from the sharded one's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from weft.world.world import Group
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Those that hold the parts along one axis of the mesh: the `members`, and where parts are unequal, or pieces of several `runs`, their
-    `lengths` and number `place`, which is here."""
+    """Ranks that hold the shards along one mesh axis: the `members`; if shards are unequal or strided over several segments
+    (`segment_lengths`), also all `lengths` and this rank's `index`."""
 
     members: tuple[int, ...]
     lengths: tuple[int, ...] = ()
@@ -41,34 +41,33 @@ class Ranks:
 
     @classmethod
     def of(cls, form: Shard, group: Group) -> Self:
-        """Those that hold what lies so."""
+        """Return the ranks of `group`, over which a tensor has this placement."""
         lengths = tuple(map(sum, zip(*form.runs, strict=True))) or form.lengths
         return cls(group.ranks, lengths, group.index if lengths else 0, form.runs)
 
     def form(self, dim: int) -> Shard:
-        """How they hold a dimension."""
+        """Return the placement of dimension `dim` over these ranks."""
         return in_runs(dim, self.runs) if self.runs else Shard(dim, self.lengths)
 
     @property
     def share(self) -> float:
-        """The part that is here."""
+        """Fraction of the dimension that is stored on this rank."""
         return self.lengths[self.place] / sum(self.lengths) if self.lengths else 1.0 / len(self.members)
 
     def part(self, length: int) -> int | None:
-        """Of a dimension of `length` the entries that are here; None where it is not cut so."""
+        """Return the local length of a dimension of `length`; None if it cannot be sharded like this."""
         if self.lengths:
             return self.lengths[self.place] if sum(self.lengths) == length else None
         return None if length % len(self.members) else length // len(self.members)
 
 
-Cuts = tuple[tuple[int, Ranks], ...]  # dimensions and who has their parts; where one is cut twice, the larger parts first
-Form = dict[Ranks, int | float]  # a dimension that is cut, or a share: the whole is the sum of what ranks have, each times its own
+Cuts = tuple[tuple[int, Ranks], ...]  # sharded dimensions and their ranks; of a dimension sharded twice, the outer axis first
+Form = dict[Ranks, int | float]  # a sharded dimension (int), or the share (float) by which each rank's partial sum counts
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor among the arguments: `shape` of the whole, `part` of what is here. `knows`: that it is a part; `learns`: a whole tensor that
-    has gradients."""
+    """A tensor argument. `is_sharded`: it is a `ShardedTensor`, not a plain tensor of local shape; `requires_grad`: a full tensor does."""
 
     shape: tuple[int, ...]
     part: tuple[int, ...]
@@ -80,7 +79,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor among the results: a part of one of `shape`, and of which ranks' summands, each times a share, it is the sum."""
+    """A tensor result: its global shape, shards, and partial sums still to be reduced, each with the share of this rank."""
 
     shape: tuple[int, ...]
     cuts: Cuts
@@ -89,8 +88,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`why` it is refused, and whether the whole can be called so at all; whether it computes anything; how each whole tensor that it is
-    given is cut, and between which ranks that one's gradient is summed; what each result is."""
+    """Shard semantics of a call: why it is unsupported (if it is), whether it is valid on full tensors and runs operators at all; how each
+    full argument is sharded and over which ranks its gradient is reduced; and the spec of each result."""
 
     why: str = ""
     can_be: bool = True
@@ -101,16 +100,16 @@ class Verdict:
 
     @cached_property
     def prepares(self) -> bool:
-        """Whether a tensor is prepared."""
+        """Return whether any argument is redistributed."""
         return any(self.cuts) or any(self.sums)
 
 
 class _Unclear(Exception):
-    """Why parts would not do."""
+    """The function cannot run on shards, for the reason given."""
 
 
 class _NeedsCut(Exception):
-    """A whole tensor among the arguments that meets parts, and is to be cut as they are."""
+    """A full argument is combined with shards and has to be sharded like them."""
 
     def __init__(self, number: int, dim: int, ranks: Ranks) -> None:
         self.number, self.cut = number, (dim, ranks)
@@ -118,7 +117,7 @@ class _NeedsCut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An operator as it ran."""
+    """A dispatched operator with its arguments and result."""
 
     op: Any
     args: tuple[Any, ...]
@@ -127,7 +126,7 @@ class _Call:
 
 
 class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
-    """The operators that run in its block."""
+    """Record the operators that are dispatched in its block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +142,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors of nested lists, tuples and dicts, in order."""
+    """Yield the tensors of nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -155,7 +154,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def replaced(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same nest with these in place of its tensors, in order."""
+    """Return the same nest with its tensors replaced, in order."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, list | tuple):
@@ -167,37 +166,37 @@ def replaced(value: Any, tensors: Iterator[Any]) -> Any:
 
 
 def verdict(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Given]) -> Verdict:
-    """What `func` gives when it is called so; `inputs` tells of the tensors in order."""
-    full = _record(func, args, kwargs, [one.shape for one in inputs], inputs)
+    """Infer how a call of `func` acts on shards; `inputs` describes its tensor arguments in order."""
+    full = _record(func, args, kwargs, [spec.shape for spec in inputs], inputs)
     if not full.calls:
-        part = _record(func, args, kwargs, [one.part for one in inputs], inputs)
+        part = _record(func, args, kwargs, [spec.part for spec in inputs], inputs)
         if part.calls or (part.error is None) != (full.error is None):
             return Verdict(f"the whole cannot be called so: {said(full.error or part.error or ValueError('no elements'))}", can_be=False)
-        return Verdict(computes=False)  # it asks or changes what is not an element
+        return Verdict(computes=False)  # it runs no operator
     if full.error is not None:
         return Verdict(f"the whole cannot be called so, or not without its values: {said(full.error)}", can_be=False)
-    cuts = [list(one.cuts) for one in inputs]
+    cuts = [list(spec.cuts) for spec in inputs]
     while True:
         try:
-            forms = _Forms(full, inputs, cuts)
+            propagation = _Forms(full, inputs, cuts)
             break
         except _NeedsCut as needed:
             cuts[needed.number].append(needed.cut)
         except _Unclear as error:
             return Verdict(str(error))
     try:
-        parts = [part_of(one.shape, tuple(c)) if not one.cuts else one.part for one, c in zip(inputs, cuts, strict=True)]
+        parts = [part_of(spec.shape, tuple(c)) if not spec.cuts else spec.part for spec, c in zip(inputs, cuts, strict=True)]
         part = _record(func, args, kwargs, parts, inputs)
         if part.error is not None:
             raise _Unclear(f"it does not run on parts: {said(part.error)}")
-        _compare(full, part, forms)
-        return _verdict(full, inputs, cuts, forms)
+        _compare(full, part, propagation)
+        return _verdict(full, inputs, cuts, propagation)
     except _Unclear as error:
         return Verdict(str(error))
 
 
 def part_of(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """The shape of a rank's part."""
+    """Return the shape of a rank's shard."""
     local = list(shape)
     for dim, ranks in cuts:
         part = ranks.part(local[dim])
@@ -209,7 +208,7 @@ def part_of(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What happened: the tensors that it began with, its calls, and its result or what it raised."""
+    """One run of the function on fake tensors: its inputs, the dispatched calls, and its result or error."""
 
     twins: list[Tensor]
     calls: list[_Call]
@@ -225,25 +224,25 @@ def _mode() -> FakeMode:
 def _record(func: Any, args: Any, kwargs: Any, shapes: Sequence[Sequence[int]], inputs: Sequence[Given]) -> _Run:
     recorder = _Recorder()
     with torch.no_grad(), _mode(), unlogged():
-        twins = [torch.empty(tuple(shape), dtype=one.dtype) for shape, one in zip(shapes, inputs, strict=True)]
-        fed = iter(twins)
-        args, kwargs = replaced(args, fed), replaced(kwargs, fed)
+        fake_inputs = [torch.empty(tuple(shape), dtype=spec.dtype) for shape, spec in zip(shapes, inputs, strict=True)]
+        fake_iterator = iter(fake_inputs)
+        args, kwargs = replaced(args, fake_iterator), replaced(kwargs, fake_iterator)
         try:
             with recorder:
                 result = func(*args, **kwargs)
-        except Exception as error:  # whatever torch has for a call that cannot be
-            return _Run(twins, recorder.calls, None, error)
-    return _Run(twins, recorder.calls, result)
+        except Exception as error:  # torch raises errors of many types for invalid calls
+            return _Run(fake_inputs, recorder.calls, None, error)
+    return _Run(fake_inputs, recorder.calls, result)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where it lies: autograd and views make several objects of one tensor."""
+    """Return a key of the tensor's memory: autograd and views make several objects of one tensor."""
     return (id(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """An operator on tensors, as rules know operators: one of lists is several of these."""
+    """An operator on tensors, as factor rules describe it; a foreach operator on lists is several of these."""
 
     op: Any
     name: str
@@ -267,9 +266,9 @@ class _Row:
 
 def _rows(call: _Call) -> Iterator[_Row]:
     name = call.op.__name__.partition(".")[0]
-    bare = name.removesuffix("_") if not name.endswith("__") else name
-    if not bare.startswith(("_foreach_", "_fused_")):  # which do to tensors at one place of several lists what they do to tensors
-        yield _Row(call.op, bare, call.args, call.kwargs, call.out)
+    base_name = name.removesuffix("_") if not name.endswith("__") else name
+    if not base_name.startswith(("_foreach_", "_fused_")):  # foreach operators act on tensors of equal index in their lists
+        yield _Row(call.op, base_name, call.args, call.kwargs, call.out)
         return
     lists = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0]) if lists else 0
@@ -281,7 +280,7 @@ def _rows(call: _Call) -> Iterator[_Row]:
         out = at(call.out, i) if call.out is not None else None
         yield _Row(
             call.op,
-            bare.removeprefix("_foreach_"),
+            base_name.removeprefix("_foreach_"),
             tuple(at(a, i) for a in call.args),
             {k: at(a, i) for k, a in call.kwargs.items()},
             out,
@@ -289,7 +288,7 @@ def _rows(call: _Call) -> Iterator[_Row]:
 
 
 class _Forms:
-    """How every tensor of a run lies when its arguments are cut so."""
+    """The shard state of every tensor of a run, propagated from the shards of its arguments."""
 
     def __init__(self, run: _Run, inputs: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]]) -> None:
         self._inputs = inputs
@@ -301,7 +300,7 @@ class _Forms:
             self._number[_place(twin)] = number
         for call in run.calls:
             for row in _rows(call):
-                if row.makes or row.written():  # others ask for a device
+                if row.makes or row.written():  # other operators return metadata only
                     self._follow(row)
 
     def of(self, x: Tensor) -> Form:
@@ -309,44 +308,44 @@ class _Forms:
 
     def _follow(self, row: _Row) -> None:
         inputs, written = row.inputs, row.written()
-        placed = [self.of(x) for x in inputs]
+        states = [self.of(x) for x in inputs]
         outs = row.makes or written
         outputs: list[Form] = [{} for _ in outs]
-        axes = list(dict.fromkeys(ranks for form in placed for ranks in form))
+        axes = list(dict.fromkeys(ranks for state in states for ranks in state))
         if axes:
             rule = _rule(row, inputs, outs)
             for ranks in axes:
-                self._cut(row, rule, ranks, inputs, placed, outputs)
-        by_place = {_place(o): form for o, form in zip(outs, outputs, strict=True)}
+                self._cut(row, rule, ranks, inputs, states, outputs)
+        by_place = {_place(o): state for o, state in zip(outs, outputs, strict=True)}
         for x in written:
             self._check_written(row, x, by_place.get(_place(x), outputs[0] if outputs else {}))
-        for x, form in zip(outs, outputs, strict=True):
-            self._of[_place(x)] = form
+        for x, state in zip(outs, outputs, strict=True):
+            self._of[_place(x)] = state
 
     def _cut(self, row: _Row, rule: Rule, ranks: Ranks, inputs: list[Tensor], placed: list[Form], outputs: list[Form]) -> None:
-        """What comes of a cut over one axis."""
+        """Propagate the sharding over one axis through an operator."""
         labels = set()
-        for form, labelled in zip(placed, rule.inputs, strict=True):
-            at = form.get(ranks)
-            if isinstance(at, float):
+        for state, operand_labels in zip(placed, rule.inputs, strict=True):
+            dim = state.get(ranks)
+            if isinstance(dim, float):
                 raise _Unclear(f"{row.name} would compute with a summand")
-            if at is not None and labelled is not None:
-                if not labelled[at]:
-                    raise _Unclear(f"{row.name} needs dimension {at} whole")
-                labels.add(labelled[at])
+            if dim is not None and operand_labels is not None:
+                if not operand_labels[dim]:
+                    raise _Unclear(f"{row.name} needs dimension {dim} whole")
+                labels.add(operand_labels[dim])
         if not labels:
-            return  # no value is read
+            return  # it reads no sharded value
         if len(labels) > 1:
-            raise _Unclear(f"{row.name} would meet parts of other dimensions")
+            raise _Unclear(f"{row.name} would combine parts of different dimensions")
         (label,) = labels
-        for x, form, labelled in zip(inputs, placed, rule.inputs, strict=True):
-            if ranks not in form and labelled is not None and label in labelled:
+        for x, state, operand_labels in zip(inputs, placed, rule.inputs, strict=True):
+            if ranks not in state and operand_labels is not None and label in operand_labels:
                 number = self._number.get(_place(x))
                 if number is None or self._inputs[number].cuts:
-                    raise _Unclear(f"{row.name} would meet a tensor that is cut otherwise")
-                raise _NeedsCut(number, labelled.index(label), ranks)
-        for form, form_of in zip(outputs, self._given_by(row, rule, label, ranks), strict=True):
-            form[ranks] = form_of
+                    raise _Unclear(f"{row.name} would combine it with a tensor that is sharded differently")
+                raise _NeedsCut(number, operand_labels.index(label), ranks)
+        for state, output_state in zip(outputs, self._given_by(row, rule, label, ranks), strict=True):
+            state[ranks] = output_state
 
     def _given_by(self, row: _Row, rule: Rule, label: str, ranks: Ranks) -> list[int | float]:
         kernel = rule.kernels.get(label)
@@ -367,7 +366,7 @@ class _Forms:
 
 
 def _rule(row: _Row, inputs: list[Tensor], outs: list[Tensor]) -> Rule:
-    """Its factor rule at these shapes."""
+    """Return the operator's factor rule at these shapes."""
     op = row.op
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise _Unclear(f"{row.name} draws random numbers, which no rank has of the whole")
@@ -392,7 +391,7 @@ def _rule(row: _Row, inputs: list[Tensor], outs: list[Tensor]) -> Rule:
     operator = Operator(row.name, f"{op.namespace}.{row.name}.{overload or 'default'}", args, kwargs, outputs, row.name)
     try:
         rule = rule_of(operator, tensors)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a call that no model's graph has
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a form of call that model graphs do not have
         rule = None
     if rule is None and torch.Tag.pointwise in op.tags and outs:
         rule = of_elements([spec.shape for spec in read.values()], [tensors[o].shape for o in outputs])
@@ -406,41 +405,41 @@ def _fits(rows: Sequence[Labels | None], tensors: Sequence[Tensor]) -> bool:
 
 
 def _compare(full: _Run, part: _Run, forms: _Forms) -> None:
-    """Raise where parts do not run the same operators, with the same numbers, to parts of the same tensors."""
-    for one, other in zip_longest(full.calls, part.calls):
-        if one is None or other is None or one.op is not other.op:
-            raise _Unclear("parts take another way through it")
-        if _numbers(one) != _numbers(other):
-            raise _Unclear(f"{one.op.__name__.partition('.')[0]} computes with the size of what is cut")
-        for x, local in zip_longest(tensors_in(one.out), tensors_in(other.out)):
+    """Raise if the run on shards differs from the full run in its operators, numbers or local shapes."""
+    for call, local_call in zip_longest(full.calls, part.calls):
+        if call is None or local_call is None or call.op is not local_call.op:
+            raise _Unclear("it runs other operators on parts")
+        if _numbers(call) != _numbers(local_call):
+            raise _Unclear(f"{call.op.__name__.partition('.')[0]} computes with the size of what is cut")
+        for x, local in zip_longest(tensors_in(call.out), tensors_in(local_call.out)):
             if x is None or local is None:
-                raise _Unclear("parts take another way through it")
+                raise _Unclear("it runs other operators on parts")
             cuts = tuple((int(dim), ranks) for ranks, dim in forms.of(x).items() if not isinstance(dim, float))
             if part_of(x.shape, cuts) != tuple(local.shape):
                 raise _Unclear(f"of the whole it is {list(x.shape)}, of which a part is not {list(local.shape)}")
 
 
 def _numbers(call: _Call) -> list[str]:
-    """Arguments that are neither tensors nor lists (sizes, which the results' shapes show)."""
+    """Return the arguments that are neither tensors nor lists (lists are sizes, which the results' shapes show)."""
     return [repr(a) for a in (*call.args, *call.kwargs.values()) if not isinstance(a, Tensor | list | tuple)]
 
 
 def _verdict(run: _Run, inputs: Sequence[Given], cuts: Sequence[Sequence[tuple[int, Ranks]]], forms: _Forms) -> Verdict:
-    axes = list(dict.fromkeys(ranks for one in inputs for _, ranks in one.cuts))
+    axes = list(dict.fromkeys(ranks for spec in inputs for _, ranks in spec.cuts))
     results: list[Made] = []
     for x in tensors_in(run.result):
-        form = forms.of(x)
-        if not form and any(one.learns for one in inputs):
-            raise _Unclear("a result of whole tensors alone would stand beside parts, and learn otherwise")
-        cuts_of = tuple((int(dim), ranks) for ranks, dim in form.items() if not isinstance(dim, float))
-        sums = tuple((ranks, share) for ranks, share in form.items() if isinstance(share, float))
+        state = forms.of(x)
+        if not state and any(spec.learns for spec in inputs):
+            raise _Unclear("one result depends on full tensors only, others on parts, and their gradients would be reduced differently")
+        cuts_of = tuple((int(dim), ranks) for ranks, dim in state.items() if not isinstance(dim, float))
+        sums = tuple((ranks, share) for ranks, share in state.items() if isinstance(share, float))
         results.append(Made(tuple(x.shape), cuts_of, sums))
-    taken = tuple(() if one.cuts else tuple(cuts_of) for one, cuts_of in zip(inputs, cuts, strict=True))
-    summed = tuple(
-        tuple(ranks for ranks in axes if one.learns and ranks not in {r for _, r in cuts_of})
-        for one, cuts_of in zip(inputs, taken, strict=True)
+    input_shards = tuple(() if spec.cuts else tuple(cuts_of) for spec, cuts_of in zip(inputs, cuts, strict=True))
+    reductions = tuple(
+        tuple(ranks for ranks in axes if spec.learns and ranks not in {r for _, r in cuts_of})
+        for spec, cuts_of in zip(inputs, input_shards, strict=True)
     )
-    return Verdict(cuts=taken, sums=summed, results=tuple(results))
+    return Verdict(cuts=input_shards, sums=reductions, results=tuple(results))
 
 
 __all__ = ["Cuts", "Given", "Made", "Ranks", "Verdict", "part_of", "replaced", "tensors_in", "verdict"]

@@ -1,11 +1,11 @@
-"""Optimizers whose step makes something of more than an element by itself, on parameters that are cut between ranks.
+"""Steps of optimizers that are not elementwise (Muon, Shampoo, LBFGS) on sharded parameters.
 
-In: any optimizer. Out: where a trial on small matrices says so, its step with each cut parameter gathered, its gradient and its state with
-it, one parameter at a time; afterwards every rank keeps its part of the three, so that between steps nothing is held more than once. All
-ranks of a group compute the same. What updates parameters together (LBFGS), or cannot be tried, gathers all of them, and what state it has
-of all stays on every rank.
+If a trial on small matrices shows that an optimizer needs full matrices, its step all-gathers each sharded parameter with its gradient and
+state, one parameter at a time, and every rank keeps its shard of the three afterwards, so that nothing is replicated between steps. All
+ranks of a group compute the same update. Optimizers that update parameters jointly (LBFGS), or cannot be tried, gather all parameters, and
+their joint state stays on every rank.
 
-Not modelled: dividing the matrices among the ranks of a group, each of which would compute some of them for all.
+Not modelled: distributing the matrices over the ranks of a group, each of which would compute some of the updates for all.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weft.run.state.optimizer_kinds import takes
 from weft.run.state.spans import block_of
 from weft.world import private
 
-_SHAPES, _STEPS = ((4, 3), (3, 5)), 5  # of the trial
+_SHAPES, _STEPS = ((4, 3), (3, 5)), 5  # matrices and steps of the trial
 
 
 def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Let the optimizer's steps see full matrices, if it needs them for `groups` of its parameters, and has parts there."""
+    """Replace the optimizer's step by one on full matrices, if it needs them for sharded parameters in `groups`."""
     kind = type(optimizer)
     answers = {
         _remembered(kind, group, group["params"][0].device) for group in groups if any(isinstance(p, Cut) for p in group["params"])
@@ -42,7 +42,7 @@ def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) 
         return
     inner: Any = optimizer.step
     gathers: dict[str, bool] | None = getattr(inner, "gathers", None)
-    if gathers is not None:  # for groups that were added before
+    if gathers is not None:  # the step was replaced for earlier groups
         gathers["together"] |= True in answers
         return
     gathers = {"together": True in answers}
@@ -56,11 +56,11 @@ def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) 
 
 
 def _remembered(kind: Any, group: Mapping[str, Any], device: torch.device) -> bool | None:
-    """`updates_together`, tried once for groups with the same options, of which a large model may have one a layer."""
+    """Return `updates_together`, cached for groups with equal options: a large model may have one group per layer."""
     options = _options(group)
     try:
         return _updates_together(kind, tuple(options.items()), device)
-    except TypeError:  # options that are lists
+    except TypeError:  # unhashable options, such as lists
         return updates_together(kind, options, device)
 
 
@@ -70,59 +70,59 @@ def _updates_together(kind: type[Optimizer], options: tuple[tuple[str, Any], ...
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group tells the optimizer, at a learning rate that moves something: a warm-up may begin at 0."""
+    """Return a group's options, with a learning rate that changes weights: a warm-up may begin at 0."""
     options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     return options | ({"lr": 0.1} if isinstance(options.get("lr"), float | Tensor) else {})
 
 
 def updates_together(kind: type[Optimizer], group: Mapping[str, Any], device: torch.device) -> bool | None:
-    """Whether an optimizer with the options of `group` updates parameters together; False: each by itself, None: each element by itself.
+    """Return whether an optimizer with the options of `group` updates parameters jointly; False: one by one, None: elementwise.
 
-    Tried: matrices in one optimizer, in one each, and every element in one of its own. What cannot be tried counts as together. Options
-    that only a group has, and the constructor does not know, count too.
+    Compared are all matrices in one optimizer, each in its own, and every element in its own. An optimizer that cannot be tried counts as
+    joint. Options of the group that the constructor does not take are set too.
 
     >>> updates_together(torch.optim.AdamW, {}, torch.device("cpu")) is None
     True
     """
     options = _options(group)
-    made_with = {name: options[name] for name in takes(kind) & options.keys()}
+    constructor_options = {name: options[name] for name in takes(kind) & options.keys()}
     generator = torch.Generator().manual_seed(0)
-    drawn = [[torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(1 + _STEPS)]
+    random_matrices = [[torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(1 + _STEPS)]
 
     def updated(parts: list[list[list[Tensor]]]) -> Tensor:
-        """All elements after the steps; `parts`: by optimizer, by parameter: its value and its gradients."""
-        ends = []
-        for some in parts:
-            parameters = [nn.Parameter(values[0].clone()) for values in some]
-            one: Any = kind(parameters, **made_with)
-            for each in one.param_groups:
-                each.update(options)
-            for at in range(1, 1 + _STEPS):
-                for p, values in zip(parameters, some, strict=True):
-                    p.grad = values[at].clone()
-                one.step()
-            ends += [p.detach().flatten() for p in parameters]
-        return torch.cat(ends)
+        """Return all elements after the steps; `parts`: by optimizer and parameter, its value and gradients."""
+        results = []
+        for matrices in parts:
+            parameters = [nn.Parameter(values[0].clone()) for values in matrices]
+            optimizer: Any = kind(parameters, **constructor_options)
+            for options_group in optimizer.param_groups:
+                options_group.update(options)
+            for step in range(1, 1 + _STEPS):
+                for p, values in zip(parameters, matrices, strict=True):
+                    p.grad = values[step].clone()
+                optimizer.step()
+            results += [p.detach().flatten() for p in parameters]
+        return torch.cat(results)
 
-    values = [list(one) for one in zip(*drawn, strict=True)]
-    elements = [[list(one)] for of in values for one in zip(*(x.flatten().view(-1, 1, 1) for x in of), strict=True)]
+    values = [list(matrix) for matrix in zip(*random_matrices, strict=True)]
+    elements = [[list(element)] for matrix in values for element in zip(*(x.flatten().view(-1, 1, 1) for x in matrix), strict=True)]
     try:
         expected = updated([values])
-        for answer, parts in ((None, elements), (False, [[one] for one in values])):
+        for granularity, parts in ((None, elements), (False, [[matrix] for matrix in values])):
             if torch.allclose(updated(parts), expected, rtol=1e-5, atol=1e-6):
-                return answer
+                return granularity
     except Exception:
-        pass  # it wants a closure, or more than its groups tell
+        pass  # it needs a closure, or other constructor arguments
     return True
 
 
 def gathered(x: Cut) -> Tensor:
-    """The full tensor of this rank's part. Every rank calls it."""
+    """Gather the full tensor of a shard. Every rank calls it."""
     with private.as_base_tensor():
-        part = x.detach().as_subclass(Tensor)
-        for form, group in reversed(x.full.cuts):
-            part = moved(part, form, R, group)
-    return part
+        local = x.detach().as_subclass(Tensor)
+        for placement, group in reversed(x.full.cuts):
+            local = moved(local, placement, R, group)
+    return local
 
 
 def _step_each(optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
@@ -130,53 +130,53 @@ def _step_each(optimizer: Optimizer, inner: Callable[..., Any], closure: Callabl
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    before = [(group, group["params"]) for group in optimizer.param_groups]
+    lists = [(group, group["params"]) for group in optimizer.param_groups]
     try:
-        for group, _ in before:
+        for group, _ in lists:
             group["params"] = []
-        for group, parameters in before:
-            others = [p for p in parameters if not isinstance(p, Cut)]
-            for some in [others, *([p] for p in parameters if isinstance(p, Cut))]:
-                with _full(optimizer, some) as group["params"]:
+        for group, parameters in lists:
+            unsharded = [p for p in parameters if not isinstance(p, Cut)]
+            for subset in [unsharded, *([p] for p in parameters if isinstance(p, Cut))]:
+                with _full(optimizer, subset) as group["params"]:
                     inner()
             group["params"] = []
     finally:
-        for group, parameters in before:
+        for group, parameters in lists:
             group["params"] = parameters
     return loss
 
 
 def _step_together(optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-    held = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-    parameters = [p for _, some in held for p in some]
+    lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    parameters = [p for _, items in lists for p in items]
 
-    def hold(tensors: Iterable[Tensor]) -> None:
+    def set_parameters(tensors: Iterable[Tensor]) -> None:
         fed = iter(tensors)
-        for place, some in held:
-            place[:] = list(islice(fed, len(some)))  # the list itself, which such an optimizer keeps
+        for target, items in lists:
+            target[:] = list(islice(fed, len(items)))  # in place: such an optimizer keeps the list
 
     with _full(optimizer, parameters) as full:
 
-        def again() -> Any:
-            """Of the weights that it tries, which the model has in parts."""
+        def closure_on_shards() -> Any:
+            """Evaluate the closure on the weights that the optimizer tries, of which the model stores shards."""
             assert closure is not None
             _write(parameters, full)
-            hold(parameters)
+            set_parameters(parameters)
             loss = closure()
-            hold(full)
+            set_parameters(full)
             _set_gradients(parameters, full)
             return loss
 
         try:
-            hold(full)
-            return inner(None if closure is None else again)
+            set_parameters(full)
+            return inner(None if closure is None else closure_on_shards)
         finally:
-            hold(parameters)
+            set_parameters(parameters)
 
 
 @contextmanager
 def _full(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """A block with full parameters, gradients and state in the place of parts, which have what was made of them afterwards."""
+    """Replace shards by full parameters, gradients and state in a block, and write the results back to the shards after it."""
     full: list[Tensor] = [nn.Parameter(gathered(p)) if isinstance(p, Cut) else p for p in parameters]
     _set_gradients(parameters, full)
     for p, x in zip(parameters, full, strict=True):
@@ -206,9 +206,9 @@ def _write(parameters: Sequence[Tensor], full: Sequence[Tensor]) -> None:
 
 
 def _part(p: Cut, value: Any) -> Any:
-    """This rank's part of a tensor of the state that lies as the parameter does."""
-    of = state_like(p, tuple(value.shape)) if isinstance(value, Tensor) else None
-    if of is None:
+    """Return this rank's shard of a state tensor that is sharded like its parameter."""
+    spec = state_like(p, tuple(value.shape)) if isinstance(value, Tensor) else None
+    if spec is None:
         return value
     with private.as_base_tensor():
-        return Cut.of(block_of(value, of.spans).clone(), of)
+        return Cut.of(block_of(value, spec.spans).clone(), spec)

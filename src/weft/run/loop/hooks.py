@@ -1,9 +1,8 @@
-"""Hooks on parts of a divided model, for what a script logs: activations' norms, attention maps, which layers ran.
+"""Forward hooks on submodules of a sharded model, for what a script logs: norms of activations, attention maps, which layers ran.
 
-In: the parts whose hooks were registered after the model was divided. Out: while the model is traced, what each call of such a part takes
-and returns, as outputs beside the model's own; after it has computed, the user's hooks, called with them in the order of the calls. They
-see this rank's samples, whole but for these, without gradients. Not modelled: hooks that change what the model computes, which are refused
-by name, and hooks on backward.
+For submodules that were hooked after the model was sharded, the trace returns arguments and results of each call as extra outputs; when
+the graph has run, the user's hooks are called with them, in the order of the calls. They see this rank's samples in full tensors, without
+gradients. Not modelled: hooks on backward, and hooks that change what the model computes, which are refused by name.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from weft.capture.nesting import leaves, rebuild
 from weft.errors import UsageError
 from weft.world import private
 
-Hooked = tuple[tuple[str, frozenset[int]], ...]  # of each such part, its name and which of its hooks
+Hooked = tuple[tuple[str, frozenset[int]], ...]  # (name, ids of its hooks) of each hooked submodule
 
 
 @contextmanager
 def recording(model: nn.Module, hooked: Hooked) -> Iterator[None]:
-    """A block in which the model, called, returns (its output, [(name, arguments, keyword arguments, output) of each call of a part])."""
+    """Make the model return (output, [(name, args, kwargs, output) of each call of a hooked submodule]) within a block."""
     if not hooked:
         yield
         return
@@ -32,20 +31,20 @@ def recording(model: nn.Module, hooked: Hooked) -> Iterator[None]:
     def begin(module: nn.Module, args: Any) -> None:
         calls.clear()
 
-    def noted(name: str) -> Any:
+    def recorder(name: str) -> Any:
         return lambda module, args, kwargs, output: calls.append((name, args, kwargs, output))
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         return output, list(calls)
 
-    parts = dict(model.named_modules())
-    tables = [(table, dict(table), ids) for name, ids in hooked for table in private.tables_of(parts[name])[1]]
+    submodules = dict(model.named_modules())
+    tables = [(table, dict(table), ids) for name, ids in hooked for table in private.tables_of(submodules[name])[1]]
     handles = []
     try:
         for table, _, ids in tables:
             for number in ids & table.keys():
                 del table[number]
-        handles = [parts[name].register_forward_hook(noted(name), with_kwargs=True) for name, _ in hooked]
+        handles = [submodules[name].register_forward_hook(recorder(name), with_kwargs=True) for name, _ in hooked]
         handles += [model.register_forward_pre_hook(begin), model.register_forward_hook(finish)]
         yield
     finally:
@@ -57,19 +56,19 @@ def recording(model: nn.Module, hooked: Hooked) -> Iterator[None]:
 
 
 def call_hooks(model: nn.Module, hooked: Hooked, calls: Iterable[tuple[str, Any, Any, Any]]) -> None:
-    """Call the user's hooks of these calls.
+    """Call the user's hooks with the recorded calls.
 
     Raises:
-        UsageError: a hook returns something else than None, which would not reach the model.
+        UsageError: a hook returns something other than None, which could not reach the model.
     """
-    parts, ids = dict(model.named_modules()), dict(hooked)
-    for name, *seen in calls:
-        args, kwargs, output = (_without_gradients(x) for x in seen)
-        for number, before, hook, takes_kwargs in private.hooks_around_forward(parts[name]):
+    submodules, ids = dict(model.named_modules()), dict(hooked)
+    for name, *values in calls:
+        args, kwargs, output = (_without_gradients(x) for x in values)
+        for number, before, hook, takes_kwargs in private.hooks_around_forward(submodules[name]):
             if number not in ids[name]:
                 continue
             arguments = (args, *((kwargs,) if takes_kwargs else ()), *(() if before else (output,)))
-            if hook(parts[name], *arguments) is not None:
+            if hook(submodules[name], *arguments) is not None:
                 raise UsageError(
                     f"a hook on {name} returns something, which would change what the model computes; the divided model runs as a whole, "
                     "and hooks on its parts see what it computed: return nothing, or register the hook before the model is divided"

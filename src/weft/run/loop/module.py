@@ -1,8 +1,7 @@
-"""A divided module as its user has it: what calling, copying, saving and loading it mean, however it computes.
+"""The sharded module that the user sees: how calling, copying, pickling, saving and loading it work.
 
-In: the module, and the way in which it computes: by the graphs that were captured of it (`run/loop/forward`), or by its own code on this
-rank's samples (`run/uncaptured/replicated`). Out: its forward, its copies, its whole state. Not modelled: training a copy, whose gradients
-nobody would sum.
+The module computes by a replica object: from captured graphs (`run/loop/forward`), or by its own code on this rank's samples
+(`run/uncaptured/replicated`). Not modelled: training a copy, whose gradients would not be reduced.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from weft.run.uncaptured.replicated import ByItself
 from weft.world import private
 from weft.world.world import World
 
-REPLACED = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
+REPLACED = ("forward", "__deepcopy__", "__reduce_ex__")  # attributes that a sharded module overrides on the object
 
 
 @dataclass(frozen=True)
 class ShardedModule:
-    """A divided module, or a copy of one. `frozen`: what did not train when it was divided."""
+    """A sharded module, or a copy of one. `frozen_parameters`: those that did not require gradients when it was sharded."""
 
     model: nn.Module
     plan: Plan
@@ -40,38 +39,38 @@ class ShardedModule:
     frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     def bind(self) -> None:
-        """Let the module compute so."""
+        """Install the sharded forward, copy and pickling on the module object."""
         self.frozen.extend((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
-        # torch.compile cannot see through collectives, and leaves it out.
+        # torch.compile cannot trace collectives and skips it.
         forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
-        # Libraries ask it what they may hand it: masks of padded prompts, columns of a data set.
+        # Libraries inspect the signature for what they may pass: masks of padded prompts, columns of a data set.
         forward.__signature__ = inspect.signature(self.model.forward)
         self.model.forward = forward
-        # Copying and pickling ask the object, not its class.
+        # copy and pickle look these up on the object.
         self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
         self.model.__reduce_ex__ = self.unsaved  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, of this rank's samples."""
+        """Return the model's output for this rank's samples."""
         self.way.check()
         if self.world.num_ranks > 1:
             self._check_summed()
         return self.way.compute(args, kwargs)
 
     def expect_full_batches(self) -> None:
-        """From here on every rank calls the module with the whole batch, and what they call it with is the same."""
+        """Declare that from now on every rank calls the module with the same global batch."""
         self.way.expects.global_batch = True
 
     def draw_state(self) -> dict[str, int]:
-        """Where the module's own random numbers are, for a checkpoint."""
+        """Return the seed and step of the module's random draws, for a checkpoint."""
         return {"seed": self.way.draw.seed, "step": self.way.draw.step}
 
     def load_draw_state(self, state: Mapping[str, int]) -> None:
-        """Go on from what `draw_state` told."""
+        """Resume random draws from a `draw_state`."""
         self.way.draw.seed, self.way.draw.step = state["seed"], state["step"]
 
     def _check_summed(self) -> None:
-        """Raise where a parameter trains whose gradient nobody sums."""
+        """Raise UsageError if a parameter requires a gradient that would not be reduced."""
         for name, p in self.frozen:
             if p.requires_grad:
                 raise UsageError(
@@ -85,7 +84,7 @@ class ShardedModule:
             )
 
     def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """The module with copies of its weights, for averages of them: what copy.deepcopy gives."""
+        """Return what copy.deepcopy gives: the module with copies of its weights, for averages of them (EMA)."""
         model = self.model
         copied: nn.Module = model.__new__(type(model))
         memo[id(model)] = copied
@@ -94,7 +93,7 @@ class ShardedModule:
         return copied
 
     def unsaved(self, protocol: object) -> Any:
-        """What torch.save of the module itself is told."""
+        """Raise UsageError: the module itself cannot be pickled."""
         raise UsageError(
             f"{type(self.model).__name__} is divided, and what it computes with cannot be saved: save weft.full_state_dict(net), which "
             "every rank calls, and load it into a new one with load_state_dict"
@@ -102,19 +101,19 @@ class ShardedModule:
 
 
 def sharded_module_of(model: nn.Module) -> ShardedModule | None:
-    """How a module was divided; None for one that was not."""
+    """Return the `ShardedModule` of a module; None if it is not sharded."""
     owner = getattr(inspect.unwrap(model.forward), "__self__", None)
     return owner if isinstance(owner, ShardedModule) else None
 
 
 def sharded_modules_of(model: nn.Module) -> list[tuple[str, ShardedModule]]:
-    """The divided modules that a module is or has, with the prefix of their names in it: `backbone.`, empty for itself."""
+    """Return the sharded modules that a module is or contains, each with its name prefix: `backbone.`, empty for the module itself."""
     modules = ((name, sharded_module_of(module)) for name, module in model.named_modules())
-    return [(f"{name}." if name else "", one) for name, one in modules if one is not None]
+    return [(f"{name}." if name else "", sharded) for name, sharded in modules if sharded is not None]
 
 
 def tensors_outside(model: nn.Module) -> dict[str, Tensor]:
-    """What a state dict has of a module that its divided parts have not, by name."""
+    """Return the state dict entries of a module that belong to none of its sharded submodules, by name."""
     prefixes = tuple(prefix for prefix, _ in sharded_modules_of(model))
     tensors: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -125,9 +124,9 @@ def tensors_outside(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_pieces(model: nn.Module) -> list[Piece]:
-    """This rank's pieces of what a state dict has of a model that is divided, or has divided modules inside."""
+    """Return this rank's shards of the state dict of a model that is sharded or contains sharded modules."""
     modules, trained = sharded_modules_of(model), {name for name, _ in model.named_parameters()}
-    pieces = [replace(piece, name=prefix + piece.name) for prefix, one in modules for piece in one.way.pieces()]
+    pieces = [replace(piece, name=prefix + piece.name) for prefix, sharded in modules for piece in sharded.way.pieces()]
     for name, x in tensors_outside(model).items():
         owner = modules[0][1].world.rank == 0
         pieces.append(full_piece(name, "parameter" if name in trained else "buffer", x.detach(), owner=owner))
@@ -135,13 +134,13 @@ def state_pieces(model: nn.Module) -> list[Piece]:
 
 
 def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[Any]:
-    """A block whose backwards add gradients up on this rank; the first backward behind it sums all of them over ranks, in one exchange.
+    """Accumulate gradients locally within a block; the first backward after it reduces them all over ranks, at once (`no_sync` of DDP).
 
-    Without it every `backward()` sums its own, and gradients add up just the same. Where weights lie in pieces (`zero=`) each backward sums
-    its gradients into the pieces in any case. Of a model that is not divided it changes nothing.
+    Without it every `backward()` reduces its own gradients, with the same result. With weights sharded by ZeRO (`zero=`) each backward
+    reduces its gradients in any case. It has no effect on a model that is not sharded.
 
     Args:
-        last: whether this is the last backward before the optimizer's step, which sums over ranks.
+        last: whether this is the last backward before the optimizer's step, which reduces over ranks.
 
     >>> import torch, weft
     >>> net = weft.auto_parallelize(torch.nn.Linear(2, 2), (torch.ones(4, 2),), plan="data=1")
@@ -150,7 +149,7 @@ def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[A
     ...         (net(torch.ones(4, 2)).mean() / 2).backward()
     """
     blocks = ExitStack()
-    for _, one in [] if last else sharded_modules_of(model):
-        if one.way.exchange is not None:
-            blocks.enter_context(one.way.exchange.holding())
+    for _, sharded in [] if last else sharded_modules_of(model):
+        if sharded.way.exchange is not None:
+            blocks.enter_context(sharded.way.exchange.holding())
     return blocks

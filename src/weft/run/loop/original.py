@@ -1,7 +1,7 @@
-"""A divided module as it was before, for tracing it once more: with tensors of the whole model's shapes, and the forward of its class.
+"""The original form of a sharded module, for tracing it again: fake tensors of the full shapes, and the forward of its class.
 
-In: a module that is about to be divided. Out: a block in which the same object is whole again, but for the values of its tensors. What
-else its user has changed on it since stays so.
+Taken before the module is sharded. Within a block the same object has its original tensors, without their values; everything else that the
+user has changed since stays changed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from weft.world import private
 
 
 class Original:
-    """The tables of tensors of every module, with fake ones of `mode` for real ones, and the root's own attributes `names`."""
+    """The tensor tables of every module, with fake tensors of `mode` for real ones, and the root's own attributes `names`."""
 
     def __init__(self, model: nn.Module, names: Iterable[str], mode: FakeMode) -> None:
         self._model = model
         self._attributes = {name: vars(model).get(name) for name in names}
-        stands: dict[int, Tensor] = {}
+        fakes: dict[int, Tensor] = {}
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in model.modules():
             for table in private.tensors_of(module):
-                self._tables.append((table, {key: None if x is None else _stand_in(x, stands, mode) for key, x in table.items()}))
+                self._tables.append((table, {key: None if x is None else _stand_in(x, fakes, mode) for key, x in table.items()}))
 
     @contextmanager
     def back(self) -> Iterator[None]:
-        """A block in which the module is what it was, and torch traces as it does outside of the user's own blocks."""
-        now = [(table, dict(table)) for table, _ in self._tables]
+        """Restore the original module within a block, with torch's default grad, inference and autocast modes."""
+        current = [(table, dict(table)) for table, _ in self._tables]
         attributes = {name: vars(self._model).get(name) for name in self._attributes}
         hooks = [(table, dict(table)) for table in private.tables_of(self._model)[1]]
-        drawn = torch.random.get_rng_state()
+        generator_state = torch.random.get_rng_state()
         try:
             _fill(self._tables)
-            _fill([(table, {}) for table, _ in hooks])  # those of the whole are called around what is traced
+            _fill([(table, {}) for table, _ in hooks])  # hooks of the root run around the traced graph
             _assign(self._model, self._attributes)
             with ExitStack() as stack:
                 stack.enter_context(torch.inference_mode(False))
@@ -47,14 +47,14 @@ class Original:
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 yield
         finally:
-            _fill(now)
+            _fill(current)
             _fill(hooks)
             _assign(self._model, attributes)
-            torch.random.set_rng_state(drawn)
+            torch.random.set_rng_state(generator_state)
 
 
 def _stand_in(x: Tensor, stand_ins: dict[int, Tensor], mode: FakeMode) -> Tensor:
-    """A tensor of the same form without memory; tied ones stay tied."""
+    """Return a fake tensor of the same shape and strides; tied tensors stay tied."""
     if isinstance(x, Fake):
         return x
     if id(x) not in stand_ins:

@@ -1,10 +1,7 @@
-"""The weights of a divided model as safetensors files with an index, of which no rank holds more than one tensor at a time.
+"""Weights of a sharded model as safetensors files in the format of `save_pretrained`, with one full tensor in memory at a time.
 
-In: a divided model, a folder. Out: `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`, or one
-`model.safetensors` where that is enough; and such files read back, of which each rank keeps its parts. Files are written by all ranks in
-turn. Of tied tensors the first name is written.
-
-Not modelled: tensors of complex numbers.
+Writes `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`, or a single `model.safetensors`; ranks take turns
+in writing files. Reading keeps each rank's shards. Of tied tensors the first name is written. Not modelled: complex tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +29,13 @@ OLD = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 
 def write_weights(model: nn.Module, folder: Path, most_bytes: float) -> list[str]:
-    """Write the model's parameters and buffers in files of at most so many bytes, if no tensor is larger. Every rank calls it. Returns
-    the names of the tensors."""
-    inside = sharded_modules_of(model)
-    if not inside:
+    """Write the model's parameters and buffers in files of at most `max_bytes`, unless one tensor is larger. Every rank calls it.
+
+    Returns the names of the tensors."""
+    sharded_modules = sharded_modules_of(model)
+    if not sharded_modules:
         raise UsageError(f"{type(model).__name__} is not divided: its own save_pretrained writes it")
-    world = inside[0][1].world
+    world = sharded_modules[0][1].world
     pieces: dict[str, list[Piece]] = {}
     with private.as_base_tensor():
         for piece in state_pieces(model):
@@ -49,21 +47,21 @@ def write_weights(model: nn.Module, folder: Path, most_bytes: float) -> list[str
         for old in (*folder.glob(OLD), folder / FILE, folder / INDEX):
             old.unlink(missing_ok=True)
     world.maximum([0])
-    for number, (name, held) in enumerate(zip(names, files, strict=True)):
-        _write_file(folder / name, {key: pieces[key] for key in held}, world, number % world.num_ranks)
+    for number, (name, keys) in enumerate(zip(names, files, strict=True)):
+        _write_file(folder / name, {key: pieces[key] for key in keys}, world, number % world.num_ranks)
     if world.rank == 0 and len(files) > 1:
         total = sum(_bytes(some[0]) for some in pieces.values())
-        table = {key: name for name, held in zip(names, files, strict=True) for key in held}
+        table = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True) + "\n")
     world.maximum([0])
     return list(pieces)
 
 
 def read_weights(model: nn.Module, folder: Path) -> None:
-    """Load what `write_weights`, or `save_pretrained`, wrote; each rank reads one tensor at a time and keeps its part.
+    """Load files of `write_weights` or `save_pretrained`; each rank reads one tensor at a time and keeps its shard.
 
     Raises:
-        CheckpointError: no such files, or tensors that the model has and they have not.
+        CheckpointError: a file is missing, or lacks tensors of the model.
     """
     index = folder / INDEX
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [FILE]
@@ -75,7 +73,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is not there: give the folder that save_pretrained wrote")
         with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - it is not a mapping
                 model.load_state_dict({key: file.get_tensor(key)}, strict=False)
                 missing -= {min(some) for some in tied.values() if key in some}
     if missing:
@@ -87,37 +85,37 @@ def _bytes(piece: Piece) -> int:
 
 
 def _split(sizes: Mapping[str, int], most_bytes: float) -> list[list[str]]:
-    """Names in their order, in groups of so many bytes.
+    """Split names, in order, into groups of at most `max_bytes`.
 
     >>> _split({"a": 4, "b": 4, "c": 9, "d": 1}, 8)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[str]] = [[]]
-    room = most_bytes
+    remaining_bytes = most_bytes
     for name, size in sizes.items():
-        if groups[-1] and size > room:
+        if groups[-1] and size > remaining_bytes:
             groups.append([])
-            room = most_bytes
+            remaining_bytes = most_bytes
         groups[-1].append(name)
-        room -= size
+        remaining_bytes -= size
     return groups
 
 
 def _write_file(path: Path, pieces: Mapping[str, Sequence[Piece]], world: World, writer: int) -> None:
-    """A file of these tensors, written by one rank; all gather."""
-    # Wide ones first, so that every tensor is aligned.
+    """Write one file of these tensors on rank `writer`; all ranks gather."""
+    # Wide dtypes first, so that every tensor is aligned.
     order = sorted(pieces, key=lambda name: -pieces[name][0].tensor.element_size())
-    forms = [torch.empty(pieces[name][0].global_shape, dtype=pieces[name][0].tensor.dtype, device="meta") for name in order]
+    specs = [torch.empty(pieces[name][0].global_shape, dtype=pieces[name][0].tensor.dtype, device="meta") for name in order]
 
-    def parts() -> Iterator[Any]:
-        yield header_of(list(zip(order, forms, strict=True)), {"format": "pt"})[0]
+    def chunks() -> Iterator[Any]:
+        yield header_of(list(zip(order, specs, strict=True)), {"format": "pt"})[0]
         for name in order:
             x: Tensor | None = full_tensor(pieces[name], world.everyone, writer)
             if x is not None:
                 yield bytes_of(x)
 
     if world.rank == writer:
-        write_file(path, parts())
+        write_file(path, chunks())
     else:
-        for _ in parts():
+        for _ in chunks():
             pass

@@ -1,7 +1,6 @@
-"""Other ways of training in parallel refuse a divided module: they would sum its gradients a second time, or take parts for wholes.
+"""Refusal of torch's own parallel wrappers (DataParallel, DDP, FSDP) for sharded modules, whose gradients they would reduce twice.
 
-In: torch's wrappers of modules. Out: each raises when it is given a module that is divided, or has one inside. torch has no hook for when a
-module is wrapped, so what makes the wrapper is wrapped itself, once a process and not before a model is divided.
+torch has no hook for the wrapping of a module, so the wrappers' constructors are patched, once a process and not before a model is sharded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from weft.run.loop.module import sharded_modules_of
 
 @cache
 def guard_wrappers() -> None:
-    """From here on torch's own wrappers take no divided module."""
+    """Patch torch's parallel wrappers to refuse sharded modules."""
     kinds: list[Any] = [nn.DataParallel, nn.parallel.DistributedDataParallel]
     try:
         from torch.distributed.fsdp import FullyShardedDataParallel

@@ -1,1 +1,1 @@
-"""The proof that a parallel run equals the serial one, and what it says of how much was divided."""
+"""Verification that a parallel run equals the serial one, with the share of the model that each axis shards."""

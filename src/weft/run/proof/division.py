@@ -1,14 +1,14 @@
-"""How much of a model each axis divides. In: this rank's parts of a plan. Out: per axis the share of parameters and of FLOPs.
+"""The share of a model that each axis of a layout shards: of its parameters and of its FLOPs.
 
-One meaning for every axis: of a whole W the rank that has most along the axis keeps the part h, where the other axes divide nothing; an
-even division over n ranks would leave it W / n. The share that is divided is (1 - h / W) / (1 - 1 / n): 1 where all ranks along the axis
-have equally much, 0 where one of them has everything.
+One definition for every axis: of a total W, the rank with most along the axis has h, if the other axes shard nothing; an even split over n
+ranks would leave it W / n. The sharded share is (1 - h / W) / (1 - 1 / n): 1 if all ranks along the axis have equally much, 0 if one of
+them has everything.
 
-`parameters` counts elements. `tensor` divides those that are cut over tensor ranks; a grid also has each of its axes by itself. `pipeline`
-divides them among stages. `data` divides none but with ZeRO, which divides what is kept of them: optimizer state, then gradients, then the
-weights themselves. Of what ranks own (branches) that of the one with most counts. `flops` counts the forward's products as `model.work`
-does, and the bytes that operators move where a model has none; an operator counts as divided over an axis where each rank computes its
-part of it, and a pipeline's stages divide them. What is cut into pieces that differ counts as divided.
+`parameters` counts elements. `tensor` shards parameters over tensor ranks; a grid also has an entry for each of its axes. `pipeline`
+distributes them over stages. `data` shards none except with ZeRO, which shards their optimizer state, then gradients, then the weights. Of
+operators owned by single ranks (branches) the rank with most counts. `flops` counts the matrix products of forward as `model.work` does, or
+the bytes that operators move if a model has none; an operator is sharded over an axis if each rank computes its shard of it, and a pipeline
+distributes operators over stages. Unequal shards count as sharded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weft.plan.placement import R, is_owned, is_shard
 from weft.plan.plan import Plan
 from weft.run.training_parts import Parts
 
-Share = tuple[float, int, int | None]  # size, into how many pieces it is cut, the one rank that has it
+Share = tuple[float, int, int | None]  # size, number of shards, the single rank that owns it
 Division = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}
 
 
 def division_of(plan: Plan, parts: Parts) -> Division:
-    """The shares of every axis that has more than one rank, outermost first; all ranks find the same."""
+    """Return the shares of every axis with more than one rank, outermost first; equal on all ranks."""
     layout, graph = plan.layout, parts.graph
     shardings = parts.shardings or (parts.sharding,)
     stages_of = parts.program.stages_of
@@ -37,40 +37,40 @@ def division_of(plan: Plan, parts: Parts) -> Division:
     axes = {name: (name,) for name in sizes if name not in tensor or len(tensor) > 1} | {"tensor": tuple(tensor)}
     axes = {name: those for name, those in axes.items() if prod(sizes.get(a, 1) for a in those) > 1}
     division: Division = {}
-    weighed = {op.name: operator_flops(op, graph.tensors) for op in graph.operators}
-    if not any(weighed.values()):
-        weighed = {op.name: float(operator_bytes(op, graph.tensors)) for op in graph.operators}
+    costs = {op.name: operator_flops(op, graph.tensors) for op in graph.operators}
+    if not any(costs.values()):
+        costs = {op.name: float(operator_bytes(op, graph.tensors)) for op in graph.operators}
     ranks_of = {stage.index: [r for r, those in enumerate(stages_of) if stage.index in those] for stage in parts.stages}
     holders = {v.value: parts.holders(v.value) for v in graph.parameters}
-    # A value that no operator makes more of than one stage reads (a mask) is made by each; it counts once.
-    at = {op.name: stage.index for stage in reversed(parts.stages) for op in stage.operators}
+    # A value without inputs that several stages read (a mask) is computed by each; it counts once.
+    stage_of = {op.name: stage.index for stage in reversed(parts.stages) for op in stage.operators}
     if layout.pipeline > 1:
-        held = [float(sum(v.tensor.size for v in graph.parameters if r in holders[v.value])) for r in range(layout.pipeline)]
-        computed = [sum(weighed[name] / len(ranks_of[s]) for name, s in at.items() if r in ranks_of[s]) for r in range(layout.pipeline)]
+        stored = [float(sum(v.tensor.size for v in graph.parameters if r in holders[v.value])) for r in range(layout.pipeline)]
+        computed = [sum(costs[name] / len(ranks_of[s]) for name, s in stage_of.items() if r in ranks_of[s]) for r in range(layout.pipeline)]
         division["pipeline"] = {
-            "parameters": _even(max(held), graph.num_parameters, layout.pipeline),
-            "flops": _even(max(computed), sum(weighed[name] for name in at), layout.pipeline),
+            "parameters": _even(max(stored), graph.num_parameters, layout.pipeline),
+            "flops": _even(max(computed), sum(costs[name] for name in stage_of), layout.pipeline),
         }
 
     def parameters(over: tuple[str, ...]) -> Iterable[Share]:
         for v in graph.parameters:
             sharding = shardings[holders[v.value][0]]
-            forms = {axis: sharding.forms[v.value].get(axis, R) for axis in over}
-            cut = [axis for axis, form in forms.items() if is_shard(form)]
+            placements = {axis: sharding.forms[v.value].get(axis, R) for axis in over}
+            sharded_axes = [axis for axis, placement in placements.items() if is_shard(placement)]
             if layout.zero and v.trainable:
-                cut += [axis for axis in over if axis_of(axis).cuts_samples and axis in sharding.gradients.get(v.value, ())]
-            owner = next((form.rank for form in forms.values() if is_owned(form)), None)
-            yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut), owner
+                sharded_axes += [axis for axis in over if axis_of(axis).cuts_samples and axis in sharding.gradients.get(v.value, ())]
+            owner = next((placement.rank for placement in placements.values() if is_owned(placement)), None)
+            yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in sharded_axes), owner
 
     def flops(over: tuple[str, ...]) -> Iterable[Share]:
-        for name, stage in at.items():
+        for name, stage in stage_of.items():
             sharding = shardings[ranks_of[stage][0]]
             owner = next((region.ranks[name] for region in sharding.regions if region.axis in over and name in region.ranks), None)
-            yield weighed[name], prod(sharding.sizes[axis] for axis in over if sharding.ops[name].get(axis, "")), owner
+            yield costs[name], prod(sharding.sizes[axis] for axis in over if sharding.ops[name].get(axis, "")), owner
 
     for name, over in axes.items():
         n = prod(sizes[a] for a in over)
-        is_replicated = plan.uncaptured and name == DATA  # every rank runs the module on its own samples
+        is_replicated = plan.uncaptured and name == DATA  # every rank runs the full module on its own samples
         division[name] = {
             "parameters": _even(*_kept(parameters(over)), n),
             "flops": 1.0 if is_replicated else _even(*_kept(flops(over)), n),
@@ -79,42 +79,42 @@ def division_of(plan: Plan, parts: Parts) -> Division:
 
 
 def warnings(plan: Plan, shares: Division, cut_everything: bool = False) -> tuple[str, ...]:
-    """One sentence for every axis whose ranks all do the same, so that equality says nothing about it."""
-    said = []
+    """Return a sentence for every axis whose ranks all compute the same, so that equality does not verify it."""
+    sentences = []
     layout = plan.layout
     for axis, share in shares.items():
         if axis in GRID:
             continue
         number = dict(layout.axes).get(axis) or layout.tensor
         if axis_of(axis).cuts_samples and layout.zero and not share["parameters"] and share["flops"]:
-            said.append(f"zero={layout.zero} divides no parameter over {axis}={number}, so nothing is proven about it")
+            sentences.append(f"zero={layout.zero} divides no parameter over {axis}={number}, so nothing is proven about it")
         if share["flops"]:
             continue
         what = "no product" if share["parameters"] else "no parameter and no product"
         if not axis_of(axis).cuts:  # stages
-            remedy = "let stages begin elsewhere (stages in a plan file)"
+            remedy = "choose other stage boundaries (stages in a plan file)"
         elif axis_of(axis).cuts_samples:
-            remedy = "see which operators are computed whole for want of a rule"
+            remedy = "see which operators are replicated for lack of a rule"
         elif cut_everything:
-            remedy = "no rule cuts this model so; verify sizes that divide by it"
+            remedy = "no rule shards this model so; verify sizes divisible by it"
         else:
-            remedy = "--cut-everything (cut_everything=True) cuts wherever the rules allow"
-        said.append(f"{axis}={number} divides {what} of this model (0 %), so that it is equal proves nothing about {axis}: {remedy}")
-    return tuple(said)
+            remedy = "--cut-everything (cut_everything=True) shards wherever the rules allow"
+        sentences.append(f"{axis}={number} divides {what} of this model (0 %), so that it is equal proves nothing about {axis}: {remedy}")
+    return tuple(sentences)
 
 
 def _kept(parts: Iterable[Share]) -> tuple[float, float]:
-    """(what the rank has that has most, what there is)."""
-    listed = list(parts)
+    """Return (size on the rank with most, total size)."""
+    items = list(parts)
     owned: dict[int, float] = {}
-    for size, ways, owner in listed:
+    for size, n, owner in items:
         if owner is not None:
-            owned[owner] = owned.get(owner, 0.0) + size / ways
-    return sum(size / ways for size, ways, owner in listed if owner is None) + max(owned.values(), default=0.0), sum(s for s, *_ in listed)
+            owned[owner] = owned.get(owner, 0.0) + size / n
+    return sum(size / n for size, n, owner in items if owner is None) + max(owned.values(), default=0.0), sum(s for s, *_ in items)
 
 
 def _even(most: float, total: float, n: int) -> float:
-    """(1 - h / W) / (1 - 1 / n), within rounding."""
+    """Return (1 - h / W) / (1 - 1 / n), clamped and rounded."""
     if not total:
         return 0.0
     return min(1.0, max(0.0, round((1 - most / total) / (1 - 1 / n), 12)))

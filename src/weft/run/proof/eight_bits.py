@@ -1,11 +1,10 @@
-"""Whether linear layers of 8 bits compute what their operands say, operator by operator and way by way.
+"""Verification of 8-bit (FP8) linear layers against the error bound of their number formats.
 
-In: a rank's stages as they are lowered. Out: the largest error of a layer's result and gradients over the largest that the number formats
-allow. Each is called on this rank's shapes and random operands, and held against products of the same operands in float64. A run's own
-gradients differ from a serial run's by up to their size, since what rounds to 3 bits turns up or down by chance; this bound does not:
-with u half a unit in the last place, s half of the least number and t the scale of a row, an operand a becomes a + d, |d| <= u |a| + s t,
-so a product errs by no more than the sum of |d||b| + |a||e| + |d||e|, what adding up in float32 (or less) loses, and the rounding of its
-result.
+Each lowered layer is called with this rank's shapes and random operands, and its result and gradients are compared with float64 products of
+the same operands; reported is the largest error over its bound. (Gradients of a whole run cannot be compared with a serial run's: they
+differ by up to their size, since rounding to 3 bits goes up or down by chance.) The bound: with u half a unit in the last place, s half of
+the smallest number and t the scale of a row, an operand a becomes a + d, |d| <= u |a| + s t, so the error of a product is at most the sum
+of |d||b| + |a||e| + |d||e|, the accumulation error in float32 (or less), and the rounding of its result.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from weft.world.world import Group, World
 
 ROWS = 32
 WAYS = ("result", "gradient", "weight gradient")
-ADDING = 2.0**-13  # of sums inside of a product: units add up in as little as 14 bits (DeepSeek-V3, section 3.5.2)
+ADDING = 2.0**-13  # relative, inside of a product: tensor cores accumulate in as little as 14 bits (DeepSeek-V3, section 3.5.2)
 
 
 def wrong_product(parts: Parts, world: World) -> str:
-    """The worst layer of any rank, where it errs by more than the formats allow; empty where none does. Every rank calls it."""
+    """Describe the worst layer of any rank if its error exceeds the bound; empty if none does. Every rank calls it."""
     of_ranks = world.everyone.all_gather(torch.tensor([_farthest(parts)], dtype=torch.float64, device=world.device))
-    error, number, way = max(of_ranks.tolist())
+    error, number, kind = max(of_ranks.tolist())
     if error <= 1.0:
         return ""
-    return f"the {WAYS[int(way)]} of {parts.graph.operators[int(number)].site} is off by {error:.3g} times what operands of 8 bits allow"
+    return f"the {WAYS[int(kind)]} of {parts.graph.operators[int(number)].site} is off by {error:.3g} times what operands of 8 bits allow"
 
 
 def _farthest(parts: Parts) -> tuple[float, int, int]:
-    """(error over its bound, number of the operator, number of the way) where that is largest; 0 where nothing has 8 bits."""
+    """Return the largest (error over its bound, number of the operator, index in `PRODUCTS`); 0 if no layer has 8 bits."""
     worst = 0.0, 0, 0
     low = parts.lowering
     for number in sorted(parts.lowered) if low is not None and low.precision.linears else ():
@@ -49,15 +48,15 @@ def _farthest(parts: Parts) -> tuple[float, int, int]:
             call = Call(low, Nodes(), op, {axis: label for axis, label in low.sharding.ops[op.name].items() if label}, [], {})
             if (layer := call.scaled()) is None:
                 continue
-            of_inputs, of_outputs = call.scaled_over()
-            errors = _errors(layer, _shape(low, call), of_inputs, of_outputs, low.device)
+            input_groups, output_groups = call.scaled_over()
+            errors = _errors(layer, _shape(low, call), input_groups, output_groups, low.device)
             errors_of = ((inf if isnan(error) else error, low.ordinal[op.name], way) for way, error in enumerate(errors))
             worst = max(worst, *errors_of)
     return worst
 
 
 def _shape(low: Lowering, call: Call) -> tuple[int, ...]:
-    """Of this rank's piece of the weight."""
+    """Return the shape of this rank's shard of the weight."""
     needs = {axis: form for axis, form in low.sharding.needs[call.op.name][1].items() if form is not None}
     return low.sharding.shape(call.op.inputs[1], call.read(1).shape, needs, low.at)
 
@@ -65,7 +64,7 @@ def _shape(low: Lowering, call: Call) -> tuple[int, ...]:
 def _errors(
     layer: Callable[..., Tensor], shape: tuple[int, ...], of_inputs: tuple[Group, ...], of_outputs: tuple[Group, ...], device: torch.device
 ) -> tuple[float, float, float]:
-    """Of each of the `WAYS`, see `_over`."""
+    """Return the error over its bound of each of the `PRODUCTS`."""
     generator = torch.Generator().manual_seed(shape[0])
     x, weight, grad = (
         torch.randn(size, generator=generator).mul(torch.rand(size[0], 1, generator=generator).mul(8).exp2()).to(WIDE).to(device)
@@ -82,7 +81,7 @@ def _errors(
 
 
 def _off(x: Tensor, dtype: torch.dtype, over: tuple[Group, ...]) -> Tensor:
-    """By how much an operand's elements may be off in 8 bits; `over`: groups whose ranks have pieces of its rows."""
+    """Return the bound of the rounding errors of an operand in 8 bits; `groups`: over which its rows are sharded."""
     info, largest = torch.finfo(dtype), x.abs().amax(1, keepdim=True).float()
     for group in over:
         group.all_reduce(largest, op="max")
@@ -91,9 +90,9 @@ def _off(x: Tensor, dtype: torch.dtype, over: tuple[Group, ...]) -> Tensor:
 
 
 def _over(gradient: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> float:
-    """The largest error of a @ b.T, where its operands may be off by so much, over its bound."""
+    """Return the largest error of a product a @ b.T over its bound, given the operands' rounding errors."""
     a, b, of_a, of_b = (x.double() for x in (a, b, of_a, of_b))
-    want, size = a @ b.T, a.abs() @ b.abs().T
+    expected, size = a @ b.T, a.abs() @ b.abs().T
     bound = of_a @ b.abs().T + a.abs() @ of_b.T + of_a @ of_b.T + ADDING * size
-    bound += torch.finfo(WIDE).eps / 2 * (want.abs() + bound)
-    return float(((gradient.double() - want).abs() / bound.clamp(min=1e-300)).max())
+    bound += torch.finfo(WIDE).eps / 2 * (expected.abs() + bound)
+    return float(((gradient.double() - expected).abs() / bound.clamp(min=1e-300)).max())

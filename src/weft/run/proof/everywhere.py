@@ -1,7 +1,7 @@
-"""What every rank holds beside the serial model's: replicas too, of which a whole tensor's owner says nothing.
+"""Differences of every rank's shards from the serial run's tensors, replicas included (a gathered full tensor shows one owner only).
 
-In: this rank's pieces of parameters, buffers or optimizer state, and on rank 0 the serial run's tensors. Out, on rank 0: of each tensor
-how far every rank's piece of it is from the serial one's. A rank that has nothing of a tensor is 0 away.
+Given this rank's shards of parameters, buffers or optimizer state, and on rank 0 the serial run's tensors, rank 0 gets the largest
+difference of each tensor on each rank; 0 for ranks without a shard of it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from weft.world.world import Group
 
 
 def comparable(slot: str, x: Tensor) -> Tensor:
-    """One of an optimizer's tensors as it is compared: averages of squares by their roots, which err as gradients do."""
+    """Return an optimizer slot as it is compared: second moments by their roots, whose errors are like those of gradients."""
     if slot != "exp_avg_sq":
         return x
     return torch.view_as_complex(torch.view_as_real(x).sqrt()) if x.is_complex() else x.sqrt()
 
 
 def farthest(got: Tensor, want: Tensor) -> float:
-    """The largest difference; infinite for NaN, another shape, or an infinity that only one has. What both have alike is no difference."""
+    """Return the largest difference; infinite for NaN, another shape, or an infinity in one of the two only. Equal values differ by 0."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
         return 0.0
     got, want = (torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double() for x in (got, want))
-    difference = float(torch.where(got == want, 0.0, got - want).abs().max())
-    return difference if difference < float("inf") else float("inf")
+    largest = float(torch.where(got == want, 0.0, got - want).abs().max())
+    return largest if largest < float("inf") else float("inf")
 
 
 def distances(
@@ -41,34 +41,34 @@ def distances(
     everyone: Group,
     slot: str = "",
 ) -> dict[str, list[float]] | None:
-    """By name and rank: the largest difference of that rank's pieces from `wanted`, which rank 0 has; None on other ranks.
+    """Return by name the largest difference of each rank's shards from `expected`, which only rank 0 has; None on other ranks.
 
-    One tensor at a time is sent to all. A variable that `wanted` does not have is left out. `slot`: of the optimizer's tensors those of
-    that name, which `wanted` has as "name slot", in the form of `comparable`.
+    Tensors are broadcast one at a time; variables that `expected` lacks are left out. `slot`: compare the optimizer's tensors of that slot,
+    which `expected` holds as "name slot", converted by `comparable_slot`.
     """
-    mine: dict[str, list[Piece]] = {}
+    local_shards: dict[str, list[Piece]] = {}
     for piece in pieces:
         if piece.slot == slot and piece.kind in (("optimizer",) if slot else ("parameter", "buffer")):
-            mine.setdefault(piece.name, []).append(piece)
-    far = torch.zeros(len(variables), dtype=torch.float64, device=everyone.device)
-    there: list[str | None] = []
+            local_shards.setdefault(piece.name, []).append(piece)
+    differences = torch.zeros(len(variables), dtype=torch.float64, device=everyone.device)
+    names: list[str | None] = []
     for number, v in enumerate(variables):
         name = None if wanted is None else next((n for n in _names(v, slot) if n in wanted), None)
-        there.append(name)
+        names.append(name)
         full = _room(v, everyone.device)
         if wanted is not None and name is not None:
             value = wanted[name].detach()
             full.copy_(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
         everyone.broadcast(full)
-        far[number] = max((_off(piece, full) for piece in mine.get(v.name, ())), default=0.0)
-    of_ranks = everyone.all_gather(far[None])
+        differences[number] = max((_off(piece, full) for piece in local_shards.get(v.name, ())), default=0.0)
+    differences_of_ranks = everyone.all_gather(differences[None])
     if wanted is None:
         return None
-    return {name: of_ranks[:, number].tolist() for number, name in enumerate(there) if name is not None}
+    return {name: differences_of_ranks[:, number].tolist() for number, name in enumerate(names) if name is not None}
 
 
 def _room(v: Variable, device: torch.device) -> Tensor:
-    """Where a variable arrives: the widest of its kind, complex numbers as pairs."""
+    """Allocate a receive buffer for a variable, in the widest dtype of its kind; complex numbers as pairs."""
     is_complex = v.tensor.dtype.startswith("complex") or v.pairs
     shape = v.tensor.shape if not is_complex or v.pairs else (*v.tensor.shape, 2)
     return torch.zeros(shape, dtype=torch.float64 if v.tensor.is_float or is_complex else torch.int64, device=device)
@@ -80,10 +80,10 @@ def _names(v: Variable, slot: str) -> list[str]:
 
 def _off(piece: Piece, full: Tensor) -> float:
     shape = piece.tensor.shape if piece.block is None else piece.block
-    got = comparable(piece.slot, piece.tensor.detach())
-    if got.is_complex():
-        got, shape = torch.view_as_real(got.resolve_conj()), (*shape, 2)
-    want = full[tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=False))]
+    actual = comparable(piece.slot, piece.tensor.detach())
+    if actual.is_complex():
+        actual, shape = torch.view_as_real(actual.resolve_conj()), (*shape, 2)
+    expected = full[tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=False))]
     if piece.flat is not None:
-        want = want.reshape(-1)[piece.flat[0] : piece.flat[1]]
-    return farthest(got, want.to(got.device))
+        expected = expected.reshape(-1)[piece.flat[0] : piece.flat[1]]
+    return farthest(actual, expected.to(actual.device))

@@ -1,8 +1,7 @@
-"""The proof of a run that compresses its gradients. In: what every rank had before an exchange. Out: what they must have after it.
+"""Verification of compressed gradients by an emulation of their exchange.
 
-The gradients themselves are compared before they are compressed: their sums are the serial model's. The exchange is compared with the same
-algorithm over all ranks in one place, written down once more without messages, pieces on the way or anything at once; and the serial
-model is updated with what that gives.
+Gradients are compared before compression: their sums are the serial model's. The exchange is compared with an independent, sequential
+emulation of the same algorithm over all ranks in one process; and the serial model is updated with the emulated gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from weft.run.reduce.overlapped import Gradients
 
 
 class _Between:
-    """One bucket's exchange between `num` that compress, step after step. `sharded`: nobody gathers the sums."""
+    """Emulated exchange of one bucket between members that compress, step after step. `sharded`: the sums are not gathered."""
 
     def __init__(self, how: Compression, num: int, sharded: bool) -> None:
         self._how, self._num, self._sharded = how, num, sharded
@@ -27,16 +26,16 @@ class _Between:
         self._residuals_of_sums: list[Tensor] = []
 
     def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum that arrives of flat gradients, one tensor each."""
+        """Return the received sum of flat gradients, one tensor per member."""
         size = gradients[0].numel()
         by_bucket = self._how.kind == "topk" and not self._sharded
         length = size if by_bucket else -(-size // self._num)
         starts = range(0, length * (1 if by_bucket else self._num), length)
-        wanted = [torch.cat([g, g.new_zeros(len(starts) * length - size)]) for g in gradients]
+        compensated = [torch.cat([g, g.new_zeros(len(starts) * length - size)]) for g in gradients]
         if self._how.keeps:
-            wanted = [g + rest for g, rest in zip(wanted, self._residuals, strict=True)] if self._residuals else wanted
-        sent = [torch.cat([self._arriving(g[at : at + length]) for at in starts]) for g in wanted]
-        self._residuals = [g - s for g, s in zip(wanted, sent, strict=True)]
+            compensated = [g + rest for g, rest in zip(compensated, self._residuals, strict=True)] if self._residuals else compensated
+        sent = [torch.cat([self._arriving(g[at : at + length]) for at in starts]) for g in compensated]
+        self._residuals = [g - s for g, s in zip(compensated, sent, strict=True)]
         total = torch.zeros_like(sent[0])
         for s in sent:
             total = total + s
@@ -63,14 +62,14 @@ class _Between:
 
 
 class Emulated:
-    """One bucket's exchange between members in `boxes` (their indices) of one size, of which each sums first. `sharded`: as there."""
+    """Emulated exchange of one bucket between hosts with equally many members, each of which first reduces inside. `sharded`: as above."""
 
     def __init__(self, how: Compression, boxes: Sequence[Sequence[int]], sharded: bool) -> None:
         self._boxes, self._sharded = boxes, sharded
-        self._rails = [_Between(how, len(boxes), sharded) for _ in boxes[0]]  # of the members with the same place in their boxes
+        self._rails = [_Between(how, len(boxes), sharded) for _ in boxes[0]]  # of the members with equal index on their hosts
 
     def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum that arrives of flat gradients, one tensor a member."""
+        """Return the received sum of flat gradients, one tensor per member."""
         sums = [reduce(torch.add, [gradients[i] for i in box]) for box in self._boxes]  # in the members' order
         if not self._sharded:
             each = zip(self._rails, zip(*(torch.tensor_split(s, len(self._rails)) for s in sums), strict=True), strict=True)
@@ -84,37 +83,37 @@ class Emulated:
 
 
 class Lossy:
-    """All compressed buckets of one rank, whose gradients it lets be shown as the run has them, summed as they were, or emulated.
+    """All compressed buckets of one rank; sets their gradients to the received, the exactly summed or the emulated ones.
 
-    Every rank of a run makes one before the first step.
+    Every rank of a run builds one before the first step.
     """
 
     def __init__(self, gradients: Gradients, how: Compression) -> None:
         self._gradients = gradients
         gradients.before = {}
-        # In one order on all ranks, as groups are connected.
+        # In the same order on all ranks, since groups connect in it.
         self._order = sorted(gradients.compressed, key=lambda k: (gradients.compressed[k].over.ranks, k))
         self._emulated = {
-            k: Emulated(how, [[one.over.ranks.index(rank) for rank in box] for box in one.boxes], one.sharded)
-            for k, one in gradients.compressed.items()
+            k: Emulated(how, [[bucket.over.ranks.index(rank) for rank in box] for box in bucket.boxes], bucket.sharded)
+            for k, bucket in gradients.compressed.items()
         }
         self._exchanged: dict[int, dict[str, Tensor]] = {}
 
     def compare(self) -> float:
-        """After the gradients of a step: how far what arrived is from the emulation, relative to the largest of each bucket."""
+        """Return the largest difference of a step's received gradients from the emulation, relative to each bucket's maximum."""
         worst = 0.0
         for k in self._order:
-            one = self._gradients.compressed[k]
-            gathered = one.over.all_gather((self._gradients.before or {})[k][None])
-            arrived, emulated = one.flat.clone(), self._emulated[k].exchange(gathered.unbind())
+            bucket = self._gradients.compressed[k]
+            gathered = bucket.over.all_gather((self._gradients.before or {})[k][None])
+            arrived, emulated = bucket.flat.clone(), self._emulated[k].exchange(gathered.unbind())
             self._exchanged[k] = {"arrived": arrived, "emulated": emulated, "summed": gathered.sum(0)}
-            if one.sharded:
-                arrived, emulated = (x.view(one.over.size, -1)[one.over.index] for x in (arrived, emulated))
-            off = (arrived - emulated).abs().max() / emulated.abs().max().clamp(min=torch.finfo(emulated.dtype).tiny)
-            worst = max(worst, float(off.nan_to_num(nan=float("inf"))))
+            if bucket.sharded:
+                arrived, emulated = (x.view(bucket.over.size, -1)[bucket.over.index] for x in (arrived, emulated))
+            error = (arrived - emulated).abs().max() / emulated.abs().max().clamp(min=torch.finfo(emulated.dtype).tiny)
+            worst = max(worst, float(error.nan_to_num(nan=float("inf"))))
         return worst
 
     def show(self, which: Literal["arrived", "emulated", "summed"]) -> None:
-        """Let the gradients be these."""
+        """Set the gradients to one of the three."""
         for k, exchanged in self._exchanged.items():
             self._gradients.compressed[k].flat.copy_(exchanged[which])

@@ -1,9 +1,8 @@
-"""The serial reference: the user's module as it is, trained in one process by plain PyTorch, and how exact it is itself.
+"""The serial reference: the user's unchanged module, trained in one process by plain PyTorch, and its rounding noise.
 
-In: a model, a batch (whole, or in microbatches), a precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
-of them the rounding noise that a serial run has, measured by running it again.
-
-Not modelled: random draws that are not told of (`draws`); a model that draws otherwise is refused.
+A run takes a model, a batch (at once or in microbatches), a precision and an optimizer, and returns loss, gradients and weights of each
+step by name. The rounding noise of each value is measured by perturbed runs. Not modelled: random draws that are not declared in the
+traits; a model that draws otherwise is refused.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.precision import products_of
 from weft.run.uncaptured.eager_draws import Draws
 
-Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
+Values = Mapping[str, Mapping[str, Tensor]]  # the compared values: kind -> name -> value
 
-EPSILON = {name: 2.0**-one.bits if one.bits else torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
-SCALE = 4096.0  # of the loss in float16: what overflows at a sum's edge would be skipped by one of two runs that add up in other orders
-_RUNS = 4  # perturbed runs: one alone can round the same way by chance
+EPSILON = {name: 2.0**-p.bits if p.bits else torch.finfo(getattr(torch, p.rounds_to)).eps for name, p in PRECISIONS.items()}
+SCALE = 4096.0  # loss scale of float16: near overflow, two runs that sum in different orders might not skip the same steps
+_RUNS = 4  # perturbed runs: a single one can round the same way by chance
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a serial run is told of its model.
+    """Properties of a model that a serial run needs.
 
-    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `without_samples`: tensors of the batch
-    that are no samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model
-    makes, and `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole
-    batch is computed at once. `replicas`: parts of a microbatch of whose samples batch norm takes statistics of their own.
+    `fills_missing_gradients`: parameters that a step does not use have a zero gradient instead of none. `unbatched_inputs`: tensors of the
+    batch without a sample dimension, though as long. `num_draws`: random draws of a call of the model; `sample_folds`: where samples are in
+    each. `microbatch_sizes`: their losses are weighted by samples; empty: the whole batch is computed at once. `num_replicas`: shards of
+    a microbatch with batch norm statistics of their own.
     """
 
     every: bool = False
@@ -62,7 +61,7 @@ class Traits:
 
 
 class _Replicas(TorchFunctionMode):
-    """A block in which batch norm takes statistics of each of `count` parts of the samples, one after the other."""
+    """Compute batch norm statistics over each of `count` shards of the samples separately, in order, within a block."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -70,15 +69,15 @@ class _Replicas(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         named = dict(kwargs or {})
-        trains = args[5] if len(args) > 5 else named.get("training", False)
-        if func not in (functional.batch_norm, torch.batch_norm) or not trains or self._count == 1:
+        is_training = args[5] if len(args) > 5 else named.get("training", False)
+        if func not in (functional.batch_norm, torch.batch_norm) or not is_training or self._count == 1:
             return func(*args, **named)
-        x, *others = args
-        return torch.cat([func(x[start:stop], *others, **named) for start, stop in pieces(len(x), self._count)])
+        x, *remaining = args
+        return torch.cat([func(x[start:stop], *remaining, **named) for start, stop in pieces(len(x), self._count)])
 
 
 class _Scaled(TorchFunctionMode):
-    """A block in which linear layers have operands of 8 bits, as `kernels/scaled` has them, where `enabled`."""
+    """Round the operands of linear layers to 8 bits within a block, as `kernels/scaled` does, if `enabled`."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class Serial:
-    """One model in training."""
+    """A serial training run of one model."""
 
     def __init__(
         self,
@@ -126,10 +125,10 @@ class Serial:
         self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
         self._nesting = batch
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not what a call makes later
+        self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not parameters that a call creates
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip, self._slots = spec.clip, spec.slots
-        # torch's own loss scaling, one factor for all microbatches of a step; off where nothing is scaled.
+        # torch's own loss scaling, one factor for all microbatches of a step; disabled in other precisions.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=PRECISIONS[plan.layout.precision].scaled)
         self._narrow, self._scales = products_of(plan.layout.precision), bool(PRECISIONS[plan.layout.precision].linears)
         if self._carries_inputs():
@@ -141,18 +140,17 @@ class Serial:
         return x.double() if self._double and x.is_floating_point() else x.clone()
 
     def step(self, gradients: Mapping[str, Tensor] | None = None) -> Values:
-        """One step. Loss, gradients (before clipping), gradients of floating-point inputs, the updated weights and buffers, and what the
-        optimizer keeps.
+        """Run one step; return loss, gradients (before clipping), gradients of floating-point inputs, updated weights, and optimizer state.
 
-        Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
-        K before. `gradients`: gradients that update them in the place of its own.
+        Weights (and buffers) are the model's own tensors, which the next step overwrites. With staleness=K they are updated with the
+        gradients of K steps before. `gradients`: used for the update in place of its own.
         """
-        drawn = torch.random.get_rng_state()
+        generator_state = torch.random.get_rng_state()
         with doubled(self._double, self._is_double):
             try:
                 total, inputs = self._forward_backward()
             except RuntimeError as error:
-                # A model that asks for gradients of its own input (wav2vec) can only do so where that is not asked from outside.
+                # A model that sets requires_grad of its own input (wav2vec) cannot if the input already requires a gradient.
                 if "requires_grad flags" not in str(error) or len(self._closed) == len(self._batch):
                     raise
                 self._closed = frozenset(self._batch)
@@ -160,7 +158,7 @@ class Serial:
         self._scaler.unscale_(self._optimizer)
         self._step += 1
         if self._draws:
-            torch.random.set_rng_state(drawn)
+            torch.random.set_rng_state(generator_state)
         values: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.requires_grad and name in self._trained:
@@ -186,7 +184,7 @@ class Serial:
         return {"loss": {"": total_loss}, "gradients": values, "input_gradients": inputs, "weights": weights, "optimizer": optimizer_state}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """What the optimizer keeps of every parameter that it has updated, by "name slot"."""
+        """Return the optimizer state of every updated parameter, by "name slot"."""
         states = {name: self._optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
         return {
             f"{name} {slot}": comparable(slot, state[slot])
@@ -197,7 +195,7 @@ class Serial:
 
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0
-        self._optimizer.zero_grad(set_to_none=True)  # those that wait for their update keep their tensors
+        self._optimizer.zero_grad(set_to_none=True)  # pending updates keep their tensors
         leaves_now = {
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
@@ -220,16 +218,16 @@ class Serial:
         return total, {path: x / self._scaler.get_scale() for path, x in inputs.items()} if self._scaler.is_enabled() else inputs
 
     def _carries_inputs(self) -> bool:
-        """Whether a buffer would keep the graph of a floating-point input from step to step (a running mean of the batch).
+        """Return whether a buffer (a running mean of the batch) would keep an input's autograd graph from step to step.
 
-        Training asks for no gradients of its batch, and nothing of this is seen then.
+        Training needs no gradients of its batch, so it does not show there.
         """
         if not any(b.is_floating_point() for b in self.model.buffers()):
             return False
         buffers = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
         values, attributes = {at: b.clone() for at, b in buffers.items()}, state_of(self.model)
         modules = dict(self.model.named_modules())
-        parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # which a model may write or replace
+        parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # a model may write or replace them
         tables = [(m._parameters, dict(m._parameters)) for m in self.model.modules()]
         try:
             for p, _, _ in parameters:
@@ -239,20 +237,20 @@ class Serial:
                 call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
             return any(b.requires_grad for b in self.model.buffers())
         except Exception:
-            return False  # the step itself will tell
+            return False  # the step itself will raise
         finally:
             set_state(self.model, attributes)
             with torch.no_grad():
-                for p, asked, value in parameters:
-                    p.requires_grad_(asked).copy_(value)
-                for table, before in tables:
-                    table.update(before)
+                for p, requires_grad, value in parameters:
+                    p.requires_grad_(requires_grad).copy_(value)
+                for table, original in tables:
+                    table.update(original)
                 for (path, key), b in buffers.items():
                     # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
                     modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
 
     def perturb(self, seed: int) -> None:
-        """Move every parameter by one unit of rounding, up or down at random."""
+        """Perturb every parameter by one unit of rounding, up or down at random."""
         generator = torch.Generator().manual_seed(seed)
         epsilon = EPSILON[self._plan.layout.precision]
         with torch.no_grad():
@@ -263,10 +261,10 @@ class Serial:
 
 
 class Noise:
-    """How far serial runs lie from one another that differ by one unit of rounding in every parameter.
+    """Rounding noise: distances of serial runs that differ by one unit of rounding in every parameter.
 
-    That is what rounding does to a value: it measures the terms that cancel in a sum (noise over the unit of rounding is the sum of their
-    magnitudes), and how ill-conditioned the value is besides. Runs are made when they are first asked for.
+    It measures the terms that cancel in a sum (noise over the unit of rounding is the sum of their magnitudes), and how ill-conditioned the
+    value is. The runs are built at first use.
     """
 
     def __init__(self, make: Callable[[], Serial]) -> None:
@@ -276,7 +274,7 @@ class Noise:
         self._values: list[Values] = []
 
     def of(self, kind: str, name: str, reference: Tensor, step: int) -> float:
-        """The largest distance from `reference`, which the unperturbed run has in this step, that any perturbed run has."""
+        """Return the largest distance of any perturbed run from `reference`, the unperturbed run's value in this step."""
         if not self._runs:
             self._runs = [self._make() for _ in range(_RUNS)]
             for seed, run in enumerate(self._runs):

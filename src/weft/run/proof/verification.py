@@ -1,4 +1,4 @@
-"""What a proof says: worst errors, how much of the model was divided at all, and what it does not prove; for one layout and for several."""
+"""Results of a verification: worst errors, the share of the model that was sharded, and warnings; for one layout or several."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from weft.plan.grid import AXES as GRID
 from weft.run.proof.division import Division
 
 _WORDS = {"input_gradients": "input gradients"}
-_LEAST = 1e-18  # of an error, where a bar begins
+_LEAST = 1e-18  # the smallest error that a bar shows
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result: worst relative error by what was compared, and the first tensor above the tolerance. In 16 bits (`in_noise`) errors and
-    tolerance are multiples of the rounding noise that serial runs have.
+    """The result: worst relative error of each kind of tensor, and the first tensor above the tolerance. In 16 bits (`in_noise`) errors and
+    tolerance are multiples of the serial runs' rounding noise.
 
-    `divided`: by axis the share of parameters and of FLOPs that it divides, see `run/proof/division`. `warnings`: what equality does not
-    prove, a sentence each. `memory`: bytes that the fullest device held at most, by part and in `total`; empty where nothing counts them.
-    `whole_batch`: where microbatches change what is trained, how far loss and gradients of the first step are from the whole batch's,
-    each as the norm of the difference over that of the whole batch's; empty where the serial run had the whole batch at once.
+    `divided`: by axis the share of parameters and of FLOPs that it shards, see `run/proof/sharded_shares`. `warnings`: what equality does
+    not prove, a sentence each. `memory`: peak bytes of the fullest device, by category and in `total`; empty if memory is not counted.
+    `whole_batch`: if microbatches change what is trained, the distance of loss and gradients of the first step from the whole batch's, each
+    as the norm of the difference over the norm of the whole batch's; empty if the serial run computed the whole batch at once.
 
-    Of several layouts together: `layouts` has each, in the order in which they were given; `worst` is then the worst of any.
+    For several layouts, `layouts` has the result of each, in the given order, and `worst` is the maximum over them.
     """
 
     ok: bool
@@ -45,30 +45,40 @@ class Verification:
 
     @property
     def unit(self) -> str:
-        """What `worst` is in."""
+        """Unit of `worst`."""
         return "difference in multiples of serial rounding noise" if self.in_noise else "relative error"
 
     @classmethod
     def together(cls, results: Sequence[Verification]) -> Verification:
-        """Several layouts of one model as one answer."""
+        """Combine the results of several layouts of one model."""
         worst: dict[str, float] = {}
         for result in results:
             for kind, error in result.worst.items():
                 worst[kind] = max(worst.get(kind, 0.0), error)
         first = next((f"{result.layout}: {result.first_difference}" for result in results if not result.ok), None)
         replicated = tuple(dict.fromkeys(site for result in results for site in result.replicated_operators))
-        said = tuple(dict.fromkeys(text for result in results for text in result.warnings))
-        one = results[0]
+        warning_texts = tuple(dict.fromkeys(text for result in results for text in result.warnings))
+        reference = results[0]
         return cls(
-            first is None, worst, first, replicated, one.tolerance, {}, "", one.steps, one.dtype, warnings=said, layouts=tuple(results),
-            in_noise=one.in_noise,
+            first is None,
+            worst,
+            first,
+            replicated,
+            reference.tolerance,
+            {},
+            "",
+            reference.steps,
+            reference.dtype,
+            warnings=warning_texts,
+            layouts=tuple(results),
+            in_noise=reference.in_noise,
         )
 
     def __repr__(self) -> str:
         layouts = f"{len(self.layouts)} layouts" if self.layouts else self.layout
         worst = max(self.worst.values(), default=0.0)
-        said = "equal" if self.ok else f"differs first in {self.first_difference}"
-        return f"Verification({layouts}: {said}, worst {self.unit} {worst:.1e}, tolerance {self.tolerance:.0e})"
+        outcome = "equal" if self.ok else f"differs first in {self.first_difference}"
+        return f"Verification({layouts}: {outcome}, worst {self.unit} {worst:.1e}, tolerance {self.tolerance:.0e})"
 
     def __str__(self) -> str:
         if self.layouts:
@@ -87,14 +97,14 @@ class Verification:
         return f"{errors}; tolerance {self.tolerance:.0e}"
 
     def shares(self) -> list[tuple[str, str]]:
-        """By axis, in words: what it divides."""
+        """Return (axis, description of the shares that it shards)."""
         return [
             (axis, f"{100 * share['parameters']:.0f} % of the parameters, {100 * share['flops']:.0f} % of the FLOPs")
             for axis, share in self.divided.items()
         ]
 
     def record(self) -> dict[str, object]:
-        """The JSON object of `weft verify`."""
+        """Return the JSON object of `weft verify`."""
         return {
             "ok": self.ok,
             "worst": self.worst,
@@ -117,7 +127,7 @@ class Verification:
 
 
 def table(results: Sequence[Verification]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """(columns, rows): a layout a row, with its errors and the shares that its axes divide (parameters / FLOPs)."""
+    """Return (columns, rows): one row per layout, with its errors and the shares that its axes shard (parameters / FLOPs)."""
     kinds = list(dict.fromkeys(kind for result in results for kind in result.worst))
     axes = [axis for axis in dict.fromkeys(axis for result in results for axis in result.divided) if axis not in GRID]
     columns = ("layout", "", *(_WORDS.get(kind, kind) for kind in kinds), *(f"by {axis}" for axis in axes))
@@ -125,18 +135,18 @@ def table(results: Sequence[Verification]) -> tuple[tuple[str, ...], list[tuple[
     for result in results:
         errors = (f"{result.worst[kind]:.1e}" if kind in result.worst else "" for kind in kinds)
         of_axis = (result.divided.get(axis) for axis in axes)
-        shares = (f"{100 * one['parameters']:.0f} / {100 * one['flops']:.0f} %" if one else "" for one in of_axis)
+        shares = (f"{100 * s['parameters']:.0f} / {100 * s['flops']:.0f} %" if s else "" for s in of_axis)
         words = [word for word in result.layout.split() if word not in ("data=1", "tensor=1", "pipeline=1")]
         rows.append((" ".join(words) or "one rank", "equal" if result.ok else "differs", *errors, *shares))
     return columns, rows
 
 
 def notes(results: Sequence[Verification]) -> list[str]:
-    """What stands below the table: first differences and warnings, each once."""
-    said = [f"{result.layout} differs first in {result.first_difference}" for result in results if not result.ok]
+    """Return the lines below the table: first differences and warnings, each once."""
+    lines = [f"{result.layout} differs first in {result.first_difference}" for result in results if not result.ok]
     if any(result.divided for result in results):
-        said.insert(0, "by an axis: the share of parameters / FLOPs that it divides")
-    return [*said, *dict.fromkeys(f"warning: {text}" for result in results for text in result.warnings)]
+        lines.insert(0, "by an axis: the share of parameters / FLOPs that it divides")
+    return [*lines, *dict.fromkeys(f"warning: {text}" for result in results for text in result.warnings)]
 
 
 def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], below: Sequence[str]) -> str:
@@ -146,7 +156,7 @@ def _aligned(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], below: S
 
 
 def _picture(result: Verification) -> str:
-    """The worst error of each kind on a scale of logarithms, beside the tolerance."""
+    """Draw the worst error of each kind on a logarithmic scale, with the tolerance as a mark."""
 
     def share(error: float) -> float:
         return 0.0 if error <= _LEAST else 1 + log10(min(error, 1.0)) / -log10(_LEAST)

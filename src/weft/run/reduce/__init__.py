@@ -1,1 +1,1 @@
-"""What ranks sum: gradients, as they are or compressed, whole or scattered, in step or late; and buffers that a step writes."""
+"""Reductions over ranks: of gradients, exact or compressed, all-reduced or scattered, synchronous or stale; and of written buffers."""

@@ -1,8 +1,8 @@
-"""Gradients compressed between hosts alone. In: a bucket of one rank's gradients. Out: in its place, what the ranks' sum became.
+"""Two-level compressed all-reduce: a bucket of gradients is compressed between hosts only, and replaced by the reduced one.
 
-The ranks of a host sum first, uncompressed through its memory, each a piece of the bucket; a piece travels compressed between the
-ranks that have it on the other hosts, and is handed on inside the host. So of k ranks a host the network carries a k-th of what it would
-if each rank compressed for itself, and a rank keeps back a k-th. Not modelled: hosts with different numbers of ranks, which all compress.
+The ranks of a host first reduce-scatter the bucket, uncompressed through shared memory; each shard is all-reduced in compressed form
+between its ranks on all hosts, and all-gathered inside each host. With k ranks per host the network carries 1/k of the bytes, and a rank
+stores 1/k of the residuals, of a flat exchange. Not modelled: hosts with different numbers of ranks, where all ranks compress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.world.world import Group
 
 
 class BetweenHosts:
-    """As `Compressed`, in two levels; each phase is done by the thread of the group's runner."""
+    """A `CompressedBucket` in two levels; each phase runs in the thread of the group's runner."""
 
     def __init__(
         self, how: Compression, name: str, size: int, place: Callable[[], Tensor], over: Group, levels: Levels, sharded: bool, early: bool
@@ -31,7 +31,7 @@ class BetweenHosts:
         assert levels.rail is not None
         self.name, self.over, self.sharded, self.early = name, over, sharded, early
         self._place, self._levels, self._rail = place, levels, levels.rail
-        self._summed = place()[:0]  # this rank's piece of its host's sum, while the bucket is under way
+        self._summed = place()[:0]  # this rank's shard of its host's sum, during the exchange
         _, length = piece(size, levels.box.size, levels.box.index)
         self._between = Compressed(how, name, length, lambda: self._summed, levels.rail, sharded, early)
         self._works: list[Work] = []
@@ -43,24 +43,24 @@ class BetweenHosts:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """See `Compressed`."""
+        """See `CompressedBucket`."""
         return self._between.residuals
 
     @property
     def flat(self) -> Tensor:
-        """Where its gradients lie."""
+        """The bucket's flat gradients."""
         return self._place()
 
     def start(self) -> None:
-        """Sum inside the host and send this rank's piece of that, in the runner's thread."""
+        """Reduce inside the host and send this rank's shard of the sum, in the runner's thread."""
         self._do(recorder.REDUCE_SCATTER, self._scatter)
 
     def meet(self) -> None:
-        """Add up what the other hosts have sent, and send the sum."""
+        """Reduce the shards received from other hosts, and send the sum."""
         self._do(recorder.ALL_REDUCE, self._meet)
 
     def finish(self) -> None:
-        """Put what arrived into the bucket."""
+        """Write the received sums into the bucket."""
         self._do(recorder.ALL_GATHER, self._gather)
         for work in self._works:
             work.wait()
@@ -75,8 +75,8 @@ class BetweenHosts:
     def _scatter(self, note: Note) -> None:
         levels, flat = self._levels, self.flat
         note(1, levels.one(levels.box))
-        pieces = flat.view(self.over.size, -1)[levels.order].view(-1) if self.sharded else flat
-        self._summed = levels.box.reduce_scatter(pieces)
+        shards = flat.view(self.over.size, -1)[levels.order].view(-1) if self.sharded else flat
+        self._summed = levels.box.reduce_scatter(shards)
         self._between.start()
 
     def _meet(self, note: Note) -> None:
@@ -97,7 +97,7 @@ class BetweenHosts:
 def compressed(
     how: Compression, name: str, size: int, place: Callable[[], Tensor], over: Group, sharded: bool, early: bool
 ) -> Compressed | BetweenHosts:
-    """One bucket's exchange, in the way in which the members of `over` lie on hosts; see `Compressed` for the arguments."""
+    """Build one bucket's exchange, in two levels if the group spans hosts evenly; see `CompressedBucket` for the arguments."""
     levels = over.levels
     if levels is None or not levels.even or levels.rail is None or levels.rail.size == 1:
         return Compressed(how, name, size, place, over, sharded, early)

@@ -1,10 +1,10 @@
-"""Buffers that a stage writes while its microbatches run on several ranks, or in another order than their numbers.
+"""Deferred buffer updates (running statistics) of stages whose microbatches run on several ranks or out of order.
 
-In: this rank's parts. Out: after each step, buffers as one rank leaves them that runs every microbatch in order. What a microbatch would
-write is kept; after the step the ranks that hold the stage put what they have together, and each writes all of it, in order. Where data
-replicas take statistics of their own, all of theirs are written, as one rank does that takes them of one replica's samples after another's.
+After each step the buffers are as if one rank had run every microbatch in order: the writes of a microbatch are recorded, all-reduced after
+the step over the ranks that hold the stage, and applied in order by each of them. If data replicas compute their own statistics, those of
+all replicas are applied, one after another.
 
-Not modelled: other writes than the running statistics of batch norm and counts; a stage that makes them is refused by name.
+Not modelled: writes other than the running statistics of batch norm and counts; a stage with such writes is refused by name.
 """
 
 from __future__ import annotations
@@ -29,90 +29,90 @@ from weft.world.world import Group, World
 
 @dataclass(frozen=True)
 class _Shared:
-    """One buffer, with what is written to it."""
+    """One buffer, with its deferred writes."""
 
     buffer: Tensor
     later: Later
 
 
 class Replicas:
-    """The buffers of one rank that are written after the step. `start` before it, `finish` after it.
+    """The buffers of one rank that are updated after a step. `start` before it, `finish` after it.
 
     Raises:
-        Infeasible: a stage that writes other buffers.
+        Infeasible: a stage has writes that cannot be deferred.
     """
 
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
-        at = mesh.coordinates(world.rank)
+        coordinates = mesh.coordinates(world.rank)
         local_statistics = parts.lowering.local_statistics if parts.lowering is not None else ()
         replicas = mesh.group(world.rank, *local_statistics)
         self._replica, self._num_replicas = replicas.index(world.rank), len(replicas)
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
         buffers = {v.value: v.name for v in (*parts.graph.buffers, *parts.graph.parameters)}
-        # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
+        # Checked for every stage, so that all ranks refuse together; this rank records writes of its own stages.
         written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
         if local_statistics:
             written = {s: list(_statistics(stage, parts)) for s, stage in enumerate(parts.stages)} | written
         for stage in parts.lowered:
             for value in written.get(stage, ()):
-                if value not in parts.variables:  # another rank owns it
+                if value not in parts.variables:  # owned by another rank
                     continue
                 buffer = parts.variables[value]
-                holders = (mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value))
+                holders = (mesh.rank({**coordinates, "pipeline": holder}) for holder in parts.holders(value))
                 ranks = tuple(sorted(rank for holder in holders for rank in mesh.group(holder, *local_statistics)))
                 parts.draw.later[id(buffer)] = later = Later()
                 by_ranks[ranks].append(_Shared(buffer, later))
-        # Every rank goes through its groups in one order: two that met in different ones would wait for each other.
+        # All ranks go through their groups in the same order, or they would deadlock.
         self._by_group = [(world.group(ranks), by_ranks[ranks]) for ranks in sorted(by_ranks)]
 
     @property
     def groups(self) -> list[Group]:
-        """Groups that exchange."""
+        """The groups that communicate."""
         return [group for group, _ in self._by_group if group.size > 1]
 
     def start(self) -> None:
-        """Before a step: nothing is to be written."""
+        """Clear the recorded writes before a step."""
         for _, shared in self._by_group:
-            for one in shared:
-                one.later.clear()
+            for deferred in shared:
+                deferred.later.clear()
 
     @torch.no_grad()
     def finish(self, microbatches: Sequence[int]) -> None:
-        """After a step of these microbatches: write what they would have written."""
+        """Apply the writes of these microbatches after their step."""
         for group, shared in self._by_group:
-            for one in shared:
-                writes = next(iter(one.later.writes.values()), [])
+            for deferred in shared:
+                writes = next(iter(deferred.later.writes.values()), [])
                 for _ in microbatches:
                     for write in writes:
                         write()
-            learned = [one for one in shared if one.later.statistics]
-            tables = [self._table(one, microbatches) for one in learned]
+            with_statistics = [deferred for deferred in shared if deferred.later.statistics]
+            tables = [self._table(deferred, microbatches) for deferred in with_statistics]
             for dtype in dict.fromkeys(table.dtype for table in tables):
                 of_dtype = [table for table in tables if table.dtype is dtype]
                 flat = torch.cat([table.view(-1) for table in of_dtype])
                 group.all_reduce(flat)
-                for table, summed in zip(of_dtype, torch.split(flat, [table.numel() for table in of_dtype]), strict=True):
-                    table.copy_(summed.view_as(table))
-            for one, table in zip(learned, tables, strict=True):
-                momenta = [momentum for momentum, _ in next(iter(one.later.statistics.values()))]
+                for table, total in zip(of_dtype, torch.split(flat, [table.numel() for table in of_dtype]), strict=True):
+                    table.copy_(total.view_as(table))
+            for deferred, table in zip(with_statistics, tables, strict=True):
+                momenta = [momentum for momentum, _ in next(iter(deferred.later.statistics.values()))]
                 for of_microbatch in table:
                     for momentum, value in zip(momenta, of_microbatch, strict=True):
-                        one.buffer.mul_((1 - momentum) ** self._num_replicas).add_(value, alpha=momentum)
+                        deferred.buffer.mul_((1 - momentum) ** self._num_replicas).add_(value, alpha=momentum)
 
     def _table(self, one: _Shared, microbatches: Sequence[int]) -> Tensor:
-        """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros. Of replicas that are averaged in one after
-        another, what the later ones leave of it."""
-        times = len(next(iter(one.later.statistics.values())))
-        table = one.buffer.new_zeros((len(microbatches), times, *one.buffer.shape))
-        behind = self._num_replicas - 1 - self._replica
+        """Return statistics [microbatch, occurrence in it, *buffer], zero for other ranks' microbatches; of several replicas, scaled by the
+        decay of the replicas applied after it."""
+        num_occurrences = len(next(iter(one.later.statistics.values())))
+        table = one.buffer.new_zeros((len(microbatches), num_occurrences, *one.buffer.shape))
+        num_later = self._num_replicas - 1 - self._replica
         for row, m in zip(table, microbatches, strict=True):
             for place, (momentum, value) in zip(row, one.later.statistics.get(m, []), strict=False):
-                place.add_(value, alpha=(1 - momentum) ** behind)
+                place.add_(value, alpha=(1 - momentum) ** num_later)
         return table
 
 
 def out_of_order(program: Program, stage: int) -> bool:
-    """Whether a stage's forwards are on several ranks, or not in the microbatches' order.
+    """Return whether a stage's forwards run on several ranks, or not in the microbatches' order.
 
     >>> out_of_order(Program.parse("rank 0: 0F0 0B0 0F1 0B1"), 0), out_of_order(Program.parse("rank 0: 0F1 0B1 0F0 0B0"), 0)
     (False, True)
@@ -123,23 +123,23 @@ def out_of_order(program: Program, stage: int) -> bool:
 
 
 def _statistics(stage: Stage, parts: Parts) -> dict[str, None]:
-    """Graph values of the running statistics over samples that a stage writes."""
+    """Return graph values of the running statistics over samples that a stage writes."""
     written = written_buffers(parts.graph)
     return {v: None for op in stage.operators if record_of(op).over_samples for v in op.inputs if v in written}
 
 
 def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> list[str]:
-    """Graph values of the buffers that a stage writes."""
-    placed = {v.value: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
+    """Return graph values of the buffers whose writes are deferred. Raises Infeasible for other writes."""
+    variables = {v.value: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
     written = written_buffers(parts.graph)
     statistics = _statistics(stage, parts)
     for op in stage.operators:
         used = [value for value in op.inputs if value in buffers]
         if record_of(op).over_samples:
             continue
-        if writes_buffer(op, placed) and len(op.inputs) == 1:
+        if writes_buffer(op, variables) and len(op.inputs) == 1:
             statistics.update(dict.fromkeys(used))
-        elif writes_buffer(op, placed) or written.intersection(used):
+        elif writes_buffer(op, variables) or written.intersection(used):
             raise Infeasible(_cannot(op, [value for value in used if value in written], buffers, parts.program))
     return list(statistics)
 

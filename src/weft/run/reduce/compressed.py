@@ -1,16 +1,16 @@
-"""Gradients compressed on their way between ranks. In: a bucket of one rank's gradients. Out: in its place, what the ranks' sum became.
+"""Compressed all-reduce of gradients with error feedback: a bucket is replaced by the (lossy) sum over ranks.
 
-A message of a piece is bytes: of bfloat16 the numbers; of int8 a scale for every `BLOCK` elements, then a byte for each; of top-k the
-chosen numbers, then where they are. What a rank does not send it keeps, and adds to its next gradients (Seide et al. 2014; Karimireddy
-et al. 2019; Stich et al. 2018). Sums are made in the gradients' own type, in the members' order, so every run has the same bits.
+A message is bytes: bfloat16: the numbers; int8: a scale for every `BLOCK` elements, then a byte for each; top-k: the selected values, then
+their indices. The residual that a rank does not send is added to its next gradients (Seide et al. 2014; Karimireddy et al. 2019; Stich et
+al. 2018). Sums are in the gradients' dtype and in the members' order, so every run is bitwise equal.
 
-A bucket is exchanged in two phases, so that bytes do not grow with the ranks: every member gets its piece of all the others and adds
-them up; the sums are compressed again, with a rest of their own, and gathered (as 1-bit Adam does: Tang et al. 2021). With ZeRO-1 the
-first phase is all. Top-k of a whole bucket is one phase: every rank's pairs go to everyone (Aji and Heafield 2017).
+A bucket is exchanged in two phases, so that bytes do not grow with the ranks: every member receives all messages of its shard and reduces
+them; the sums are compressed again, with residuals of their own, and all-gathered (as in 1-bit Adam: Tang et al. 2021). ZeRO-1 needs the
+first phase only. Top-k of a full bucket is one phase: an all-gather of every rank's pairs (Aji and Heafield 2017).
 
-What is not finite stays so in its own step: a block of int8 that holds it becomes not a number, and never a plausible one. Nothing of it is
-kept back, so that whoever leaves out the update of such a step goes on as without compression. Not modelled: sparse sums in
-which indices meet on the way; other types than float32 and float64, which are summed as they are.
+Non-finite values stay non-finite in their own step: a block of int8 that contains one becomes NaN, never a plausible number. They leave no
+residual, so that skipping the update of such a step has the same effect as without compression. Not modelled: sparse sums that merge
+indices on the way; dtypes other than float32 and float64, which are reduced uncompressed.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ _LARGEST = 127
 
 
 def encode(how: Compression, x: Tensor) -> Tensor:
-    """The message of flat `x`, in bytes; what it does not hold is left in `x` where `how.keeps`."""
+    """Return the message of flat `x`, in bytes; the residual is left in `x` if the compression keeps one."""
     if how.kind == "bfloat16":
         return x.to(torch.bfloat16).view(torch.uint8)
     if how.kind == "int8":
         blocks = _in_blocks(x)
         scales = torch.maximum(blocks.amax(1), blocks.amin(1).neg_()).div_(_LARGEST).float()
-        by = torch.where(scales > 0, scales, 1.0).to(x.dtype)
-        sent = blocks.div(by[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+        divisors = torch.where(scales > 0, scales, 1.0).to(x.dtype)
+        sent = blocks.div(divisors[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
         flat = sent.view(-1)[: x.numel()]
         x.sub_(_scaled(flat, scales, x.dtype))
         if not scales.isfinite().all():
             _forget(x)
         return torch.cat([scales.view(torch.uint8), flat.view(torch.uint8)])
-    at = _largest(x.abs(), how.sent(x.numel()))
-    values = x[at]
-    x[at] = 0
+    indices = _largest(x.abs(), how.sent(x.numel()))
+    values = x[indices]
+    x[indices] = 0
     if not values.isfinite().all():
         _forget(x)
-    return torch.cat([values.view(torch.uint8), at.to(torch.int32).view(torch.uint8)])
+    return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
 
 
 def _forget(rest: Tensor) -> None:
-    """What is not finite has arrived as such in its own step; kept back, it would be in every step that follows."""
+    """Zero non-finite residuals: they were sent in their own step, and would spoil every later one."""
     rest.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def add(how: Compression, message: Tensor, out: Tensor) -> None:
-    """Add what a message holds to flat `out`, which has as many elements as what was encoded."""
+    """Decode a message and add it to flat `out`, which has as many elements as the encoded tensor."""
     if how.kind == "bfloat16":
         out.add_(message.view(torch.bfloat16))
     elif how.kind == "int8":
         split = message.numel() - out.numel()
-        # Copied, since a message may begin where no float may.
+        # Cloned, since a message may not be aligned for float32.
         out.add_(_scaled(message[split:].view(torch.int8), message[:split].clone().view(torch.float32), out.dtype))
     else:
         split = how.sent(out.numel()) * out.element_size()
@@ -69,18 +69,18 @@ def add(how: Compression, message: Tensor, out: Tensor) -> None:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Where the `count` largest elements are; of equal ones the first. The least of them is found in a quarter of what torch.topk takes."""
-    level = torch.kthvalue(x, x.numel() - count + 1).values
-    if level.isnan():
+    """Return indices of the `count` largest elements, of equal ones the first. kthvalue takes a quarter of the time of torch.topk."""
+    threshold = torch.kthvalue(x, x.numel() - count + 1).values
+    if threshold.isnan():
         return torch.nonzero(x.isnan()).view(-1)[:count]
-    above = torch.nonzero(~(x <= level)).view(-1)  # what is no number is above all
-    return torch.cat([above, torch.nonzero(x == level).view(-1)])[:count]
+    above = torch.nonzero(~(x <= threshold)).view(-1)  # NaN counts as largest
+    return torch.cat([above, torch.nonzero(x == threshold).view(-1)])[:count]
 
 
 def _in_blocks(x: Tensor) -> Tensor:
-    """[block, element], zeros at the end."""
-    missing = -x.numel() % BLOCK
-    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, BLOCK)
+    """Return `x` as [block, element], padded with zeros."""
+    num_padding = -x.numel() % BLOCK
+    return (torch.nn.functional.pad(x, (0, num_padding)) if num_padding else x).view(-1, BLOCK)
 
 
 def _scaled(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,11 +88,11 @@ def _scaled(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Compressed:
-    """A bucket, which the first parameter in it names: `size` flat gradients where `place` says. In every step `start`, `meet` and
-    `finish`, in the same order on all ranks of the sum.
+    """A bucket of `size` flat gradients, named after its first parameter. In every step call `start`, `reduce_received` and `finish`, in
+    the same order on all ranks of the group.
 
-    `start` waits for nobody; `meet` for what the others have started. `sharded`: this rank wants its own piece of the sum only. `early`:
-    others of the sum run the same program, so that it may be met while backward goes on.
+    `start` does not wait; `reduce_received` waits for the other ranks' `start`. `sharded`: this rank needs its own shard of the sum only.
+    `overlaps_backward`: the other ranks run the same program, so that the second phase may start during backward.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Compressed:
     ) -> None:
         self._how, self.name, self._place, self.over, self.sharded, self.early = how, name, place, over, sharded, early
         self._gathers = how.kind == "topk" and not sharded
-        self._length = size if self._gathers else -(-size // over.size)  # of what one message is of
+        self._length = size if self._gathers else -(-size // over.size)  # elements of one message
         like = place()
         self._rest = like.new_zeros(self._length * (1 if self._gathers else over.size)) if how.keeps else None
         self._rest_of_sum = like.new_zeros(self._length) if how.keeps and not sharded and not self._gathers else None
@@ -109,22 +109,22 @@ class Compressed:
 
     @property
     def boxes(self) -> Boxes:
-        """The members, each alone, as nobody's gradients are summed before they are compressed."""
+        """The members, each as its own host: no gradients are reduced before compression."""
         return tuple((rank,) for rank in self.over.ranks)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What was not sent yet: of this rank's gradients, and of the sums that it makes for the others."""
+        """The residuals: of this rank's gradients, and of the sums of its shard."""
         tensors = {"rest": self._rest, "rest_of_sum": self._rest_of_sum}
         return {name: x for name, x in tensors.items() if x is not None}
 
     @property
     def flat(self) -> Tensor:
-        """Where its gradients lie."""
+        """The bucket's flat gradients."""
         return self._place()
 
     def start(self) -> None:
-        """Send what the bucket holds."""
+        """Compress and send the bucket."""
         x, size = self.flat, self.over.size
         if self._rest is not None:
             self._rest[: x.numel()].add_(x)
@@ -143,14 +143,14 @@ class Compressed:
         self._work = self.over.all_gather_into(self._arrived, message, wait=False)
 
     def _wait(self) -> Tensor:
-        """What arrived: [member, byte]."""
+        """Wait for the received messages [member, byte]."""
         if self._work is not None:
             self._work.wait()
         arrived, self._arrived, self._work = self._arrived, self._arrived[:0], None
         return arrived.view(self.over.size, -1)
 
     def meet(self) -> None:
-        """Add up what arrived of this rank's piece, and send the sum."""
+        """Reduce the received messages of this rank's shard, and send the sum."""
         if self._gathers:
             return
         total = self.flat.new_zeros(self._length)
@@ -164,7 +164,7 @@ class Compressed:
         self._gather(encode(self._how, total))
 
     def finish(self) -> None:
-        """Put what arrived into the bucket."""
+        """Write the received sums into the bucket."""
         if self.sharded:
             return
         arrived, full = self._wait(), self.flat

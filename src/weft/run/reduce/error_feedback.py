@@ -1,7 +1,7 @@
-"""What compressed gradients have not sent yet, as pieces of a checkpoint. In: a rank's compressed buckets. Out: `Piece`s.
+"""Error feedback state of compressed gradients (the residuals not sent yet) as shards of a checkpoint.
 
-A rest belongs to one rank and one layout: the same layout goes on exactly, another begins with none, as at the first step, and what was
-kept back is lost to it, once. Not modelled: handing rests over to another layout.
+A residual belongs to one rank and one layout: the same layout resumes exactly; another one starts without residuals, as at the first step,
+and loses them once. Not modelled: conversion of residuals to another layout.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from weft.run.state.checkpoint.piece import Piece, full_piece
 
 
 class Residuals:
-    """The rests of one rank's buckets."""
+    """The residuals of one rank's buckets."""
 
     def __init__(self, compressed: Iterable[Compressed | BetweenHosts], layout: Layout, rank: int) -> None:
         axes = f"data={layout.data} tensor={layout.grid or layout.tensor} pipeline={layout.pipeline}"
         self._name = f"{axes} zero={layout.zero} compress={layout.compress} rank={rank}"
-        self._tensors = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.residuals.items()}
+        self._tensors = {(f"{self._name} {b.name} {x.numel()}", slot): x for b in compressed for slot, x in b.residuals.items()}
         self._step = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -31,7 +31,7 @@ class Residuals:
         return list(self._tensors.values())
 
     def pieces(self, step: int) -> list[Piece]:
-        """All of them, after `step` steps; to be saved, or loaded into."""
+        """Return the residuals after `step` steps as checkpoint shards, to save or to load into."""
         if not self._tensors:
             return []
         self._step.fill_(step)
@@ -39,7 +39,7 @@ class Residuals:
         return [*pieces, full_piece(self._name, "rest", self._step, "step")]
 
     def loaded(self, step: int) -> None:
-        """After `pieces(-1)` were loaded from a checkpoint of `step` steps: forget what it had nothing for."""
+        """Reset the residuals if the checkpoint of `step` steps, loaded into `state_shards(-1)`, had none of this layout."""
         if int(self._step) != step:
             for x in self._tensors.values():
                 x.zero_()

@@ -1,14 +1,14 @@
-"""The exchange of gradients while a user's own `backward` runs: averaged over the ranks that sum them, and complete when it returns.
+"""All-reduce of gradients during a user's own `backward`: averaged over the ranks that hold partial gradients, complete when it returns.
 
-In: flat groups whose parameters have gradient hooks from here on. Out: every parameter's `.grad` as one process would have it.
+Gradient hooks of the parameters in flat groups overlap it with backward; every parameter's `.grad` ends as in one process.
 
-Ranks that run the same graph use the same parameters. A model that runs whole may branch on its samples, so that they do not
-(`unlike=True`): they then tell each other which parameters they used, since an optimizer decays one whose gradient is zero, and leaves
-alone one that has none.
+Ranks that run the same graph use the same parameters. An uncaptured model may branch on its samples, so that they do not
+(`uses_differ=True`): ranks then all-reduce which parameters they used, since an optimizer decays a parameter whose gradient is zero but
+skips one without a gradient.
 
-torch's DistributedDataParallel is no such exchange: it sums over one set of ranks, cut weights over several; it raises where a parameter
-is used in two reentrant checkpoints, by the loop alone, or in the first of two calls, hangs where a rank's output depends on no parameter,
-and leaves `torch.autograd.grad` as it is on one rank.
+torch's DistributedDataParallel does not suffice: it reduces over one set of ranks, sharded weights need several; it raises if a parameter
+is used in two reentrant checkpoints, by the loop only, or in the first of two calls, hangs if a rank's output depends on no parameter, and
+leaves `torch.autograd.grad` local to a rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from weft.world.world import World
 
 
 class Exchange:
-    """Averages gradients over ranks while backward runs. What `.grad` held before is the same on all ranks, and so is its own mean.
+    """Averages gradients over ranks during backward. An earlier content of `.grad` is equal on all ranks, so averaging preserves it.
 
-    `uses_differ`: ranks may use different parameters. `at_end`: nothing is summed before backward is at its end, for models that have sums
-    of their own in backward, which ranks might otherwise begin in different orders. `outputs`: those whose rows are counted.
+    `uses_differ`: ranks may use different parameters. `reduces_at_end`: reduce at the end of backward only, for models with collectives of
+    their own in backward, which could otherwise start in different orders. `outputs`: those whose rows are counted.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Exchange:
         self._order = [(group, over, bucket) for group, over in self._summed for bucket in group.buckets]
         self._parameters, self._uses_differ, self._at_end = parameters, uses_differ, at_end
         self._running = False
-        self._arriving: set[str] = set()  # gradients that are not in `.grad` yet
+        self._arriving: set[str] = set()  # parameters whose gradient is not in `.grad` yet
         self._used: set[str] = set()
         self._left: list[int] = []
         self._works: list[Any] = []
         self._rows = dict.fromkeys(outputs, 0.0)
         self._holds = False
-        self._before: set[str] = set()  # used by backwards that exchanged nothing
+        self._before: set[str] = set()  # used by backwards without a reduction
         for number, (_, _, bucket) in enumerate(self._order):
             for name in bucket.names:
                 with private.as_base_tensor():
@@ -64,16 +64,16 @@ class Exchange:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """A block whose gradients are added up on each rank, for the first backward behind it to exchange together. Of ranks that may use
-        different parameters each backward is exchanged all the same."""
-        held, self._holds = self._holds, not self._uses_differ
+        """Accumulate gradients locally within a block; the first backward after it reduces them together. If ranks may use different
+        parameters, each backward is reduced all the same."""
+        was_accumulating, self._holds = self._holds, not self._uses_differ
         try:
             yield
         finally:
-            self._holds = held
+            self._holds = was_accumulating
 
     def begin(self) -> None:
-        """Backward runs. Only from within a gradient hook."""
+        """Begin a backward; called from gradient hooks only."""
         if self._running:
             return
         self._running = True
@@ -85,14 +85,14 @@ class Exchange:
         private.after_backward(self._finish)
 
     def count(self, output: str, rows: float, grad: Tensor) -> None:
-        """A hook: so many rows of an output have a gradient, by equal parts of the samples. Ranks must have as many, or the mean of their
-        means is not that of all."""
+        """Count rows of an output that have a gradient, relative to equal shares of samples (a hook). Ranks must have equally many, or the
+        mean of their means is not the mean over all."""
         self.begin()
         self._rows[output] += rows
 
     def _arrives(self, name: str, grad: Tensor) -> None:
         if grad.requires_grad:
-            self._running = False  # backward ends here, on every rank
+            self._running = False  # backward ends here on every rank
             raise UsageError(
                 f"a gradient of {name} that has a gradient itself (create_graph=True) is this rank's alone, which is not summed over "
                 "ranks; differentiate by the model's inputs or outputs, or use weft.parallelize"
@@ -113,7 +113,7 @@ class Exchange:
                 self._launch(finished=False)
 
     def _launch(self, finished: bool) -> None:
-        """Begin the sums whose turn it is: in one order on all ranks."""
+        """Start the all-reduces of complete buckets, in the same order on all ranks."""
         while len(self._works) < len(self._order) and (finished or not (self._at_end or self._left[len(self._works)])):
             group, over, bucket = self._order[len(self._works)]
             with private.as_base_tensor():
@@ -141,7 +141,7 @@ class Exchange:
             self._hand_over(self._told() if self._uses_differ else None)
 
     def _check_arrived(self) -> None:
-        """Raise where a gradient was asked for that is no `.grad`."""
+        """Raise UsageError if a gradient was computed that does not go to `.grad`."""
         if self._arriving:
             raise UsageError(
                 f"torch.autograd.grad by {min(self._arriving)} gives this rank's gradient, not that of all ranks; call loss.backward() and "
@@ -149,7 +149,7 @@ class Exchange:
             )
 
     def _told(self) -> set[str]:
-        """The parameters that any rank used.
+        """Return the parameters that any rank used.
 
         Raises:
             Infeasible: ranks had different numbers of rows of an output.
@@ -158,25 +158,25 @@ class Exchange:
         over, outputs = self._summed[0][1], list(self._rows)
         used = [float(name in self._used) for name in names]
         rows = [self._rows[output] for output in outputs]
-        told = torch.tensor([*used, *rows, *(n * n for n in rows)], dtype=torch.float64, device=over.device)
-        over.all_reduce(told)
-        total, squares = told[len(names) :].view(2, -1)
-        for output, mine, all_, square in zip(outputs, rows, total.tolist(), squares.tolist(), strict=True):
-            if abs(square * over.size - all_**2) > 1e-9 * all_**2:
+        counts = torch.tensor([*used, *rows, *(n * n for n in rows)], dtype=torch.float64, device=over.device)
+        over.all_reduce(counts)
+        total, squares = counts[len(names) :].view(2, -1)
+        for output, local, sum_, square in zip(outputs, rows, total.tolist(), squares.tolist(), strict=True):
+            if abs(square * over.size - sum_**2) > 1e-9 * sum_**2:
                 raise Infeasible(
-                    f"the output {output or 'of the model'} has {mine:g} rows on this rank and {all_:.0f} on all {over.size}, so the "
+                    f"the output {output or 'of the model'} has {local:g} rows on this rank and {sum_:.0f} on all {over.size}, so the "
                     "mean over ranks of a mean over rows is not that of all; return rows of fixed number, or the loss's sum and count from "
                     "forward, or use one rank"
                 )
-        return {name for name, times in zip(names, told.tolist(), strict=False) if times}
+        return {name for name, times in zip(names, counts.tolist(), strict=False) if times}
 
     def _hand_over(self, used: set[str] | None) -> None:
-        """Give every parameter that was used, on whatever rank, its mean; as for one process, the others' gradients stay what they were."""
+        """Write the averaged gradient of every parameter that any rank used; as in one process, other gradients stay unchanged."""
         for group, _ in self._summed:
             for name, view in group.views.items():
                 p = self._parameters[name]
-                used_there = bool(view.any()) if used is None else name in used
-                if name not in self._used and not (p.requires_grad and used_there):
+                is_used = bool(view.any()) if used is None else name in used
+                if name not in self._used and not (p.requires_grad and is_used):
                     continue
                 if p.grad is None or p.grad.is_sparse:
                     p.grad = view.clone()

@@ -1,19 +1,19 @@
-"""Gradient exchange that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
+"""Bucketed gradient reduction that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
 
-When the last action that adds to it completes a bucket, it is summed over the ranks that share it while backward goes on. Buckets are
-launched strictly in order, so that all ranks launch the same ones in the same order, whatever autograd does. A parameter whose gradient
-never comes (unused in this step) counts as zero.
+When the last action that adds to a bucket completes it, it is all-reduced while backward goes on. Buckets are launched strictly in order,
+so that all ranks launch the same ones in the same order, independent of autograd. A parameter without a gradient in this step counts as
+zero.
 
-Where a bucket has memory that others read, a hook on every parameter moves its gradient there as it comes. Elsewhere gradients stay where
-autograd has made them until their bucket is complete, and are then moved in one call; a bucket has memory only from then until the next
-step begins, so that forward finds none of it taken. Where nobody waits for a bucket no hook is called at all.
+If a bucket has a permanent buffer, a hook on every parameter copies its gradient there as it is computed. Otherwise gradients stay in
+autograd's tensors until their bucket is complete, and are then copied in one call; the bucket's buffer exists only from then until the next
+step begins, so that forward has its memory. Buckets that are not reduced have no hooks.
 
-With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
-lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
-whole gradient: a bucket has memory from its first gradient until it is scattered, in every backward anew, and the pieces add up.
+With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduce-scattered: each rank gets the sum of its own shard, in place, with half of an
+all-reduce's bytes; the rest of the bucket is this rank's alone until `gather` is called. From stage 2 on no rank stores a full gradient: a
+bucket has a buffer from its first gradient until it is scattered, in every backward anew, and the shards accumulate.
 
-Compressed gradients (`reduce/compressed`) take two phases. The second of a bucket follows the first of the next, whatever has arrived,
-so that it is the same on all ranks; where a rank of another stage takes part, which may be waiting for this one, it follows backward.
+Compressed gradients (`reduce/compressed`) take two phases. The second phase of a bucket follows the first of the next bucket, in the same
+order on all ranks; if a rank of another stage takes part, which may be waiting for this one, it follows backward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from weft.world.world import Group, Work
 
 
 class Gradients:
-    """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
+    """Accumulates the gradients of one rank's parameters over a step's microbatches and reduces them over ranks.
 
-    Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
-    `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so. `compress`: how
-    what is summed whole, or scattered from whole gradients, travels. `memory`: told which memory is for gradients.
+    Call `begin(...)` before each action that adds to gradients, with the parameters that it completes, `finish()` after the last, and
+    `wait()`; gradients are then in the flat groups. `by_program`: ZeRO gradients are scattered by calls of `reduce`. `compress`: for
+    gradients that are all-reduced, or reduce-scattered by ZeRO-1. `memory`: accounts for gradient buffers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Gradients:
         self._memory = memory or Accounts()
         self.groups, self.parameters = list(groups), parameters
         self._sums, self._sharded = list(sums), sharded
-        # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
+        # In the order in which backward completes them: a late bucket must not hold back earlier ones.
         ready = {member.name: member.ready for group in groups for member in group.members}
         numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.scattered]
         self.order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
@@ -62,28 +62,28 @@ class Gradients:
         self._views = {name: view for group in groups for name, view in group.views.items()}
         self._completes: frozenset[str] = frozenset()
         self._first = dict.fromkeys(self._of, True)
-        self._waiting: list[int] = []  # by place in the order: how many are still to be complete
+        self._waiting: list[int] = []  # by index in the order: parameters still to be completed
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
-        self.has_norms = False  # whether those of this rank's own gradients are taken, before they are summed
+        self.has_norms = False  # whether norms of this rank's own gradients are recorded before the reduction
         self._norms: list[Tensor] = []
-        self.push: Callable[[int, Tensor], None] | None = None  # of servers: (place in the order, bucket)
-        # By place in the order; and those of this step that were started, that are met, in that order.
+        self.push: Callable[[int, Tensor], None] | None = None  # of parameter servers: called with (index in the order, bucket)
+        # By index in the order; and buckets of this step in their first and second phase, in that order.
         self.compressed = {k: compressed for k, (g, bucket) in enumerate(self.order) if (compressed := self._compress(compress, g, bucket))}
         self._started: list[Compressed | BetweenHosts] = []
         self._met: list[Compressed | BetweenHosts] = []
-        self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
+        self.before: dict[int, Tensor] | None = None  # if a dictionary: gets copies of gradients before compression, by index in the order
         self._scattered = {
             number: Scattered(group, over, not by_program)
             for number, (group, over) in enumerate(zip(groups, sums, strict=True))
             if group.scattered and over is not None
         }
-        self._scatters = {member.name: one for number, one in self._scattered.items() for member in groups[number].members}
-        # What is collected bucket by bucket, and not as it comes.
+        self._scatters = {member.name: scatterer for number, scatterer in self._scattered.items() for member in groups[number].members}
+        # Gradients that are copied bucket by bucket, not one by one.
         self._by_bucket = frozenset(name for number, bucket in self.order if groups[number].comes_and_goes for name in bucket.names)
         self._exchanged = [(over := self._sums[number]) is not None and over.size > 1 for number, _ in self.order]
-        # Where nobody waits for a gradient, no hook says that it has come.
+        # Gradients that are not reduced need no hook.
         hooked = (name for (_, bucket), has_hooks in zip(self.order, self._exchanged, strict=True) if has_hooks for name in bucket.names)
         for name in (*hooked, *self._scatters):
             self._hook(name)
@@ -97,24 +97,24 @@ class Gradients:
         return compressed(how, bucket.names[0], size, lambda: group.gradients(bucket), over, self._sharded, early=early)
 
     def _hook(self, name: str) -> None:
-        # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
-        mine = weakref.ref(self)
+        # The garbage collector does not see through parameter hooks: a strong reference would keep all parameters alive for ever.
+        reducer_ref = weakref.ref(self)
 
         def done(parameter: Tensor) -> None:
-            gradients, grad = mine(), parameter.grad
-            if grad is None or gradients is None:
+            reducer, grad = reducer_ref(), parameter.grad
+            if grad is None or reducer is None:
                 return
-            view = gradients._views.get(name)
-            if grad is view or name in gradients._by_bucket:  # autograd itself has added to it
-                gradients._came(name)
+            view = reducer._views.get(name)
+            if grad is view or name in reducer._by_bucket:  # autograd has accumulated into it
+                reducer._came(name)
             else:
                 parameter.grad = view
-                gradients.add(name, grad)
+                reducer.add(name, grad)
 
         self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to a parameter's; once at most for each parameter between two calls of `begin`."""
+        """Add to a parameter's gradient; at most once per parameter between two calls of `begin`."""
         if name in self._scatters:
             self._scatters[name].add(name, grad)
             return
@@ -127,17 +127,17 @@ class Gradients:
         self._came(name)
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
-        """As `add` of the product of two matrices, without a tensor in between."""
+        """Add the product of two matrices to a parameter's gradient, without an intermediate tensor."""
         if name in self._scatters:
             self.add(name, a @ b)
             return
         view = self._view(name)
-        torch.addmm(view, a, b, beta=0 if self._first[name] else 1, out=view)  # 0 also drops what is not a number
+        torch.addmm(view, a, b, beta=0 if self._first[name] else 1, out=view)  # beta 0 also drops NaN
         self._first[name] = False
         self._came(name)
 
     def _view(self, name: str) -> Tensor:
-        """Where a gradient is collected."""
+        """Return the view of a bucket where a gradient is accumulated."""
         with self._memory.counting("gradients"):
             self.order[self._of[name]][1].hold()
         return self._views[name]
@@ -148,7 +148,7 @@ class Gradients:
             self._launch()
 
     def start(self) -> None:
-        """Begin a step: nothing has been collected."""
+        """Begin a step without gradients."""
         self._first = dict.fromkeys(self._first, True)
         self._waiting = [len(bucket.names) * waits for (_, bucket), waits in zip(self.order, self._exchanged, strict=True)]
         self._next = 0
@@ -163,54 +163,54 @@ class Gradients:
 
     @property
     def norms(self) -> list[Tensor]:
-        """Of this step's own gradients, bucket by bucket, as they were before they were summed; in one order in every step."""
+        """Norms of this rank's own gradients of the step before the reduction, one per bucket, in the same order in every step."""
         return [*self._norms, *(norm for scattered in self._scattered.values() for norm in scattered.norms)]
 
     def turn(self, number: int) -> None:
-        """Collect in the groups' buffers of that number from now on; before `start`."""
+        """Accumulate in the groups' buffers of that number from now on; call before `start`."""
         for group in self.groups:
             group.collect_in(group.turns[number])
             self._views.update(group.views)
 
     def begin(self, completes: frozenset[str]) -> None:
-        """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
+        """Begin a backward that completes these parameters: a bucket is reduced as soon as its last one has its gradient."""
         self._completes = completes
 
     def reduce(self, names: Collection[str]) -> None:
-        """Scatter what has come of these parameters' gradients, whether or not all of them have; whole ones are summed by themselves."""
+        """Reduce-scatter buckets with gradients of these parameters, complete or not; other buckets are reduced when complete."""
         for scattered in self._scattered.values():
             scattered.flush(names)
 
     def lying_together(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Those of `names` whose gradients lie together: with what they are scattered with, each other by itself."""
-        together: dict[object, list[str]] = {}
+        """Group `names` into sets that are scattered together; parameters that are not scattered are sets of their own."""
+        sets: dict[object, list[str]] = {}
         for name in sorted(names):
-            key = (id(one), one.number_of(name)) if (one := self._scatters.get(name)) else name
-            together.setdefault(key, []).append(name)
-        return [tuple(those) for those in together.values()]
+            key = (id(scatterer), scatterer.number_of(name)) if (scatterer := self._scatters.get(name)) else name
+            sets.setdefault(key, []).append(name)
+        return [tuple(members) for members in sets.values()]
 
     def like(self, name: str) -> Tensor:
-        """Of the size of what is collected of a parameter's gradient, or of what it is scattered with."""
-        return one.piece(name) if (one := self._scatters.get(name)) is not None else self._views[name]
+        """Return a tensor like the accumulated gradient of a parameter, or like the shard of its scattered bucket."""
+        return scatterer.piece(name) if (scatterer := self._scatters.get(name)) is not None else self._views[name]
 
     def collected(self, name: str) -> tuple[Tensor, bool] | None:
-        """What has come so far of that, and whether it has been moved to where it is exchanged; None: nothing.
+        """Return the gradient accumulated so far, and whether it is in the bucket; None if there is none.
 
         Raises:
-            ValueError: it is not in one place.
+            ValueError: it is partly in the bucket and partly in `.grad`.
         """
-        if (one := self._scatters.get(name)) is not None:
-            return one.settled(name), True
-        grad, view, moved = self.parameters[name].grad, self._views[name], not self._first[name]
-        if moved and grad is not None and grad is not view:
-            raise ValueError(f"the gradient of {name} lies in two places")
-        return (view, True) if moved else None if grad is None else (grad, False)
+        if (scatterer := self._scatters.get(name)) is not None:
+            return scatterer.settled(name), True
+        grad, view, is_in_bucket = self.parameters[name].grad, self._views[name], not self._first[name]
+        if is_in_bucket and grad is not None and grad is not view:
+            raise ValueError(f"the gradient of {name} is partly in its bucket and partly in .grad")
+        return (view, True) if is_in_bucket else None if grad is None else (grad, False)
 
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor, moved: bool) -> None:
-        """After `start`: let that be what has come."""
-        if (one := self._scatters.get(name)) is not None:
-            one.piece(name).copy_(value)
+        """Restore an accumulated gradient after `start`."""
+        if (scatterer := self._scatters.get(name)) is not None:
+            scatterer.piece(name).copy_(value)
         elif moved:
             self._view(name).copy_(value)
             self._first[name] = False
@@ -224,10 +224,10 @@ class Gradients:
 
     @torch.no_grad()
     def _complete(self, place: int) -> Tensor:
-        """A bucket with all that has come, where that is not there yet; what has not come is zero."""
+        """Copy gradients that are not in the bucket yet; missing ones are zero. Return the bucket's gradients."""
         number, bucket = self.order[place]
         views: list[Tensor] = []
-        copied: list[Tensor] = []
+        gradients: list[Tensor] = []
         with self._memory.counting("gradients"):
             bucket.hold()
         for name in bucket.names:
@@ -237,14 +237,14 @@ class Gradients:
                 parameter.grad = None
                 if self._first[name]:
                     views.append(view)
-                    copied.append(grad)
+                    gradients.append(grad)
                 else:
                     view.add_(grad)
             elif self._first[name]:
                 view.zero_()
             self._first[name] = False
-        if copied:
-            torch._foreach_copy_(views, copied)
+        if gradients:
+            torch._foreach_copy_(views, gradients)
         return self.groups[number].gradients(bucket)
 
     def _sum(self, place: int) -> None:
@@ -259,28 +259,28 @@ class Gradients:
             return
         if not self.exchange:
             return
-        if (one := self.compressed.get(place)) is not None:
+        if (compressed := self.compressed.get(place)) is not None:
             if self.before is not None:
                 self.before[place] = gradient.clone()
-            one.start()
+            compressed.start()
             self._meet(backward=True)
-            self._started.append(one)
+            self._started.append(compressed)
         elif self._sharded:
             self._works.append(over.reduce_scatter_into(gradient.view(over.size, -1)[over.index], gradient, wait=False))
         else:
             self._works.append(over.all_reduce(gradient, wait=False))
 
     def _meet(self, backward: bool) -> None:
-        """The next phase of what was started before."""
-        waiting = [one for one in self._started if backward and not one.early]
-        for one in self._started:
-            if one.early or not backward:
-                one.meet()
-                self._met.append(one)
-        self._started = waiting
+        """Begin the second phase of buckets whose first phase was started; in backward only of those that may overlap it."""
+        remaining = [bucket for bucket in self._started if backward and not bucket.early]
+        for bucket in self._started:
+            if bucket.early or not backward:
+                bucket.meet()
+                self._met.append(bucket)
+        self._started = remaining
 
     def finish(self) -> None:
-        """After the last backward: launch what is left, in order, and collect what nobody waits for."""
+        """Launch the remaining buckets in order after the last backward, and fill those that are not reduced."""
         for scattered in self._scattered.values():
             scattered.flush()
         while self._next < len(self.order):
@@ -293,24 +293,24 @@ class Gradients:
                     self._norms.append(norm_of(gradient))
 
     def hand_over(self) -> list[Work]:
-        """After `finish`, in the place of `wait`: the sums under way, of gradients that are whole and not compressed."""
+        """Return the pending all-reduces of uncompressed gradients, after `finish` and instead of `wait`."""
         works, self._works = self._works, []
         return works
 
     def wait(self) -> None:
-        """Wait for all sums."""
+        """Wait for all reductions."""
         self._meet(backward=False)
         for work in self._works:
             work.wait()
         self._works.clear()
-        for one in self._met:
-            one.finish()
+        for bucket in self._met:
+            bucket.finish()
         self._met.clear()
         for scattered in self._scattered.values():
             scattered.wait()
 
     def gather(self) -> None:
-        """After `wait`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
+        """Gather the ZeRO-1 shards after `wait`, so that each rank has the full sums. Every rank calls it, or none."""
         if not self._sharded:
             return
         for number, bucket in self.order:

@@ -1,8 +1,8 @@
-"""Gradients of which a rank keeps its own pieces only: from stage 2 of ZeRO on (Rajbhandari et al. 2020).
+"""Reduce-scatter of gradients of which a rank stores its own shards only: ZeRO from stage 2 on (Rajbhandari et al. 2020).
 
-In: a flat group whose `grad` is this rank's pieces, and gradients as they come. Out: sums in the pieces. A bucket has memory from its first
-gradient until it is reduced and scattered, which happens when each of its parameters has had one, or at the end of the step. All
-ranks of a group run the same layers in the same order, so they scatter the same buckets in the same order.
+The `grad` of a flat group are this rank's shards, to which reduced gradients are added. A bucket has a buffer from its first gradient until
+it is reduce-scattered, when each of its parameters has had one, or at the end of the step. All ranks of a group run the same layers in the
+same order, so they scatter the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from weft.run.state.parameters import FlatGroup
 from weft.world.world import Group, Work
 
-_WIDE = 4  # bytes of an element that a sum of squares has room in
-_UNDER_WAY = 1  # buckets whose memory is held while they are scattered
+_WIDE = 4  # bytes of the narrowest dtype that can hold a sum of squares
+_UNDER_WAY = 1  # buckets that are scattered at the same time
 
 
 def norm_of(x: Tensor) -> Tensor:
-    """The 2-norm [] of all elements."""
+    """Return the 2-norm [] of all elements."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=None if x.dtype.itemsize >= _WIDE else torch.float32)
     return norm
 
 
 @dataclass
 class _Open:
-    """A bucket that is being filled: its memory, and the parameters that have not come."""
+    """A bucket that is being filled: its buffer, and the parameters without a gradient yet."""
 
     full: Tensor
     missing: set[str]
 
 
 class Scattered:
-    """Collects the gradients of one group, backward after backward, and adds their sums into its pieces.
+    """Reduces the gradients of one group and accumulates them in its shards over several backwards.
 
-    Without `by_itself` nothing is scattered before `flush`: a program says when.
+    Without `scatters_when_full` nothing is scattered before `flush`, which a program calls.
     """
 
     def __init__(self, group: FlatGroup, over: Group, by_itself: bool = True) -> None:
@@ -55,58 +55,58 @@ class Scattered:
             self._places[member.name] = slice(begin, begin + member.size)
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to a parameter's."""
+        """Add to a parameter's gradient."""
         number = self._bucket[name]
-        opened = self._open.get(number)
-        if opened is None:
+        open_bucket = self._open.get(number)
+        if open_bucket is None:
             bucket = self._group.buckets[number]
-            opened = self._open[number] = _Open(self._group.grad.new_zeros(bucket.stop - bucket.start), set(self._expected[number]))
-        opened.full[self._places[name]].add_(grad.reshape(-1))
-        opened.missing.discard(name)
-        if not opened.missing and self._by_itself:
+            open_bucket = self._open[number] = _Open(self._group.grad.new_zeros(bucket.stop - bucket.start), set(self._expected[number]))
+        open_bucket.full[self._places[name]].add_(grad.reshape(-1))
+        open_bucket.missing.discard(name)
+        if not open_bucket.missing and self._by_itself:
             self._scatter(number)
 
     def number_of(self, name: str) -> int:
-        """The bucket that a parameter's gradient is scattered with."""
+        """Return the number of the bucket that contains a parameter."""
         return self._bucket[name]
 
     def piece(self, name: str) -> Tensor:
-        """This rank's piece of that bucket."""
+        """Return this rank's gradient shard of the bucket that contains a parameter."""
         return self._pieces[self._bucket[name]]
 
     def settled(self, name: str) -> Tensor:
-        """The piece with all that has come. Raises ValueError where some of it is still to be scattered."""
+        """Return the shard with all gradients so far. Raises ValueError if some of them are still to be scattered."""
         if self._bucket[name] in self._open:
-            raise ValueError(f"the gradients beside that of {name} are still to come")
+            raise ValueError(f"other gradients in the bucket of {name} are still missing")
         self._finish(0)
         return self.piece(name)
 
     def start(self, has_norms: bool = False) -> None:
-        """Begin a step: the pieces are zero. `has_norms`: whether those of what is scattered are kept."""
+        """Begin a step with zero shards. `records_norms`: whether norms of the buckets before reduction are recorded."""
         self._group.grad.zero_()
         self._has_norms = has_norms
         self.norms.clear()
 
     def flush(self, names: Collection[str] | None = None) -> None:
-        """Scatter buckets (those of `names`) of which not all gradients came; the others count as zero."""
+        """Scatter incomplete buckets (those with any of `names`); missing gradients count as zero."""
         for number in sorted(self._open):
             if names is None or not self._expected[number].isdisjoint(names):
                 self._scatter(number)
 
     def wait(self) -> None:
-        """Wait for all sums."""
+        """Wait for all reductions."""
         self._finish(0)
 
     def _scatter(self, number: int) -> None:
         full = self._open.pop(number).full
         if self._has_norms:
             self.norms.append(norm_of(full))
-        arrived = torch.empty_like(self._pieces[number])
-        self._works.append((self._over.reduce_scatter_into(arrived, full, wait=False), arrived, self._pieces[number]))
+        received = torch.empty_like(self._pieces[number])
+        self._works.append((self._over.reduce_scatter_into(received, full, wait=False), received, self._pieces[number]))
         self._finish(_UNDER_WAY)
 
     def _finish(self, left: int) -> None:
         while len(self._works) > left:
-            work, arrived, piece = self._works.pop(0)
+            work, received, piece = self._works.pop(0)
             work.wait()
-            piece.add_(arrived)
+            piece.add_(received)

@@ -1,10 +1,10 @@
-"""Updates that come late: stale-synchronous parallel training (Ho et al., NIPS 2013; Li et al., OSDI 2014).
+"""Stale updates: stale-synchronous parallel training (Ho et al., NIPS 2013; Li et al., OSDI 2014).
 
-In: step after step, gradients whose sums are under way, and a learning rate. Out: after step t, weights with the updates of steps 0 to
-t - staleness, applied in order, and no others. So the next step computes on the same weights however fast anybody is, and nobody
-is further ahead than `staleness` steps, since those sums need everyone's gradients. Each step under way has a buffer of its own.
+After step t, weights have the updates of steps 0 to t - staleness, applied in order, and no others. So the weights of a step do not depend
+on the ranks' speeds, and no rank is more than `staleness` steps ahead, since an all-reduce needs every rank's gradients. Each pending step
+has its own gradient buffer.
 
-All ranks drain at the same steps. Not modelled: gradients that are pieces, or of which a rank of another stage has a part.
+All ranks drain at the same steps. Not modelled: sharded gradients, or gradients shared with a rank of another stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.world.world import Work
 
 @dataclass(frozen=True)
 class _PendingUpdate:
-    """An update that waits: which buffers its gradients lie in, their sums, its learning rate, what its gradients are to be divided by."""
+    """A pending update: index of its gradient buffers, its all-reduces, learning rate, and the divisor of its gradients."""
 
     turn: int
     works: list[Work]
@@ -31,34 +31,34 @@ class _PendingUpdate:
 
 
 class Stale:
-    """The updates of one rank. In every step `start` before its backward, `take` after it, then `push`; a step may be begun again."""
+    """The updates of one rank. In every step `start` before backward, `begin_update` after it, then `push`; a step may be restarted."""
 
     def __init__(self, staleness: int, gradients: Gradients, optimizer: Optimizer) -> None:
         self._staleness, self._gradients, self._optimizer = staleness, gradients, optimizer
         self._pending: deque[_PendingUpdate] = deque()
         self._works: list[Work] = []  # of the step that is not pushed yet
-        self._divisor: Tensor | None = None  # and what its gradients are still to be divided by
+        self._divisor: Tensor | None = None  # by which its gradients are still to be divided
         self._turn = 0
-        self.waited_s = 0.0  # by the last `push`
-        self.weights: list[Tensor] = []  # beside those that the model has; and what gradients arrive in
+        self.waited_s = 0.0  # in the last `push`
+        self.weights: list[Tensor] = []  # no weights besides the model's, and no receive buffers
         self.rooms: list[Tensor] = []
 
     def start(self) -> None:
-        """Collect in buffers that no update waits for."""
+        """Accumulate gradients in buffers that no pending update uses."""
         self.settle()
         self._gradients.turn(self._turn)
-        for pending in self._pending:  # between ranks of one host sums move when they are looked at
+        for pending in self._pending:  # shared-memory all-reduces make progress when polled
             for work in pending.works:
                 _ = work.done
 
     def take(self, loss: Work, divisor: Tensor | None = None, counted: Tensor | None = None) -> None:
-        """The sums of this step are under way, `loss` among them, and with it `divisor`, by which gradients are then divided: the sum of
-        what ranks `counted`."""
+        """Take over this step's pending all-reduces, with that of the loss; gradients are later divided by `divisor`, the all-reduced
+        `local_divisor`."""
         self._works = [*self._gradients.hand_over(), loss]
         self._divisor = divisor
 
     def settle(self) -> None:
-        """Wait for the sums of the step that is not pushed yet, so that its gradients can be read."""
+        """Wait for the all-reduces of the step that is not pushed yet, so that its gradients can be read."""
         for work in self._works:
             work.wait()
         self._divide(self._turn, self._divisor)
@@ -70,7 +70,7 @@ class Stale:
                 group.turns[turn].div_(divisor.to(group.turns[turn].dtype))
 
     def push(self, lr: float | None) -> float | None:
-        """End a step; apply the update that is due. Returns the gradient norm of that one where it is clipped."""
+        """End a step and apply the update that is due; return that update's gradient norm if it is clipped."""
         self._pending.append(_PendingUpdate(self._turn, self._works, lr, self._divisor))
         self._works, self._divisor = [], None
         self._turn = (self._turn + 1) % (self._staleness + 1)
@@ -81,12 +81,12 @@ class Stale:
         return norm
 
     def drain(self) -> None:
-        """Apply all updates that wait."""
+        """Apply all pending updates."""
         while self._pending:
             self._apply()
 
     def forget(self) -> None:
-        """Let all updates that wait go, since the weights have become others."""
+        """Discard all pending updates, since the weights were replaced."""
         while self._pending:
             self._wait(self._pending.popleft())
 
@@ -98,7 +98,7 @@ class Stale:
         return self._optimizer.step(pending.lr)
 
     def _wait(self, pending: _PendingUpdate) -> None:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         for work in pending.works:
             work.wait()
-        self.waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - start_s

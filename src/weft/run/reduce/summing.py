@@ -1,4 +1,4 @@
-"""Tells the groups that sum gradients by which algorithms. In: a plan and flat groups of parameters. Out: nothing; the groups know."""
+"""Choice of the all-reduce algorithms of gradient groups, as the plan says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.world.world import World
 
 
 def choose_sums(plan: Plan, world: World, groups: Sequence[FlatGroup]) -> None:
-    """Let sums go as the plan says; before the groups are connected, on all ranks."""
+    """Set the all-reduce algorithms of the gradients' groups; call on all ranks, before the groups connect."""
     choices, compresses = plan.all_reduce, plan.layout.compress != "none"
     for ranks in sorted({group.sum_ranks for group in groups if len(group.sum_ranks) > 1}):
         over = world.group(ranks)

@@ -1,1 +1,1 @@
-"""What lies where between forward and backward: kept, run again, on the host, or gathered from pieces for one layer."""
+"""Memory of a stage between forward and backward: activations saved, recomputed or offloaded; weights gathered layer by layer."""

@@ -1,11 +1,11 @@
-"""Weights that lie as pieces and are whole only while a layer uses them: stage 3 of ZeRO (Rajbhandari et al. 2020).
+"""All-gather of sharded weights layer by layer: stage 3 of ZeRO (Rajbhandari et al. 2020), also known as fully sharded data parallelism.
 
-In: flat groups whose `data` are this rank's pieces, a stage cut into layers. Out: the stage, each of whose layers gathers its weights
-before it runs, forward or backward, and lets go of them after; the next layer's are on their way meanwhile. Autograd keeps views of the
-whole weights, so it is their memory that comes and goes, not the tensors.
+The `data` of flat groups are this rank's shards. Each layer of a stage all-gathers its weights before it runs, forward or backward, and
+frees them afterwards; the next layer's weights are prefetched meanwhile. Autograd saves views of the full weights, so their storage is
+resized while the tensors stay.
 
-A gather writes through tensors that share the weights' memory and nothing else, since autograd refuses what was written after it was
-kept; the values are those that it kept, because weights change only between steps.
+A gather writes through tensors that share the weights' storage only, since autograd refuses tensors that were written after they were
+saved; the values are those that were saved, because weights change only between steps.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from weft.world import private
 from weft.world.memory import Accounts
 from weft.world.world import Group, Work
 
-Unit = tuple[int, int]  # stage, layer
+Unit = tuple[int, int]  # stage, number of the layer
 
 
 @dataclass(eq=False)
 class _Weights:
-    """One bucket: its piece, its whole, and who needs the whole."""
+    """One bucket: this rank's shard, its full weights, and the users that need them."""
 
     piece: Tensor
     full: Tensor
@@ -40,38 +40,38 @@ class _Weights:
 
 
 class Gathered:
-    """The buckets of one rank that lie as pieces, by the layers that read them."""
+    """The sharded buckets of one rank, by the layers that read them."""
 
     def __init__(self, groups: Sequence[FlatGroup], sums: Sequence[Group | None], memory: Accounts | None = None) -> None:
         self._memory = memory or Accounts()
         self.units: dict[Unit, list[_Weights]] = {}
-        self._by_name: dict[str, list[_Weights]] = {}  # those that have a part of a parameter
-        self._order: dict[int, list[int]] = {}  # the layers of each stage
-        self._ahead: dict[int, list[int]] = {}  # those that are started on while another runs: all ranks that gather together have them
+        self._by_name: dict[str, list[_Weights]] = {}  # buckets that contain a parameter, by its name
+        self._order: dict[int, list[int]] = {}  # the gathering layers of each stage
+        self._ahead: dict[int, list[int]] = {}  # layers that may be prefetched: all ranks of the gather run them
         for group, over in zip(groups, sums, strict=True):
             if not group.gathered:
                 continue
-            assert over is not None  # a group of one rank keeps its weights whole
-            for bucket, (_, at, length) in zip(group.buckets, group.pieces(), strict=True):
-                weights = _weights(bucket, group.data[at : at + length], over)
+            assert over is not None  # a group of one rank does not shard its weights
+            for bucket, (_, offset, length) in zip(group.buckets, group.pieces(), strict=True):
+                weights = _weights(bucket, group.data[offset : offset + length], over)
                 for name in bucket.names:
                     self._by_name.setdefault(name, []).append(weights)
                 for unit in bucket.units:
                     self.units.setdefault(unit, []).append(weights)
 
     def read_by(self, stages: Mapping[int, LocalStage], names: Mapping[str, str]) -> Gathered:
-        """The same weights as the layers of another capture read them. `names`: of parameters, by graph value."""
+        """Return a gatherer of the same weights for the layers of another capture. `names`: of parameters, by graph value."""
         other = Gathered((), (), self._memory)
         other._by_name = self._by_name
         for value, units in layers_of(stages).items():
             for weights in self._by_name.get(names.get(value, ""), ()):
                 for unit in units:
-                    if weights not in (those := other.units.setdefault(unit, [])):
-                        those.append(weights)
+                    if weights not in (buckets := other.units.setdefault(unit, [])):
+                        buckets.append(weights)
         return other
 
     def wrap(self, stage: int, layered: Layered) -> None:
-        """Let every layer of a stage that reads such weights gather them."""
+        """Wrap every layer of a stage that reads sharded weights, so that it gathers them."""
         self._order[stage] = [n for n in sorted(layered.names) if (stage, n) in self.units]
         self._ahead[stage] = [n for n in self._order[stage] if n not in layered.in_regions]
         for number in self._order[stage]:
@@ -79,30 +79,30 @@ class Gathered:
             setattr(layered.local.module, layered.names[number], GatheredLayer(child, self, (stage, number)))
 
     def unshard(self, stage: int) -> None:
-        """Gather all weights of a stage, and keep them until `reshard`."""
+        """Gather all weights of a stage until `reshard`."""
         for number in self._order.get(stage, ()):
             self._fetch((stage, number), stage)
 
     def reshard(self, stage: int) -> None:
-        """Let go of a stage's weights."""
+        """Free a stage's gathered weights."""
         for number in self._order.get(stage, ()):
             self.leave((stage, number), stage)
 
     def enter(self, unit: Unit, step: int) -> None:
-        """Before a layer runs: wait for its weights, and start on those of the layer that runs `step` (1 or -1) after it. Among parallel
-        branches nothing is started: ranks have different layers there, and would gather in different orders."""
+        """Wait for a layer's weights before it runs, and prefetch those of the next layer in direction `step` (1 or -1). Parallel branches
+        are not prefetched: ranks have different layers there, and would gather in different orders."""
         self._fetch(unit, unit)
         layers = self._ahead[unit[0]]
-        after = layers.index(unit[1]) + step if unit[1] in layers else -1
-        if 0 <= after < len(layers):
-            self._fetch((unit[0], layers[after]), (unit[0], layers[after]))
+        next_index = layers.index(unit[1]) + step if unit[1] in layers else -1
+        if 0 <= next_index < len(layers):
+            self._fetch((unit[0], layers[next_index]), (unit[0], layers[next_index]))
         for weights in self.units[unit]:
             if weights.work is not None:
                 weights.work.wait()
                 weights.work = None
 
     def leave(self, unit: Unit, user: object = None) -> None:
-        """After a layer has run: its weights are pieces again, unless someone else needs them."""
+        """Free a layer's weights after it has run, unless they have another user."""
         for weights in self.units[unit]:
             weights.users.discard(unit if user is None else user)
             if not weights.users and weights.full.untyped_storage().nbytes():
@@ -112,9 +112,9 @@ class Gathered:
                 weights.full.untyped_storage().resize_(0)
 
     def release(self) -> None:
-        """At the end of a step, after which the pieces change: nothing is whole, whatever backward did not reach."""
-        for unit, those in self.units.items():
-            for weights in those:
+        """Free all weights at the end of a step, after which shards change, including those that backward did not reach."""
+        for unit, buckets in self.units.items():
+            for weights in buckets:
                 for user in list(weights.users):
                     self.leave(unit, user)
 
@@ -128,8 +128,8 @@ class Gathered:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the weights that are whole now."""
-        return sum(w.full.untyped_storage().nbytes() for w in {id(w): w for those in self.units.values() for w in those}.values())
+        """Bytes of the currently gathered weights."""
+        return sum(w.full.untyped_storage().nbytes() for w in {id(w): w for buckets in self.units.values() for w in buckets}.values())
 
 
 def _weights(bucket: Bucket, piece: Tensor, over: Group) -> _Weights:
@@ -143,7 +143,7 @@ def _weights(bucket: Bucket, piece: Tensor, over: Group) -> _Weights:
 
 
 class GatheredLayer(nn.Module):
-    """A layer between the moments at which its weights come and go. Backward enters by its outputs' gradients and leaves by its inputs'."""
+    """A layer that gathers its weights while it runs. Backward gathers at its outputs' gradients and frees at its inputs'."""
 
     def __init__(self, inner: nn.Module, weights: Gathered, unit: Unit) -> None:
         super().__init__()
@@ -152,25 +152,25 @@ class GatheredLayer(nn.Module):
     def forward(self, *args: Any) -> Any:
         weights, unit = self._weights, self._unit
         weights.enter(unit, 1)
-        learns = torch.is_grad_enabled()
-        inputs = [i for i, x in enumerate(args) if learns and _learned(x) and not isinstance(x, nn.Parameter)]
+        has_gradients = torch.is_grad_enabled()
+        inputs = [i for i, x in enumerate(args) if has_gradients and _learned(x) and not isinstance(x, nn.Parameter)]
         arguments = list(args)
         if inputs:
             for i, x in zip(inputs, _Leave.apply(weights, unit, *(args[i] for i in inputs)), strict=True):  # type: ignore[no-untyped-call]
                 arguments[i] = x
         out = self.inner(*arguments)
-        if learns:
+        if has_gradients:
             out = _entering(out, weights, unit, not inputs)
         weights.leave(unit)
         return out
 
 
 def _entering(out: Any, weights: Gathered, unit: Unit, alone: bool) -> Any:
-    """`out`, whose gradients bring the weights back; `alone`: no input's gradient lets go of them, so the end of backward does."""
+    """Return `out` with gradients that gather the weights; `frees_after_backward`: no input's gradient frees them."""
     values = list(out) if isinstance(out, tuple | list) else [out]
-    learn = [i for i, x in enumerate(values) if _learned(x)]
-    if learn:
-        for i, x in zip(learn, _Enter.apply(weights, unit, alone, *(values[i] for i in learn)), strict=True):  # type: ignore[no-untyped-call]
+    idx = [i for i, x in enumerate(values) if _learned(x)]
+    if idx:
+        for i, x in zip(idx, _Enter.apply(weights, unit, alone, *(values[i] for i in idx)), strict=True):  # type: ignore[no-untyped-call]
             values[i] = x
     return type(out)(values) if isinstance(out, tuple | list) else values[0]
 

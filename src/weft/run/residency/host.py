@@ -1,11 +1,11 @@
-"""What backward keeps, on the host while nobody needs it: `HostStore`.
+"""Offloading of saved activations to host memory between forward and backward: `HostStore`.
 
-In: forwards that run inside `recording`. Out: `Moved`, which can go to the host (`out`) and come back (`back`); what backward asks for
-and is not there comes back by itself. Each storage is moved once, whatever views of it are kept, and its memory on the device is given
-back when nothing else holds it. Parameters, buffers and the batch stay where they are, and so does what is smaller than a page.
+Forwards run inside `record_saved`, which returns `OffloadedActivations`; these are offloaded with `offload` and loaded with `load`, or on
+demand when backward reads them. Each storage is copied once, however many views of it are saved, and its device memory is freed when
+nothing else refers to it. Parameters, buffers, the batch, and storages smaller than a page are not offloaded.
 
-On processors the host's memory is a second account that no limit of the device binds, and copies take their time. On GPUs it is pinned
-memory, and copies run on a stream of their own beside the compute (Rhu et al. 2016).
+On CPUs the host memory is a second account without the device's limit, and copies are synchronous. On GPUs it is pinned memory, and copies
+run on their own stream, overlapping compute (Rhu et al. 2016).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LEAST_BYTES = 4096
 
 @dataclass(eq=False)
 class _Block:
-    """One storage: on the device, on the host, or (while it is copied) on both."""
+    """A saved storage: on the device, on the host, or (while it is copied) on both."""
 
     storage: torch.UntypedStorage | None
     size_bytes: int
     device: torch.device
     users: int = 0
     host: Tensor | None = None
-    arrived: Any = None  # the event after which the storage may be read
+    arrived: Any = None  # the copy's event, after which the storage may be read
 
 
 @dataclass(eq=False)
 class _View:
-    """A tensor without its memory."""
+    """A saved tensor without its memory."""
 
     block: _Block
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class _View:
 
 @dataclass(eq=False)
 class Moved:
-    """What one forward kept, as long as autograd keeps it. `before`: the one whose backward comes after this one's."""
+    """Saved activations of one forward, while autograd refers to them. `previous`: those whose backward follows this one's."""
 
     blocks: WeakSet[_Block] = field(default_factory=WeakSet)
     is_out: bool = False
@@ -63,40 +63,40 @@ class Moved:
 
 
 class HostStore:
-    """Moves what forwards keep between the device and the host."""
+    """Offloads and loads saved activations."""
 
     def __init__(self, device: torch.device, memory: Accounts, stays: Iterable[Tensor]) -> None:
         self._device, self._memory = device, memory
         self._stays = {id(s): s for s in (x.untyped_storage() for x in stays)}
         self._inputs: dict[int, torch.UntypedStorage] = {}
-        # By the storage's identity, while it is on the device and a backward will read it.
+        # By the id of the storage, while it is on the device and a backward will read it.
         self._resident: WeakValueDictionary[int, _Block] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.moved_bytes = 0
 
     @property
     def overlaps(self) -> bool:
-        """Whether copies run beside the compute, so that it pays to begin one before it is needed."""
+        """Return whether copies overlap compute, so that prefetching pays."""
         return self._stream is not None
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
-        """Before a step: the batch's tensors, which stay."""
+        """Set the batch's tensors, which are not offloaded, before a step."""
         self._inputs = {id(s): s for s in (x.untyped_storage() for x in inputs)}
 
     @contextmanager
     def recording(self) -> Iterator[Moved]:
-        """Collect what autograd keeps inside."""
-        moved = Moved()
+        """Collect the tensors that autograd saves within a block."""
+        activations = Moved()
 
         def pack(x: Tensor) -> object:
-            block = self._block(x, moved)
-            return x if block is None else _view(x, block, moved)
+            block = self._block(x, activations)
+            return x if block is None else _view(x, block, activations)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield moved
+            yield activations
 
     def _block(self, x: Tensor, moved: Moved) -> _Block | None:
-        storage = x.untyped_storage()  # one object for each storage as long as someone holds it
+        storage = x.untyped_storage()  # one object per storage while it is referenced
         key = id(storage)
         if key in self._stays or key in self._inputs or storage.nbytes() < _LEAST_BYTES or x.layout is not torch.strided:
             return None
@@ -111,7 +111,7 @@ class HostStore:
         return block
 
     def out(self, moved: Moved) -> None:
-        """Copy to the host. What two forwards have kept goes when both do."""
+        """Offload to the host. A storage saved by two forwards is copied when both are offloaded."""
         if moved.is_out:
             return
         moved.is_out = True
@@ -121,7 +121,7 @@ class HostStore:
                 self._copy_out(block)
 
     def back(self, moved: Moved) -> None:
-        """Copy back what is not on the device; to be called ahead of the backward that reads it, or not at all."""
+        """Load what is not on the device; a prefetch for the backward that reads it, which otherwise loads on demand."""
         if not moved.is_out:
             return
         moved.is_out = False
@@ -130,7 +130,7 @@ class HostStore:
             self._copy_back(block)
 
     def call(self, moved: Moved | None) -> None:
-        """Bring back the first that is away, of this one and those whose backward comes after it."""
+        """Load the first offloaded activations, of these and those whose backward follows."""
         while moved is not None and not moved.is_out:
             moved = moved.before
         if moved is not None:
@@ -143,7 +143,7 @@ class HostStore:
         if self.overlaps and packed.moved is not None and not packed.moved.is_read:
             packed.moved.is_read = True
             self.back(packed.moved)
-            self.call(packed.moved.before)  # on its way while this one's backward runs
+            self.call(packed.moved.before)  # prefetched while this one's backward runs
         return self._tensor(packed)
 
     def _tensor(self, view: _View) -> Tensor:
@@ -160,7 +160,7 @@ class HostStore:
         assert block.storage is not None
         self._resident.pop(id(block.storage), None)
         source = torch.empty(0, dtype=torch.uint8, device=block.device).set_(block.storage)
-        if block.host is None:  # what was there before has not changed
+        if block.host is None:  # else an earlier copy is still valid
             with self._memory.counting(HOST):
                 block.host = torch.empty(block.size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
             self.moved_bytes += block.size_bytes
@@ -178,17 +178,17 @@ class HostStore:
             return
         assert block.host is not None
         with self._memory.counting("activations"):
-            room = torch.empty(block.size_bytes, dtype=torch.uint8, device=block.device)
+            device_copy = torch.empty(block.size_bytes, dtype=torch.uint8, device=block.device)
         if self._stream is None:
-            room.copy_(block.host)
+            device_copy.copy_(block.host)
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the memory may have been someone else's until now
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the memory may have had another use until now
             with torch.cuda.stream(self._stream):
-                room.copy_(block.host, non_blocking=True)
+                device_copy.copy_(block.host, non_blocking=True)
                 block.arrived = self._stream.record_event()
-            room.record_stream(self._stream)
+            device_copy.record_stream(self._stream)
         self.moved_bytes += block.size_bytes
-        block.storage = room.untyped_storage()
+        block.storage = device_copy.untyped_storage()
         self._resident[id(block.storage)] = block
 
 

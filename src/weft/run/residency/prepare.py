@@ -1,7 +1,4 @@
-"""What a layout adds to a lowered stage before it runs: recomputation, offload, and weights that come and go.
-
-In: a lowered stage, its number, the layout's choices. Out: the stage that runs.
-"""
+"""Preparation of a lowered stage as its layout chooses: recomputation, activation offload, and weights gathered by layer (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -19,25 +16,25 @@ from weft.world.memory import Accounts
 def prepared(
     local: LocalStage, stage: int, layout: Layout, draw: Draw, gathered: Gathered, host: HostStore, memory: Accounts
 ) -> LocalStage:
-    """The stage under a layout's `recompute` and `offload`, with layers that gather their weights where those lie as pieces."""
+    """Return the stage with the layout's `recompute` and `offload` applied, and layers that gather their sharded weights."""
     if layout.recompute == "selective":
         local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in gathered.units)
     if not layout.repeats_layers and not gathers and not layout.moves_layers:
         return local
-    layered, which = by_layer(local), layout.residency
+    layered, residency = by_layer(local), layout.residency
     layers = list(dict.fromkeys(layered.layers[number] for number in sorted(layered.repeated)))
     if layout.repeats_layers:
-        again = layered.numbers_of(which.repeated(stage, layers))
-        if which.segment > 1:  # nothing is moved or gathered by layer then
-            layered = in_segments(local, layered, again, which.segment)
-        recompute_layers(layered, draw, memory, again)
-    if which.offload.picks:
-        offload_layers(layered, host, layered.numbers_of(which.moved(stage, layers)))
+        recomputed = layered.numbers_of(residency.repeated(stage, layers))
+        if residency.segment > 1:  # then no layer is offloaded or gathered
+            layered = in_segments(local, layered, recomputed, residency.segment)
+        recompute_layers(layered, draw, memory, recomputed)
+    if residency.offload.picks:
+        offload_layers(layered, host, layered.numbers_of(residency.moved(stage, layers)))
     elif layout.moves_layers:
-        every = sorted(layered.names)
-        # Without a pipeline the last one's backward follows at once, so it stays.
-        offload_layers(layered, host, frozenset(every[: len(every) - (layout.num_stages == 1)]))
+        numbers = sorted(layered.names)
+        # Without a pipeline the last layer's backward follows at once, so it is not offloaded.
+        offload_layers(layered, host, frozenset(numbers[: len(numbers) - (layout.num_stages == 1)]))
     if gathers:
         gathered.wrap(stage, layered)
     return layered.local

@@ -1,9 +1,8 @@
-"""Recomputation: parts of a stage keep only what enters them, and run again in backward.
+"""Recomputation (activation checkpointing, Chen et al. 2016): parts of a stage save only their inputs and run again in backward.
 
-In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer, one at a
-time or several together (`in_segments`);
-`selective` repeats the core of attention where that keeps its scores (`model.cores`). Attention that is one fused kernel keeps no scores,
-and forms them again in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
+`full` recomputes every layer, singly or in segments of several (`merge_segments`); `selective` recomputes the core of attention where it
+would save its scores (`model.stages.core_attention`). A fused attention kernel saves no scores and recomputes them in backward itself; with
+dropout there is no such kernel on CPUs, and the core is recomputed.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _CORE = "attention_core_"
 
 
 def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Collection[int] | None = None) -> None:
-    """Put every layer of a stage (or the runs whose numbers are in `only`) under checkpointing.
+    """Recompute every layer of a stage, or those whose numbers are in `only`.
 
-    What stands outside of layers is kept. So is a layer that reads a buffer which is written while the model runs: run again it would
-    read what later microbatches wrote.
+    Operators outside of layers are not recomputed. Nor is a layer that reads a buffer written while the model runs: it would read what
+    later microbatches wrote.
     """
     for number in sorted(layered.repeated - layered.reads_written):
         if only is None or number in only:
@@ -40,36 +39,36 @@ def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Colle
 
 
 def in_segments(local: LocalStage, layered: Layered, only: Collection[int], length: int) -> Layered:
-    """The stage cut so that `length` layers one after another, of the runs in `only`, are one child.
+    """Split the stage so that `length` consecutive recomputed layers are one child.
 
-    What stands between two layers ends a segment, and so does a layer that `recompute_layers` keeps.
+    Operators between two layers end a segment, and so does a layer that `recompute_layers` does not recompute.
     """
-    numbers, again = sorted(layered.names), layered.repeated - layered.reads_written
-    parts = joined([number in only and number in again for number in numbers], length)
-    return by_layer(local, {number: numbers[start] for start, behind in parts for number in numbers[start:behind]})
+    numbers, recomputable = sorted(layered.names), layered.repeated - layered.reads_written
+    segments = joined([number in only and number in recomputable for number in numbers], length)
+    return by_layer(local, {number: numbers[start] for start, behind in segments for number in numbers[start:behind]})
 
 
 def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> LocalStage:
-    """The same stage with the core of every attention that keeps its scores under checkpointing."""
+    """Return the stage with the core of every attention that would save its scores recomputed."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
     module = fx.GraphModule(local.module, fx.Graph())
     copied: dict[fx.Node, fx.Node] = {}
     module.graph.output(module.graph.graph_copy(local.module.graph, copied))
-    regions = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
-    if not regions:
+    core_nodes = [[copied[node] for node in core] for core in find_core_attention(local.module.graph)]
+    if not core_nodes:
         return local
-    where = [{key: core[-1].meta[key] for key in ("part", "layer", "in_region")} for core in regions]
+    metadata = [{key: core[-1].meta[key] for key in ("part", "layer", "in_region")} for core in core_nodes]
     module.recompile()
-    fuse_by_partitions(module, [dict.fromkeys(core) for core in regions], prefix=_CORE)
+    fuse_by_partitions(module, [dict.fromkeys(core) for core in core_nodes], prefix=_CORE)
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
     for node in calls:
-        node.meta.update(where[int(str(node.target).removeprefix(_CORE))])
+        node.meta.update(metadata[int(str(node.target).removeprefix(_CORE))])
         setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw, memory))
     return replace(local, module=module)
 
 
 def find_core_attention(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
+    """Find the operators of each attention that would save its scores; no other operator is on a path between two of one core."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     nodes = set(calls)
     return CoreAttention(
@@ -83,7 +82,7 @@ def find_core_attention(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _name(node: fx.Node) -> str:
-    """`softmax` of an operator, also where it is held in full precision."""
+    """Return an operator's name (`softmax`), also if it is wrapped for full precision."""
     target = node.target
     if getattr(target, "__name__", "") == "_full_precision":
         target = node.args[0]  # type: ignore[assignment]
@@ -91,7 +90,7 @@ def _name(node: fx.Node) -> str:
 
 
 class Recomputed(nn.Module):
-    """`inner` under checkpointing, where gradients are wanted; what it keeps when it runs again are activations."""
+    """`inner`, recomputed in backward if gradients are enabled; tensors saved during recomputation count as activations."""
 
     def __init__(self, inner: nn.Module, draw: Draw, memory: Accounts) -> None:
         super().__init__()
@@ -100,16 +99,16 @@ class Recomputed(nn.Module):
     def forward(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args)
-        # torch's checkpoint saves what it is called with, and backward would refuse buffers that were written since.
-        learned = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+        # torch's checkpoint saves its arguments, and backward would refuse buffers that were written since.
+        differentiable = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
         def run(*inputs: Tensor) -> Any:
             full_args = list(args)
-            for i, x in zip(learned, inputs, strict=True):
+            for i, x in zip(differentiable, inputs, strict=True):
                 full_args[i] = x
             return self.inner(*full_args)
 
-        learned_args = [args[i] for i in learned]
+        learned_args = [args[i] for i in differentiable]
         return checkpoint(run, *learned_args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[Any, Any]:
@@ -118,7 +117,7 @@ class Recomputed(nn.Module):
 
 @contextlib.contextmanager
 def recomputing(draw: Draw, memory: Accounts) -> Iterator[None]:
-    """While something runs again: buffers are not written a second time."""
+    """Mark recomputation within a block: buffers are not written a second time."""
     draw.recomputing = True
     try:
         with memory.counting("activations"):

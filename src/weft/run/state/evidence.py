@@ -1,9 +1,9 @@
-"""What one rank computed in a step that is doubted, and where it went wrong. In: losses, norms, gradients before the update. Out: names.
+"""Locate silent data corruption in a suspect step by rerunning it. In: losses, norms, gradients before the update. Out: rank and tensor.
 
-A step that is made again from the same state computes the same bits. So a rank whose own numbers (its losses, the norms of its gradients
-before they are summed) differ between the two was at fault; where all are the same twice, the machine was not. Of parameters the last in
-the model's order is named: backward comes from there, and what is not a number goes on to all before it. Not modelled: a fault in
-what ranks send one another while forward runs, after which all of them differ.
+A rerun from the same state is bitwise reproducible. So a rank whose own numbers (its losses, its gradient norms before the reduction)
+differ between the two runs was faulty; if all are equal, the hardware was not. The last differing parameter in the model's order is named,
+since backward starts there and NaNs propagate to all earlier ones. Not modelled: a fault in messages during forward, after which all
+ranks differ.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weft.run.state.parameters import FlatGroup
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one rank. `losses` by microbatch, `norms` by bucket, `gradients`: fingerprints of what is summed, by name. `not_finite`: names
-    whose gradient is not; `largest`: whose is."""
+    """Numbers of one rank's step. `losses` by microbatch, `norms` by bucket, `gradients`: fingerprints after the reduction, by name.
+    `not_finite`: names with a gradient that is not finite; `largest`: name with the largest gradient norm."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -32,22 +32,22 @@ class Evidence:
     @classmethod
     @torch.no_grad()
     def of(cls, losses: Sequence[Tensor], norms: Sequence[Tensor], groups: Sequence[FlatGroup]) -> Evidence:
-        """Reads all gradients."""
-        parts = [(name, x.detach().clone().reshape(-1)) for name, x in _gradients(groups)]
-        sizes = {name: float(torch.linalg.vector_norm(x.float())) for name, x in parts if x.numel()}
-        finite = {name: bool(x.isfinite().all()) for name, x in parts}
+        """Collect the evidence of a step; reads all gradients."""
+        flat_gradients = [(name, x.detach().clone().reshape(-1)) for name, x in _gradients(groups)]
+        norm_by_name = {name: float(torch.linalg.vector_norm(x.float())) for name, x in flat_gradients if x.numel()}
+        finite = {name: bool(x.isfinite().all()) for name, x in flat_gradients}
         return cls(
             tuple(float(x) for x in losses),
             tuple(float(x) for x in norms),
-            {name: int(fingerprint(x)) for name, x in parts},
+            {name: int(fingerprint(x)) for name, x in flat_gradients},
             frozenset(name for name, is_finite in finite.items() if not is_finite),
-            max(sizes, key=lambda name: sizes[name], default=""),
+            max(norm_by_name, key=lambda name: norm_by_name[name], default=""),
         )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is odd on one rank: a loss (1 + its microbatch), its own gradients, a parameter (1 + its place in the model); 0: nothing."""
+    """Anomalies of one rank: a loss (1 + its microbatch), its own gradients, a parameter (1 + its index in the model); 0: none."""
 
     loss: int = 0
     gradients: int = 0
@@ -55,15 +55,15 @@ class Finding:
 
     @classmethod
     def between(cls, one: Evidence, other: Evidence, names: Sequence[str]) -> Finding:
-        """What differs. Numbers of norms differ where one of them went on after some of the microbatches, and then tell nothing."""
+        """Compare two runs of a step. Norms are skipped if their numbers differ, since one run was resumed between microbatches."""
         losses = [1 + m for m, pair in enumerate(zip(one.losses, other.losses, strict=False)) if _differ(*pair)]
         gradients = len(one.norms) == len(other.norms) and any(_differ(a, b) for a, b in zip(one.norms, other.norms, strict=True))
-        odd = {name for name, value in one.gradients.items() if other.gradients.get(name) != value}
-        return cls(min(losses, default=0), int(gradients), _last(odd, names))
+        differing = {name for name, value in one.gradients.items() if other.gradients.get(name) != value}
+        return cls(min(losses, default=0), int(gradients), _last(differing, names))
 
     @classmethod
     def within(cls, one: Evidence, names: Sequence[str], is_doubted: bool) -> Finding:
-        """What is not finite; else, of a rank whose gradients are doubted, the largest."""
+        """Report what is not finite; else, if the gradients are suspect, the parameter with the largest one."""
         losses = [1 + m for m, x in enumerate(one.losses) if x - x != 0]
         gradients = any(x - x != 0 for x in one.norms)
         if gradients or one.not_finite or losses:
@@ -72,7 +72,7 @@ class Finding:
 
 
 def words_of(findings: Sequence[Finding], names: Sequence[str]) -> str:
-    """Which rank and tensor; empty where there is none.
+    """Describe the rank and tensor of an anomaly; empty if there is none.
 
     >>> words_of([Finding(), Finding(0, 1, 2)], ["a", "b"]), words_of([Finding(0, 0, 1), Finding(3, 1, 1)], ["a", "b"])
     ('the gradient of b on rank 1', 'the loss of microbatch 2 on rank 1')
@@ -90,7 +90,7 @@ def words_of(findings: Sequence[Finding], names: Sequence[str]) -> str:
 
 
 def _last(odd: set[str] | frozenset[str], names: Sequence[str]) -> int:
-    return max((1 + place for place, name in enumerate(names) if name in odd), default=0)
+    return max((1 + index for index, name in enumerate(names) if name in odd), default=0)
 
 
 def _differ(a: float, b: float) -> bool:

@@ -1,7 +1,7 @@
-"""The update of one rank's parameters: an optimizer of torch on flat buffers, clipping by the global norm, ZeRO.
+"""Optimizer step on one rank's parameters: a torch optimizer on flat buffers, gradient clipping by the global norm, ZeRO, offload.
 
-In: flat groups whose gradients are summed. Out: updated parameters. The update rules are torch's own, fused where torch has
-them; they are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
+In: flat groups with reduced gradients. Out: updated parameters. The update rules are torch's own, fused if available; they are
+elementwise, so a flat tensor is updated exactly as its parameters would be one by one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from weft.run.state.precision import LossScale
 from weft.world.world import Group
 
 _EPS = 1e-8
-SHARED_BYTES = 64 << 10  # of state that is worth telling that other ranks hold it, too
+SHARED_BYTES = 64 << 10  # of state that is worth sharding over replicas in snapshots
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """Which optimizer of `torch.optim`, in lower case, with torch's defaults. `clip`: largest global gradient norm (0 = none).
+    """Optimizer of `torch.optim` by lower-case name, with torch's defaults. `clip`: maximum global gradient norm (0 = none).
 
-    `options`: more that it is made with, as pairs of name and value.
-
-    `decay`: "all" parameters as torch.optim does, or "matrices" (two dimensions or more) as language models are trained.
+    `options`: further constructor options, as (name, value) pairs. `decay`: weight decay of "all" parameters as in torch.optim, or of
+    "matrices" (two dimensions or more) as for language models.
     """
 
     name: str = "adamw"
@@ -57,7 +56,7 @@ class OptimizerSpec:
 
     @classmethod
     def of(cls, value: OptimizerSpec | str | Mapping[str, Any]) -> OptimizerSpec:
-        """A name, a mapping of fields, or a spec. Raises UsageError for an unknown field."""
+        """Parse a name, a mapping of fields, or a spec. Raises UsageError for an unknown field."""
         if isinstance(value, OptimizerSpec):
             return value
         if isinstance(value, str):
@@ -66,12 +65,12 @@ class OptimizerSpec:
         for key in value:
             if key not in names:
                 raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, names, 0.6)}; known: {', '.join(names)}")
-        more = value.get("options", ())
-        return cls(**{**value, "options": tuple(sorted(more.items())) if isinstance(more, Mapping) else more})
+        options = value.get("options", ())
+        return cls(**{**value, "options": tuple(sorted(options.items())) if isinstance(options, Mapping) else options})
 
     @property
     def usual(self) -> bool:
-        """Whether it is one of the two whose state is zeros before the first step, and of known names."""
+        """Return whether it is adamw or sgd without options, whose state is known and zero before the first step."""
         return self.name in ("adamw", "sgd") and not self.options
 
     @property
@@ -79,7 +78,7 @@ class OptimizerSpec:
         """Names of the optimizer's state tensors.
 
         Raises:
-            UsageError: an optimizer that cannot update pieces of parameters.
+            UsageError: an optimizer that cannot update shards of parameters.
         """
         if not self.usual:
             return traits_of(self).slots
@@ -87,22 +86,22 @@ class OptimizerSpec:
 
     @property
     def gain(self) -> float:
-        """Of AdamW, how much further at most a step moves a weight whose gradients, far below `eps`, differ by one: lr / eps, since it
-        moves by lr m / (sqrt(v) + eps), m an average of them (Kingma and Ba 2015). 0 of others, of which nothing is said."""
+        """Sensitivity of an AdamW update to gradients far below `eps`: lr / eps, since the step is lr m / (sqrt(v) + eps) with m a mean of
+        gradients (Kingma and Ba 2015). 0, unknown, for other optimizers."""
         return self.lr / self.eps if self.name == "adamw" and self.usual and self.eps else 0.0
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Names of numbers that the optimizer counts with, beside the steps."""
+        """Names of the optimizer's scalar state, other than the step count."""
         return () if self.usual else traits_of(self).scalars
 
     def build(self, tensors: Sequence[tuple[Tensor, bool]]) -> torch.optim.Optimizer:
-        """torch's optimizer over (tensor, does it decay) pairs; also what the serial reference uses."""
+        """Build the torch optimizer over (tensor, has weight decay) pairs; the serial reference uses it too."""
         default = 0.01 if self.name == "adamw" else 0.0
         decay = default if self.weight_decay is None else self.weight_decay
-        # A stage may have no parameters; torch wants one.
+        # A stage may have no parameters, but torch needs one.
         params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
-        fused = not any(t.is_complex() for t, _ in tensors)  # torch has none for complex numbers
+        fused = not any(t.is_complex() for t, _ in tensors)  # torch has no fused update of complex numbers
         if not self.usual:
             return self._other(params, fused)
         if self.name == "adamw":
@@ -132,20 +131,20 @@ class OptimizerSpec:
             raise UsageError(f"optimizer {self.name} cannot be made with {dict(self.options)}: {error}") from error
 
     def decays(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape decays."""
+        """Return whether a parameter of this shape has weight decay."""
         return self.decay == "all" or len(shape) > 1
 
 
 @cache
 def traits_of(spec: OptimizerSpec) -> Traits:
-    """What an optimizer keeps. Raises UsageError where it cannot update pieces of parameters."""
+    """Return the state tensors of an optimizer. Raises UsageError if it cannot update shards of parameters."""
     return traits(spec.name, spec.build)
 
 
 class Optimizer:
-    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket, where they lie.
+    """Updates flat groups in place, in full or (ZeRO) this rank's shard of every bucket.
 
-    With `offload` its state and its own copy of the weights lie on the host, and the update runs there (Ren et al. 2021).
+    With `offload` its state and its own copy of the weights are on the host, and the update runs there (Ren et al. 2021).
     """
 
     def __init__(
@@ -159,24 +158,24 @@ class Optimizer:
         alone: bool = False,
         scale: LossScale | None = None,
     ) -> None:
-        """`alone`: every replica has all gradients, and `world` is its ranks, so none asks another for the norm. `scale`: of the loss."""
+        """`has_whole_replica`: every replica has all gradients, and `world` is the replica's ranks, over which the norm is reduced."""
         self.scale = scale if scale is not None and scale.scaled else None
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
         self.offload, self._alone = offload, alone
-        # By group and piece: where the device has it, and what is updated.
+        # By group and shard: (parameter, gradient) on the device, and those that are updated (on the host with offload).
         self._there = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
-        self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in those] for those in self._there]
+        self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in pairs] for pairs in self._there]
         decays = [group.decay for group in self._groups]
-        updated = [(p, decay) for those, decay in zip(self._mine, decays, strict=True) for p, _ in those]
-        # A parameter of no use, whose numbers a rank without parameters has too.
+        parameters = [(p, decay) for pairs, decay in zip(self._mine, decays, strict=True) for p, _ in pairs]
+        # A placeholder parameter, so that ranks without parameters have the scalar state too.
         self._clock = [] if spec.usual else [torch.zeros(1)]
-        self.inner = spec.build([*updated, *((p, False) for p in self._clock)])
-        # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make of the usual
-        # ones. What others begin with their first step makes, and it is laid into the tensors that are there.
+        self.inner = spec.build([*parameters, *((p, False) for p in self._clock)])
+        # State is allocated from the start, so that a checkpoint can be loaded into it; zeros are the initial state of standard optimizers.
+        # Others initialise it in their first step, after which it is copied into the allocated tensors.
         self._first: dict[Tensor, dict[str, Any]] = {}
         self.counters = {} if spec.usual else {"optimizer.updates": torch.zeros((), dtype=torch.int64)}
-        for p in (*(p for p, _ in updated), *self._clock):
+        for p in (*(p for p, _ in parameters), *self._clock):
             state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
             if spec.name == "adamw" and spec.usual:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -187,40 +186,40 @@ class Optimizer:
         self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._clock for name in spec.scalars}
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters and gradients of this rank's pieces of a group, where the group has them."""
+        """Return views of the parameters and gradients of this rank's shards of a group."""
         group = self._groups[number]
-        places = self.pieces(number)
-        params = [group.data.narrow(0, at if group.gathered else start, length) for start, at, length in places]
+        ranges = self.pieces(number)
+        params = [group.data.narrow(0, shard_start if group.gathered else start, length) for start, shard_start, length in ranges]
         if group.comes_and_goes:
-            buckets = zip(group.buckets, places, strict=True)
+            buckets = zip(group.buckets, ranges, strict=True)
             return params, [group.gradients(bucket).narrow(0, start - bucket.start, length) for bucket, (start, _, length) in buckets]
-        return params, [group.grad.narrow(0, at if group.scattered else start, length) for start, at, length in places]
+        return params, [group.grad.narrow(0, shard_start if group.scattered else start, length) for start, shard_start, length in ranges]
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything that the optimizer holds beside the groups' own parameters and gradients."""
-        copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
+        """Return all tensors of the optimizer other than the groups' own parameters and gradients."""
+        copies = [t for pairs in self._mine for pair in pairs for t in pair] if self.offload else []
         return [*copies, *self._numbers(), *self.updates]
 
     def state_of_update(self) -> list[Tensor]:
-        """What only updates change: parameters, but those that the model itself writes, and all that the optimizer holds."""
+        """Return what only updates change: optimizer state, and parameters other than those that the model itself writes."""
         groups = [group.data for group in self._groups if not group.members[0].written]
-        return [*groups, *(t for those in self._mine for t, _ in those if self.offload), *self._numbers()]
+        return [*groups, *(t for pairs in self._mine for t, _ in pairs if self.offload), *self._numbers()]
 
     def _numbers(self) -> Iterator[Tensor]:
         return (t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor))
 
     def owner_of(self, x: Tensor, element: int) -> tuple[str, str]:
-        """(parameter, slot, or nothing for a copy of its weights) that an element of a tensor of the state is of; empty where of none."""
+        """Return (parameter, slot) of an element of a state tensor; slot "" for a copy of the weights; both empty if of none."""
         for number, group in enumerate(self._groups):
             for (p, _), (start, _, _) in zip(self._mine[number], self.pieces(number), strict=True):
                 slots = {id(p): "", **{id(t): slot for slot, t in self.inner.state[p].items()}}
                 if id(x) in slots and x.numel() == p.numel():
-                    placed = zip(group.starts, group.members, strict=True)
-                    return next((m.name for at, m in placed if at <= start + element < at + m.size), ""), slots[id(x)]
+                    members = zip(group.starts, group.members, strict=True)
+                    return next((m.name for at, m in members if at <= start + element < at + m.size), ""), slots[id(x)]
         return "", ""
 
     def shared_by(self) -> dict[int, tuple[int, ...]]:
-        """Which ranks hold the same of its state tensors, by id: those that update the same parameters from the same sums."""
+        """Return the replicas of each state tensor by id: the ranks that update the same parameters from the same gradients."""
         return {
             id(x): group.sum_ranks
             for number, group in enumerate(self._groups)
@@ -231,22 +230,22 @@ class Optimizer:
         }
 
     def read(self, gradients: Sequence[Tensor]) -> None:
-        """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""
+        """Use these flat gradients from now on, one per group; only for groups with full gradients that are updated on the device."""
         for number, gradient in enumerate(gradients):
             places = zip(self._mine[number], self.pieces(number), strict=True)
             self._mine[number] = [(p, gradient.narrow(0, start, length)) for (p, _), (start, _, length) in places]
 
     def slots(self, number: int) -> list[dict[str, Tensor]]:
-        """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""
+        """Return the state tensors of group `number` by slot, for each shard of `shard_ranges(number)`."""
         return [{slot: self.inner.state[p][slot] for slot in self.spec.slots} for p, _ in self._mine[number]]
 
     @property
     def updates(self) -> list[Tensor]:
-        """How many updates were made, where the first is another than the rest."""
+        """Number of updates, for optimizers that initialise state in the first one."""
         return [x for name, x in self.counters.items() if name == "optimizer.updates"]
 
     def set_steps(self, count: int) -> None:
-        """Steps that the state has seen (AdamW's bias correction); what `counters` hold of others is theirs."""
+        """Set the step count of the state (AdamW's bias correction); other optimizers take theirs from `counters`."""
         for state in self.inner.state.values():
             for name in self.spec.scalars:
                 state[name].copy_(self.counters[f"optimizer.{name}"])
@@ -256,27 +255,27 @@ class Optimizer:
                 state["step"].fill_(float(count))
 
     def pieces(self, number: int) -> list[tuple[int, int, int]]:
-        """(start in the flat group, start in its pieces one after the other, length) of what this rank updates of group `number`."""
+        """Return (start in the flat group, start in the concatenated shards, length) of what this rank updates of group `number`."""
         group = self._groups[number]
         return group.pieces() if self.sharded[number] or group.comes_and_goes else [(0, 0, group.data.numel())]
 
     def load_parameters(self) -> None:
-        """After parameters were written from outside (initial values, a checkpoint): take them over, where they have a copy here."""
+        """Copy parameters that were written from outside (initial values, a checkpoint) to the host copy, with offload."""
         if self.offload:
-            for there, mine in zip(self._there, self._mine, strict=True):
-                for (source, _), (target, _) in zip(there, mine, strict=True):
+            for device_pairs, updated_pairs in zip(self._there, self._mine, strict=True):
+                for (source, _), (target, _) in zip(device_pairs, updated_pairs, strict=True):
                     target.copy_(source)
 
     def step(self, lr: float | None = None) -> float | None:
-        """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed.
+        """Clip, update, and (ZeRO-1 and 2) all-gather the parameters. Returns the global gradient norm if clipping is on.
 
-        Where a loss is scaled and any rank's gradients are not finite, nothing is updated, and there is no norm.
+        If the loss is scaled and any rank's gradients are not finite, the update is skipped, and there is no norm.
         """
         for group in self._groups:
-            group.hold()  # also where no step has been made
+            group.hold()  # also before the first step
         if self.offload:
-            for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
-                for (weights, source), (copy, target) in zip(there, mine, strict=True):
+            for group, device_pairs, updated_pairs in zip(self._groups, self._there, self._mine, strict=True):
+                for (weights, source), (copy, target) in zip(device_pairs, updated_pairs, strict=True):
                     target.copy_(source)
                     if group.members[0].written:
                         copy.copy_(weights)
@@ -286,8 +285,8 @@ class Optimizer:
         for entry in self.inner.param_groups:
             if lr is not None:
                 entry["lr"] = lr
-        for those in self._mine:
-            for p, g in those:
+        for pairs in self._mine:
+            for p, g in pairs:
                 p.grad = g
         self._update()
         self._hand_out()
@@ -296,14 +295,14 @@ class Optimizer:
     def _update(self) -> None:
         for p in self._clock:
             p.grad = torch.zeros_like(p)
-        begins = any(not count for count in self.updates)
-        there = dict(self.inner.state)
-        if begins:
+        is_first = any(not count for count in self.updates)
+        allocated = dict(self.inner.state)
+        if is_first:
             for p, state in self._first.items():
                 self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
         self.inner.step()
-        if begins:
-            for p, state in there.items():
+        if is_first:
+            for p, state in allocated.items():
                 for name, x in state.items():
                     x.copy_(self.inner.state[p][name])
                 self.inner.state[p] = state
@@ -311,26 +310,26 @@ class Optimizer:
             count += 1
 
     def _hand_out(self) -> None:
-        """Bring updated weights to the device, and (ZeRO-1 and 2) to the other ranks."""
+        """Copy updated weights to the device (offload), and all-gather them over ranks (ZeRO-1 and 2)."""
         works = []
         for number, group in enumerate(self._groups):
-            over = self._sums[number]
+            shard_group = self._sums[number]
             if self.offload:
                 for (target, _), (source, _) in zip(self._there[number], self._mine[number], strict=True):
                     target.copy_(source)
-            if self.sharded[number] and over is not None and not group.gathered:
+            if self.sharded[number] and shard_group is not None and not group.gathered:
                 for (piece, _), bucket in zip(self._there[number], group.buckets, strict=True):
-                    works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
+                    works.append(shard_group.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
         for work in works:
             work.wait()
 
     def unscale(self) -> None:
-        """Make summed gradients those of the loss that was not scaled."""
+        """Divide reduced gradients by the loss scale."""
         if self.scale is not None:
-            self.scale.unscale([g for those in self._there for _, g in those])
+            self.scale.unscale([g for pairs in self._there for _, g in pairs])
 
     def _overflowed(self, norm: float | None) -> bool:
-        """Whether any rank has gradients that are not finite, as `norm` tells where there is one; ends the scale's step."""
+        """Return whether any rank has gradients that are not finite, by `norm` if there is one; also updates the loss scale."""
         assert self.scale is not None
         if norm is None:
             self._world.all_reduce(self.scale.overflowed, op="max")
@@ -339,10 +338,10 @@ class Optimizer:
         return not isfinite(norm)
 
     def norm(self) -> float:
-        """The norm of all gradients of the whole model, each element counted once."""
+        """Return the global gradient norm of the whole model, each element counted once."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
-            # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
+            # A shard is counted by its owner; a replicated gradient is counted by the first rank.
             if group.counted_piece if self._alone or self.sharded[number] else group.counted:
                 for _, g in self._mine[number]:
                     total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
@@ -351,14 +350,14 @@ class Optimizer:
 
     def _clip(self) -> float:
         norm = self.norm()
-        if not norm <= self.spec.clip:  # what is not a number makes all gradients so, as torch's clipping does
+        if not norm <= self.spec.clip:  # NaN makes all gradients NaN, as torch's clipping does
             scale = self.spec.clip / (norm + 1e-6)
-            for those in self._mine:
-                for _, g in those:
+            for pairs in self._mine:
+                for _, g in pairs:
                     g.mul_(scale)
         return norm
 
 
 def _host(x: Tensor) -> Tensor:
-    """Room for a tensor on the host."""
+    """Allocate a host buffer like a tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")

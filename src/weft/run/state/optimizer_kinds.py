@@ -1,7 +1,7 @@
-"""Which of torch's optimizers can update flat buffers, and what they keep. In: a class and its options. Out: its traits, or why it cannot.
+"""Determine which of torch's optimizers are elementwise, so that they can update flat buffers and shards, and their state tensors.
 
-An optimizer may if a flat tensor of several parameters is updated as they are one by one. That is tried on small tensors, so that no list
-of names says it. Not modelled: optimizers that call the model again.
+An optimizer qualifies if it updates a flat tensor of several parameters like the parameters one by one. This is tested on small tensors,
+so that no list of names is needed. Not supported: optimizers that call the model again (closures).
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ Build = Callable[[Sequence[tuple[Tensor, bool]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """`slots`: names of state of a parameter's shape; `scalars`: of state that is one number, the same for all parameters."""
+    """Names of an optimizer's state: `slots` of a parameter's shape; `scalars`: one number, the same for all parameters."""
 
     slots: tuple[str, ...]
     scalars: tuple[str, ...]
 
 
 def kinds() -> dict[str, type[torch.optim.Optimizer]]:
-    """torch's optimizers by name in lower case."""
+    """Return torch's optimizer classes by name in lower case."""
     base = torch.optim.Optimizer
     classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, base)}
     return {name: kind for name, kind in classes.items() if kind is not base}
 
 
 def takes(kind: type[torch.optim.Optimizer]) -> set[str]:
-    """Names of an optimizer's options."""
+    """Return the names of an optimizer's options."""
     return set(inspect.signature(kind).parameters) - {"params"}
 
 
 def traits(name: str, build: Build) -> Traits:
-    """What an optimizer keeps.
+    """Measure the state tensors of an optimizer on a trial update.
 
     Raises:
-        UsageError: it does not update each element by itself, or not from gradients alone; or it refuses its options.
+        UsageError: it is not elementwise, needs more than gradients, or rejects its options.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(size: int) -> Tensor:
+    def sample_normal(size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    parts = [drawn(size) for size in _SIZES]
-    flat = torch.cat(parts)
+    parameters = [sample_normal(size) for size in _SIZES]
+    flat = torch.cat(parameters)
     try:
-        apart, together = build([(p, True) for p in parts]), build([(flat, True)])
+        per_parameter, flattened = build([(p, True) for p in parameters]), build([(flat, True)])
         for _ in range(_TRIED):
-            for scale, p in enumerate(parts, 1):
-                p.grad = scale * drawn(p.numel())
-            flat.grad = torch.cat([p.grad for p in parts if p.grad is not None])
-            apart.step()
-            together.step()
+            for scale, p in enumerate(parameters, 1):
+                p.grad = scale * sample_normal(p.numel())
+            flat.grad = torch.cat([p.grad for p in parameters if p.grad is not None])
+            per_parameter.step()
+            flattened.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{_refused(name)}: {said(error)}; {REMEDY}") from error
-    state = together.state.get(flat, {})
+    state = flattened.state.get(flat, {})
     slots = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == flat.shape)
     scalars = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and not x.dim())
-    agrees = torch.allclose(torch.cat(parts), flat, rtol=1e-12, atol=0)
-    scalars_agree = all(torch.equal(apart.state[p][slot], state[slot]) for p in parts for slot in scalars)
+    agrees = torch.allclose(torch.cat(parameters), flat, rtol=1e-12, atol=0)
+    scalars_agree = all(torch.equal(per_parameter.state[p][slot], state[slot]) for p in parameters for slot in scalars)
     if not agrees or not scalars_agree or len(slots) + len(scalars) < len(state):
-        raise UsageError(f"{_refused(name)}: what becomes of an element follows from others of its parameter too; {REMEDY}")
+        raise UsageError(f"{_refused(name)}: the update of an element depends on others of its parameter; {REMEDY}")
     return Traits(slots, scalars)
 
 
@@ -82,7 +82,7 @@ def _refused(name: str) -> str:
 
 
 def options_of(kind: type[torch.optim.Optimizer], name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options that a class knows. Raises UsageError for others."""
+    """Return the options if the class accepts them all. Raises UsageError for others."""
     accepted = takes(kind)
     for option in options:
         if option not in accepted:

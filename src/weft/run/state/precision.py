@@ -1,9 +1,9 @@
-"""What a precision is on a rank: dtypes of weights and of products, and for float16 the scale of the loss (Micikevicius et al. 2018,
-section 3.2), dynamic as torch's `GradScaler` has it.
+"""Mixed precision on a rank: dtypes of weights and of matrix products, and dynamic loss scaling for float16 (Micikevicius et al. 2018,
+section 3.2), as in torch's `GradScaler`.
 
-In: summed gradients of a loss that was multiplied by `factor`. Out: those of the loss itself, and whether any is not finite: then the
-step is skipped on all ranks, and the next one's loss is multiplied by less. One factor for all ranks, stages and microbatches, which all
-see the same steps overflow, so it stays the same everywhere without being sent.
+In: reduced gradients of a loss that was multiplied by `factor`. Out: unscaled gradients, and whether any is not finite: then all ranks skip
+the step, and the factor is reduced. There is one factor for all ranks, stages and microbatches; since overflow is voted on, it stays equal
+everywhere without communication.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from weft.plan.precision import PRECISIONS
 from weft.run.state.checkpoint.piece import Piece, full_piece
 from weft.world.private import unscale
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, one.weights) for name, one in PRECISIONS.items()}  # of weights
-TENSOR_CORES, EIGHT_BITS = (8, 0), (9, 0)  # the first GPUs with products of tf32, and of 8 bits with scales of rows: Ampere, Hopper
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, one.weights) for name, one in PRECISIONS.items()}  # of weights, by precision
+TENSOR_CORES, EIGHT_BITS = (8, 0), (9, 0)  # compute capability for tf32 (Ampere), and for row-scaled float8 products (Hopper)
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's defaults
 
 
 def products_of(precision: str) -> torch.dtype | None:
-    """What autocast makes of products' operands; None where nothing is cast."""
+    """Return the autocast dtype of matrix products; None without autocast."""
     name = PRECISIONS[precision].products
     return getattr(torch, name) if name else None
 
 
 def set_products(precision: str, device: torch.device) -> None:
-    """Let products of float32 be made by the units that round their operands, where a run asks for that; torch's public switch, which is
-    of the whole process. On processors they stay float32.
+    """Enable tf32 matrix products if `precision` asks for it, by torch's process-wide switch; CPUs stay in float32.
 
     Raises:
-        Infeasible: a GPU without such units.
+        Infeasible: a GPU without tf32 or float8 tensor cores.
     """
-    one = PRECISIONS[precision]
-    if not (one.bits or one.linears) or device.type != "cuda":
+    settings = PRECISIONS[precision]
+    if not (settings.bits or settings.linears) or device.type != "cuda":
         return
-    if torch.cuda.get_device_capability(device) < (EIGHT_BITS if one.linears else TENSOR_CORES):
-        name, others = torch.cuda.get_device_name(device), "bfloat16" if one.linears else "float32 or precision=float16"
-        raise Infeasible(f"precision={precision}: {name} has no such products; use precision={others}")
-    if one.linears:
+    if torch.cuda.get_device_capability(device) < (EIGHT_BITS if settings.linears else TENSOR_CORES):
+        name, alternatives = torch.cuda.get_device_name(device), "bfloat16" if settings.linears else "float32 or precision=float16"
+        raise Infeasible(f"precision={precision}: {name} has no such products; use precision={alternatives}")
+    if settings.linears:
         return
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
 
 
 class LossScale:
-    """What the loss is multiplied by; 1 where the precision is not `scaled`."""
+    """Dynamic loss scale; 1 if the precision is not scaled."""
 
     def __init__(self, device: torch.device, precision: str, first: float = FIRST) -> None:
         self.scaled = PRECISIONS[precision].scaled
@@ -59,32 +58,32 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the loss of the step under way is multiplied by."""
+        """Loss scale of the current step."""
         return float(self._factor) if self.scaled else 1.0
 
     @property
     def skipped(self) -> int:
-        """Steps that were not made, which an optimizer must not count."""
+        """Number of skipped steps, which an optimizer must not count."""
         return int(self._skipped)
 
     @property
     def overflowed(self) -> Tensor:
-        """1 where this rank's gradients of the step are not all finite, else 0; to be voted on."""
+        """1 if any of this rank's gradients is not finite, else 0; to be all-reduced."""
         return self._found_inf
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a step changes of it."""
+        """Tensors that a step changes."""
         return [self._factor, self._steps, self._skipped] if self.scaled else []
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide summed gradients by the factor, and see whether all are finite."""
+        """Divide reduced gradients by the factor, and check that all are finite."""
         self._found_inf.zero_()
         if gradients:
             unscale(list(gradients), self._found_inf, torch.full_like(self._found_inf, 1 / self.factor))
 
     def update(self, overflowed: bool) -> None:
-        """End a step: a smaller factor after one that was skipped, a larger one after `INTERVAL` that were not."""
+        """Update the factor after a step: reduce it after a skipped one, grow it after `GROWTH_INTERVAL` successful ones."""
         self._steps += 1
         if overflowed:
             self._skipped += 1
@@ -96,7 +95,7 @@ class LossScale:
         self._steps.zero_()
 
     def pieces(self, step: int, owner: bool) -> list[Piece]:
-        """The state after `step` steps, to be saved; -1 to load into."""
+        """Return the state after `step` steps as shards to save; -1: to load into."""
         if step >= 0 and not self.scaled and not self.skipped:
             return []
         self._at.fill_(step)
@@ -104,7 +103,7 @@ class LossScale:
         return [full_piece("loss_scale", "scaling", x, slot, owner) for slot, x in state.items()]
 
     def loaded(self, step: int) -> None:
-        """After `pieces(-1)` were loaded from a checkpoint of `step` steps: begin anew where it had none."""
+        """Finish loading `state_shards(-1)` from a checkpoint of `step` steps: reset the state if the checkpoint had none."""
         if int(self._at) != step:
             self._factor.fill_(self._first)
             self._steps.zero_()

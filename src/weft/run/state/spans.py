@@ -1,7 +1,7 @@
-"""Where a rank's block of a tensor lies in the whole, of which a dimension may be cut into pieces of several runs.
+"""Global index ranges of a rank's block of a sharded tensor, where a shard of a dimension may consist of several ranges.
 
-In: by dimension the ranges of the whole that the rank has, one behind the other in its block. Out: the block of a whole tensor, and the
-boxes that it is made of, as pieces for checkpoints.
+In: for each dimension the global ranges that the rank has, concatenated in its block. Out: the block of a full tensor, and its boxes as
+shards for checkpoints.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ Spans = tuple[tuple[Range, ...], ...]
 
 
 def full_spans(shape: Sequence[int]) -> Spans:
-    """Of a block that is the whole tensor."""
+    """Return the ranges of a block that is the full tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def cut_again(spans: Spans, form: Shard, n: int, index: int) -> Spans:
-    """Of a block of which rank `index` of n has a part.
+    """Shard a block once more: return the ranges of rank `index` of n.
 
     >>> from weft.plan.placement import Shard, in_runs
     >>> cut_again(full_spans((6, 4)), in_runs(0, ((2, 2), (1, 1))), 2, 1), cut_again((((2, 6),),), Shard(0), 2, 1)
     ((((2, 4), (5, 6)), ((0, 4),)), (((4, 6),),))
     """
-    (first, last), *others = spans[form.dim]
-    if others:
-        raise AssertionError(f"dimension {form.dim} lies in {len(others) + 1} places, and is cut once more")
-    mine = tuple((first + start, first + stop) for start, stop in form.spans(last - first, n, index))
-    return (*spans[: form.dim], mine, *spans[form.dim + 1 :])
+    (first, last), *more_ranges = spans[form.dim]
+    if more_ranges:
+        raise AssertionError(f"dimension {form.dim} has {len(more_ranges) + 1} ranges, and cannot be sharded again")
+    local_ranges = tuple((first + start, first + stop) for start, stop in form.spans(last - first, n, index))
+    return (*spans[: form.dim], local_ranges, *spans[form.dim + 1 :])
 
 
 def shape_of(spans: Spans) -> tuple[int, ...]:
-    """Of the block."""
-    return tuple(sum(stop - start for start, stop in of) for of in spans)
+    """Return the shape of the block."""
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in spans)
 
 
 def block_of(x: Tensor, spans: Spans) -> Tensor:
-    """The block of a whole tensor: a view where it lies in one place."""
-    for dim, of in enumerate(spans):
-        parts = [x.narrow(dim, start, stop - start) for start, stop in of]
+    """Return the block of a full tensor: a view if it is contiguous in every dimension."""
+    for dim, ranges in enumerate(spans):
+        parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
         x = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return x
 
 
 def boxes_of(spans: Spans) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Boxes of the whole that a block is made of, each with where it begins in the block."""
-    begins = [[0, *accumulate(stop - start for start, stop in of)] for of in spans]
-    for places in product(*(range(len(of)) for of in spans)):
-        ranges = [of[i] for of, i in zip(spans, places, strict=True)]
+    """Yield the global boxes that a block consists of, each with its offset in the block."""
+    starts = [[0, *accumulate(stop - start for start, stop in dim_ranges)] for dim_ranges in spans]
+    for indices in product(*(range(len(dim_ranges)) for dim_ranges in spans)):
+        ranges = [dim_ranges[i] for dim_ranges, i in zip(spans, indices, strict=True)]
         offsets, sizes = tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
-        yield Box(offsets, sizes), tuple(begin[i] for begin, i in zip(begins, places, strict=True))
+        yield Box(offsets, sizes), tuple(dim_starts[i] for dim_starts, i in zip(starts, indices, strict=True))
 
 
 def pieces_at(
@@ -71,17 +71,16 @@ def pieces_at(
     owner: bool = True,
     flat: Range | None = None,
 ) -> list[Piece]:
-    """A block, or with `flat` these of its elements in row-major order, as pieces of the whole that share its memory: one where it lies in
-    one place, else one for each box of it."""
+    """Return a block, or with `flat` these of its elements in row-major order, as shards that share its memory: one for each box of it."""
     shape = shape_of(spans)
-    if all(len(of) == 1 for of in spans):
+    if all(len(ranges) == 1 for ranges in spans):
         return [Piece(name, kind, global_shape, tuple(start for ((start, _),) in spans), x, slot, owner, shape, flat)]
-    pieces = []
+    shards = []
     for box, begin in Region(shape, (0,) * len(shape), shape, flat).boxes():
         part = x if flat is None else x[begin : begin + box.size].view(box.shape)
-        for there, start in boxes_of(spans):
-            common = box.intersect(Box(start, there.shape))
+        for global_box, start in boxes_of(spans):
+            common = box.intersect(Box(start, global_box.shape))
             if common is not None:
-                offsets = tuple(a + b - c for a, b, c in zip(there.offsets, common.offsets, start, strict=True))
-                pieces.append(Piece(name, kind, global_shape, offsets, part[box.slices_of(common)], slot, owner))
-    return pieces
+                offsets = tuple(a + b - c for a, b, c in zip(global_box.offsets, common.offsets, start, strict=True))
+                shards.append(Piece(name, kind, global_shape, offsets, part[box.slices_of(common)], slot, owner))
+    return shards

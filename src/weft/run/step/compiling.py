@@ -1,7 +1,7 @@
-"""A stage whose runs of torch's own operators are compiled; redistributions and kernels of weft's stand between them as they are.
+"""Compile a stage with `torch.compile`: runs of torch operators are compiled, collectives and custom kernels between them are not.
 
-In: a lowered stage's module. Out: a module with the same arguments and results. Every run is compiled whole (`fullgraph`), so no graph
-breaks: where a collective or a kernel of weft's stands, a run ends. What torch's compiler has made is kept in its own cache on the disk.
+In: a lowered stage's module. Out: a module with the same arguments and results. Every run is compiled with `fullgraph`, so there are no
+graph breaks: a run ends at a collective or a custom kernel. Compiled code is cached on disk by torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.fx.passes.split_module import split_module
 from weft.lower.local import LocalStage
 from weft.world.private import is_operator
 
-FEWEST = 2  # operators of a run that is worth a call of compiled code
+FEWEST = 2  # operators in a run that is worth compiling
 
 
 def compiled(local: LocalStage) -> nn.Module:
-    """The stage's module with compiled runs.
+    """Return the stage's module with compiled runs.
 
     >>> graph = fx.symbolic_trace(lambda x: torch.ops.aten.relu.default(torch.ops.aten.exp.default(x)))
     >>> stage = LocalStage(graph, ("x",), (), (), ("y",), {})
@@ -30,9 +30,9 @@ def compiled(local: LocalStage) -> nn.Module:
     assert isinstance(module, fx.GraphModule)
     runs = _runs(module.graph)
     split = split_module(module, module, lambda node: runs[node], keep_original_order=True)
-    for name, part in list(split.named_children()):
-        if isinstance(part, fx.GraphModule) and sum(_is_torchs(n) and n.target is not operator.getitem for n in part.graph.nodes) >= FEWEST:
-            setattr(split, name, torch.compile(part, fullgraph=True, dynamic=False))
+    for name, run in list(split.named_children()):
+        if isinstance(run, fx.GraphModule) and sum(_is_torchs(n) and n.target is not operator.getitem for n in run.graph.nodes) >= FEWEST:
+            setattr(split, name, torch.compile(run, fullgraph=True, dynamic=False))
     return split
 
 
@@ -41,13 +41,13 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The number of the run that each node stands in: nodes one behind another that are all torch's, or all weft's."""
+    """Return the number of each node's run: consecutive nodes that are all torch operators, or all custom."""
     runs: dict[fx.Node, int] = {}
-    run, torchs = 0, None
+    run, is_torch = 0, None
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        if node.target is not operator.getitem and _is_torchs(node) != torchs:
-            run, torchs = run + 1, _is_torchs(node)
+        if node.target is not operator.getitem and _is_torchs(node) != is_torch:
+            run, is_torch = run + 1, _is_torchs(node)
         runs[node] = run
     return runs

@@ -1,6 +1,6 @@
-"""From a kind of action to what runs it: `HANDLERS`.
+"""Handlers of the program's actions (forward, backward, send, recv, recompute, offload ...), by kind: `HANDLERS`.
 
-In: an executor and one action of its program. Out: a function of the step under way, with everything that does not change from step to
+In: an executor and one action of its program. Out: a function of the running step, with everything that does not change from step to
 step looked up beforehand. A new kind of action is a new function here (or in a file of its own) and a line in `HANDLERS`.
 """
 
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """What a step leaves: the rank's summand of the loss by microbatch, spans, and gradients of the inputs where asked for."""
+    """Result of running a program: this rank's loss summands by microbatch, spans, and input gradients if requested."""
 
     losses: list[Tensor] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # what each of `losses` counts in the batch's
+    weights: list[float] = field(default_factory=list)  # of each of `losses` in the batch's loss
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
-    summand: Tensor | None = None  # what this rank's microbatches add to the loss
-    mean: tuple[Tensor, Work] | None = None  # the loss over the batch and all ranks, and its sum under way
+    summand: Tensor | None = None  # this rank's part of the loss
+    mean: tuple[Tensor, Work] | None = None  # loss over the batch and all ranks, and its pending all-reduce
 
 
 @dataclass(slots=True)
 class Running:
-    """A step under way. `held`: what this rank holds, by the executor's slots."""
+    """State of a running step. `slots`: values held by this rank, by the executor's slot numbers."""
 
     held: list[Any]
     inputs: Sequence[Mapping[str, Tensor]]  # [microbatch]
     train: bool
     want_inputs: bool
-    ends: bool = True  # whether no other program of the same step adds to gradients behind this one
+    ends: bool = True  # no later program of the same step accumulates gradients
     result: Result = field(default_factory=Result)
     sends: deque[Work] = field(default_factory=deque)
     arriving: dict[int, Arriving] = field(default_factory=dict)  # by the slot of the value
 
     def reap(self) -> None:
-        """Let go of what has been sent."""
+        """Release the buffers of completed sends."""
         while self.sends and self.sends[0].done:
             self.sends.popleft().wait()
 
 
 NOTHING: frozenset[str] = frozenset()
 Run = Callable[[Running], None]
-Handler = Callable[["Executor", Any, int], Run]  # executor, action, its number on this rank
+Handler = Callable[["Executor", Any, int], Run]  # executor, action, its index on this rank
 
 
 def kind_of(action: Action) -> str:
-    """The key of `HANDLERS`: an operation's own word, "send" or "recv"."""
+    """Return the key of an action in `HANDLERS`: the operation's name, "send" or "recv"."""
     if isinstance(action, Send):
         return "send"
     return "recv" if isinstance(action, Recv) else action.op.value
@@ -72,8 +72,8 @@ def kind_of(action: Action) -> str:
 def _forward(executor: Executor, action: Compute, step: int) -> Run:
     s, m, program = action.stage, action.microbatch, executor.program
     runner, draw, slot = executor.runner(action), executor.draw, executor.slot
-    place = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
-    sources = [place[value] for value in runner.local.received]
+    source_of = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
+    sources = [source_of[value] for value in runner.local.received]
     position = {value: i for i, value in enumerate(runner.local.sent)}
     outputs = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
@@ -83,23 +83,24 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
     def run(running: Running) -> None:
         running.reap()
         draw.microbatch = m
-        held = running.held
-        state = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
-        for at, places in outputs:
-            held[at] = [state.sent[i] for i in places]
+        slots = running.held
+        state = forward(running.inputs[m], [slots[slot_index][i] for slot_index, i in sources], running.want_inputs)
+        for slot_index, places in outputs:
+            slots[slot_index] = [state.sent[i] for i in places]
         state.sent = []
         if has_loss:
             running.result.losses.append(state.results[0].detach())
             running.result.weights.append(weight)
         if running.train:
-            held[saved] = state
+            slots[saved] = state
 
     return run
 
 
 def _backward(executor: Executor, action: Compute, step: int) -> Run:
-    """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest. It takes them in every
-    backward of a program that splits any, so a whole one makes the gradients of its notes at once."""
+    """Return the runner of a full backward, or of the input part (I) of a split one, which notes the weight gradients for later.
+
+    In a program with split backwards every backward notes them, and a full one computes them at once."""
     s, m, program = action.stage, action.microbatch, executor.program
     runner, draw, slot = executor.runner(action), executor.draw, executor.slot
     position = {value: i for i, value in enumerate(runner.local.sent)}
@@ -120,21 +121,21 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
         if executor.gradients is not None:
             executor.gradients.begin(completes if running.ends else NOTHING)
         draw.microbatch = m
-        held = running.held
-        state: Kept = held[saved]
+        slots = running.held
+        state: Kept = slots[saved]
         gradients: list[Tensor | None] = [None] * num_sent
-        for at, places in sources:
-            for i, x in zip(places, held[at], strict=True):
-                seen = gradients[i]
-                gradients[i] = x if seen is None else seen + x
-            held[at] = x = seen = None  # let go of as backward reads it
+        for slot_index, places in sources:
+            for i, x in zip(places, slots[slot_index], strict=True):
+                gradient = gradients[i]
+                gradients[i] = x if gradient is None else gradient + x
+            slots[slot_index] = x = gradient = None  # released as soon as backward has read it
         out = runner.backward(state, gradients, weight)
         if delayed is not None and executor.gradients is not None:
             delayed.deliver(state.notes, executor.gradients)
-        for at, places in outputs:
-            held[at] = [out[i] for i in places]
+        for slot_index, places in outputs:
+            slots[slot_index] = [out[i] for i in places]
         if half is not None:
-            held[half] = state.notes
+            slots[half] = state.notes
         if running.want_inputs:
             running.result.order.append(m)
             running.result.input_gradients.append(runner.input_gradients(state))
@@ -158,10 +159,10 @@ def _weights(executor: Executor, action: Compute, step: int) -> Run:
 def _send(executor: Executor, action: Send, step: int) -> Run:
     if action.value.name not in ("x", "g"):
         return _nothing
-    at, send = executor.slot(action.value), executor.transfers.sender(action.value, action.to)
+    slot_index, send = executor.slot(action.value), executor.transfers.sender(action.value, action.to)
 
     def run(running: Running) -> None:
-        running.sends += send(running.held[at])
+        running.sends += send(running.held[slot_index])
 
     return run
 
@@ -169,16 +170,16 @@ def _send(executor: Executor, action: Send, step: int) -> Run:
 def _receive(executor: Executor, action: Recv, step: int) -> Run:
     if action.value.name not in ("x", "g"):
         return _nothing
-    at = executor.slot(action.value)
+    slot_index = executor.slot(action.value)
 
     def run(running: Running) -> None:
-        running.held[at] = running.arriving.pop(at)()
+        running.held[slot_index] = running.arriving.pop(slot_index)()
 
     return run
 
 
 def _nothing(running: Running) -> None:
-    """Gradients that replicas of a stage exchange: they are summed in buckets, as early as each is complete."""
+    """Do nothing: gradients between replicas of a stage are reduced in buckets, as soon as each is complete."""
 
 
 HANDLERS: dict[str, Handler] = {

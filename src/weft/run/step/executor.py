@@ -1,9 +1,9 @@
-"""Runs one rank's actions of a pipeline `Program`. In: the program, the stages of this rank and their local microbatches.
-Out: gradients in the parameters' hooks, the loss, and, where asked for, the measured spans.
+"""Execute one rank's actions of a pipeline-parallel `Program`. In: the program, this rank's stages and their local microbatches.
+Out: gradients in the parameters' hooks, the loss, and, on request, the measured spans.
 
-What is simulated is what runs: actions are taken in the program's order. Sends are posted; receives are posted some computes
-early, so that transfers go on beside the compute. A value is dropped as soon as `effects` frees it. What two stages of one rank
-hand to one another stays where it is.
+The simulator and this executor run the same program, in the same order. Sends are asynchronous; receives are posted a few computes early,
+so that transfers overlap with compute. A value is released as soon as `effects` frees it. Stages on the same rank exchange values without
+a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Executor", "Held", "Result", "Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How microbatches of one size run: this rank's stages by number, what crosses, and what the loss of one counts in the batch's."""
+    """What runs microbatches of one size: this rank's stages by index, tensors between stages, and the weight of a microbatch's loss."""
 
     runners: Mapping[int, StageRunner]
     crossings: Crossings
@@ -42,10 +42,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What actions find on a rank beside its stages.
+    """Resources of a rank that actions use besides its stages.
 
-    `gradients`: their sums, None where no backward runs. `learned`: names of the trainable parameters that each of its stages reads.
-    `gathered`: weights that come and go. `host`: where what was saved can lie.
+    `gradients`: reducer, None without backward. `trainable_by_stage`: names of the trainable parameters that each stage reads.
+    `gathered`: ZeRO-3 weight gatherer. `host`: buffers for offloaded activations.
     """
 
     gradients: Gradients | None
@@ -56,7 +56,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One action, ready to run: the receives that are posted before it, and the slots that are empty after it."""
+    """One prepared action: the receives that are posted before it, and the slots that are freed after it."""
 
     action: Action
     posts: tuple[tuple[int, Callable[[], Arriving]], ...]
@@ -65,9 +65,9 @@ class _Step:
 
 
 class Executor:
-    """One rank of a pipeline. `sizes`: by microbatch, how it runs; `group`: its pipeline group, by position.
+    """Executor of one pipeline rank. `by_microbatch`: what runs each microbatch; `group`: pipeline group, in pipeline order.
 
-    `lent`: threads, by step, of the computes of a training step that get more than this rank has.
+    `threads_by_step`: thread counts of the training computes that get more threads than this rank has.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Executor:
         lent: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.sizes = program, sizes
-        first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
+        first = sizes[program.microbatches[0]]  # all sizes have the same stages and the same transfers but for their shapes
         self.runners, self.crossings = first.runners, first.crossings
         self.rank, self.draw = group.index if between is None else between.place, draw
         self.gradients, self.learned, self.gathered, self.host = held.gradients, held.learned, held.gathered, held.host
-        self._over = group, device, draw, held, between
-        self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
+        self._group, self._device, self._resources, self._resharding = group, device, held, between
+        self.transfers = Transfers(program, {m: runners_of.crossings for m, runners_of in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
         unhandled = next((a for a in actions if kind_of(a) not in HANDLERS), None)
@@ -96,39 +96,38 @@ class Executor:
         self.completes = self._complete(actions, held.learned)
         self._train = self._prepare(list(enumerate(actions)))
         threads, self.lent = torch.get_num_threads(), lent or {}
-        for step, more in self.lent.items():
-            self._train[step] = replace(self._train[step], run=_with_threads(more, threads, self._train[step].run))
+        for step, num_threads in self.lent.items():
+            self._train[step] = replace(self._train[step], run=_with_threads(num_threads, threads, self._train[step].run))
         self._forward: list[_Step] | None = None
-        self.watch: Callable[[Action, list[object]], None] | None = None  # called after every action with what is held; for tests
+        self.watch: Callable[[Action, list[object]], None] | None = None  # called after every action with the slots; for tests
 
     def slot(self, value: Value) -> int:
-        """Where a value of this rank is held."""
+        """Return the slot number of a value of this rank."""
         return self._slots.setdefault(value, len(self._slots))
 
     def runner(self, action: Compute) -> StageRunner:
-        """The stage of an action, for microbatches of the size of its own."""
+        """Return the stage runner of an action, for the size of its microbatch."""
         return self.sizes[action.microbatch].runners[action.stage]
 
     def rest(self, k: int) -> Executor:
-        """What runs the microbatches from `k` on, with as many threads each. Raises ProgramError where that is not proven."""
-        _, device, *_ = self._over
-        program = rest_of(self.program, k, device.type == "cuda")
-        threads = {self.program.actions[self.rank][step]: more for step, more in self.lent.items()}
+        """Return the executor of microbatches `k` and later, with the same threads. Raises ProgramError if that program is not proven."""
+        program = rest_of(self.program, k, self._device.type == "cuda")
+        threads = {self.program.actions[self.rank][step]: num_threads for step, num_threads in self.lent.items()}
         lent = {step: threads[action] for step, action in enumerate(program.actions[self.rank]) if action in threads}
-        return Executor(program, self.sizes, *self._over, lent)
+        return Executor(program, self.sizes, self._group, self._device, self.draw, self._resources, self._resharding, lent)
 
     def _complete(self, actions: Sequence[Action], learned: Mapping[int, frozenset[str]]) -> list[frozenset[str]]:
-        """[step] -> the parameters whose gradient nothing adds to after it."""
-        last: dict[str, int] = {}
+        """Return [step] -> the parameters whose gradient is complete after it."""
+        last_step: dict[str, int] = {}
         for step, action in enumerate(actions):
             if isinstance(action, Compute) and action.op in (Op.B, Op.I, Op.W):
                 delayed = self.runners[action.stage].delayed
                 names = learned[action.stage]
                 if action.op is Op.W:
                     names = names & delayed.names if delayed is not None else frozenset()
-                last.update(dict.fromkeys(names, step))
+                last_step.update(dict.fromkeys(names, step))
         completed: list[set[str]] = [set() for _ in actions]
-        for name, step in last.items():
+        for name, step in last_step.items():
             completed[step].add(name)
         return [frozenset(names) for names in completed]
 
@@ -158,38 +157,39 @@ class Executor:
         after: Mapping[int, Run] | None = None,
         result: Result | None = None,
     ) -> Result:
-        """Run every action once. `inputs[m]`: this rank's batch tensors of microbatch m by value name. `ends`: nothing of the step follows.
-        `after`: what else is done, by step of this rank. `result`: of the microbatches before.
+        """Run every action once. `inputs[m]`: this rank's batch tensors of microbatch m by value name. `is_last_program`: none follows in
+        this step. `run_after`: callbacks by index of the action that they follow. `result`: of earlier microbatches.
 
-        Without `train` only forwards and activations' transfers run.
+        Without `is_training` only forwards and the transfers of activations run.
         """
         if not train and self._forward is None:
             self._forward = self._prepare([(i, a) for i, a in enumerate(self.program.actions[self.rank]) if _is_forward(a)])
         steps = self._train if train else self._forward
         assert steps is not None
         self.host.begin(x for tensors in inputs for x in tensors.values())
-        steps = [replace(one, run=_followed(one.run, after[i])) if i in after else one for i, one in enumerate(steps)] if after else steps
-        running = Running([None] * len(self._slots), inputs, train, want_inputs, ends, result or Result())
+        if after:
+            steps = [replace(step, run=_followed(step.run, after[i])) if i in after else step for i, step in enumerate(steps)]
+        state = Running([None] * len(self._slots), inputs, train, want_inputs, ends, result or Result())
         with torch.set_grad_enabled(train):
             if record or self.watch is not None:
-                self._run_recorded(steps, running)
+                self._run_recorded(steps, state)
             else:
-                held, arriving = running.held, running.arriving
+                slots, pending = state.held, state.arriving
                 for step in steps:
                     for slot, post in step.posts:
-                        arriving[slot] = post()
-                    step.run(running)
+                        pending[slot] = post()
+                    step.run(state)
                     for slot in step.frees:
-                        held[slot] = None
-        for work in running.sends:
+                        slots[slot] = None
+        for work in state.sends:
             work.wait()
-        return running.result
+        return state.result
 
     def _run_recorded(self, steps: Sequence[_Step], running: Running) -> None:
         clock = time.perf_counter
-        began = clock()
+        first_s = clock()
         for step in steps:
-            at = clock()
+            start_s = clock()
             for slot, post in step.posts:
                 running.arriving[slot] = post()
             step.run(running)
@@ -197,20 +197,20 @@ class Executor:
                 running.held[slot] = None
             kind = kind_of(step.action)
             lane = COMPUTE_LANE if isinstance(step.action, Compute) else kind
-            running.result.spans.append(Span(self.rank, lane, str(step.action), at - began, clock() - began, kind))
+            running.result.spans.append(Span(self.rank, lane, str(step.action), start_s - first_s, clock() - first_s, kind))
             if self.watch is not None:
                 self.watch(step.action, running.held)
 
 
 def _with_threads(more: int, rank_threads: int, run: Run) -> Run:
-    def lent(running: Running) -> None:
+    def run_with_threads(running: Running) -> None:
         torch.set_num_threads(more)
         try:
             run(running)
         finally:
             torch.set_num_threads(rank_threads)
 
-    return lent
+    return run_with_threads
 
 
 def _followed(run: Run, then: Run) -> Run:

@@ -1,7 +1,7 @@
-"""What runs a step of one capture of the model: an `Executor` for each way in which a step's samples fall into microbatches.
+"""Build and cache the executors of one capture of the model: one `Executor` for each combination of microbatch sizes.
 
-In: a rank's parts, as they were captured for training or for evaluation. Out: executors, made when they are first asked for, on every rank
-at once. Parameters, their gradients and what holds them are shared between captures.
+In: a rank's model, captured for training or evaluation. Out: executors, built on first use, on every rank at once. Parameters, gradients
+and their buffers are shared between captures.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from weft.world.world import World
 
 @dataclass
 class Executors:
-    """Those of one capture. `gradients`: their sums, None where no backward runs; `gathered`: weights that lie as pieces; `scale`: of the
-    loss; `trains`: whether backward runs."""
+    """Executors of one capture. `gradients`: reducer, None without backward; `gathered`: ZeRO-3 weight gatherer."""
 
     parts: Parts
     plan: Plan
@@ -55,15 +54,15 @@ class Executors:
     by_size: Recent[tuple[dict[int, StageRunner], Crossings]] = field(default_factory=lambda: Recent(MOST_SIZES))
 
     def of(self, sizes: tuple[int, ...], samples: int = 0) -> Executor:
-        """What runs a step of microbatches of these sizes, all data replicas together, of a batch of `samples`, by default their sum.
+        """Return the executor of microbatches of these sizes (over all data replicas) of a batch of `samples`, by default their sum.
 
-        A size of 0 is that of a microbatch of which this rank has nothing: it runs one sample on each data rank, which counts nothing.
+        Size 0 stands for a microbatch of which this rank has no rows: it runs one placeholder sample per data rank, with weight 0.
         """
         samples = samples or sum(sizes)
         return self.cache.of((sizes, samples), lambda: self._executor(sizes, samples))
 
     def of_other(self, parts: Parts, gathered: Gathered, trains: bool) -> Executors:
-        """Those of another capture, over the same tensors."""
+        """Return the executors of another capture, over the same parameters and gradients."""
         return replace(self, parts=parts, gathered=gathered, trains=trains, cache=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES))
 
     def _executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
@@ -71,44 +70,44 @@ class Executors:
         pipeline = line_of(layout, world)
         program = parts.program
         if len(sizes) != layout.microbatches:
-            fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=len(sizes) * layout.replicas)
-            program = program_of(fewer, parts.stages, world)
+            shorter_plan = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=len(sizes) * layout.replicas)
+            program = program_of(shorter_plan, parts.stages, world)
         by_size = {
             size: Sizes(*self.runners_of(size or layout.data, samples), self._weight(size, samples)) for size in dict.fromkeys(sizes)
         }
         by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
-        names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
-        between = None
+        names = {number: frozenset(name for name, _ in by_value.values()) for number, by_value in self._learned().items()}
+        resharding = None
         if layout.inner:
-            of_size = {m: parts.of_size(size or layout.data, samples) for m, size in zip(program.microbatches, sizes, strict=True)}
-            between = Resharded(layout, of_size, world, world.everyone)
+            variants = {m: parts.of_size(size or layout.data, samples) for m, size in zip(program.microbatches, sizes, strict=True)}
+            resharding = Resharded(layout, variants, world, world.everyone)
             crossings = by_microbatch[program.microbatches[0]].crossings
-            for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
-                group.connect()  # all of a rank's in one order, as the others
-            world.everyone.connect_pairs(between.pairs(crossings))
+            for group in sorted(resharding.peers(crossings), key=lambda g: g.ranks):
+                group.connect()  # in the same order on every rank
+            world.everyone.connect_pairs(resharding.pairs(crossings))
         if not layout.begins:
             pipeline.connect_pairs(pairs_of(program))
-        lent = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
-        held = Held(self.gradients, names, self.gathered, self.host)
-        return Executor(program, by_microbatch, pipeline, world.device, parts.draw, held, between, lent)
+        threads_by_step = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
+        resources = Held(self.gradients, names, self.gathered, self.host)
+        return Executor(program, by_microbatch, pipeline, world.device, parts.draw, resources, resharding, threads_by_step)
 
     def _learned(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
-        """The trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
+        """Return the trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
         parts = self.parts
-        learned = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
-        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
-        # A model that runs whole has its parameters inside; then its one stage has them all.
+        trainable = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
+        trainable = {value: (name, p) for value, (name, p) in trainable.items() if p.requires_grad}
+        # The single stage of an uncaptured model is the user's module, with all parameters inside.
         return {
-            number: learned if self.plan.uncaptured else {value: learned[value] for value in local.variables if value in learned}
+            number: trainable if self.plan.uncaptured else {value: trainable[value] for value in local.variables if value in trainable}
             for number, local in parts.lowered.items()
         }
 
     def runners_of(self, size: int, samples: int) -> tuple[dict[int, StageRunner], Crossings]:
-        """This rank's stages for microbatches of `size` samples of a batch, all data replicas together, and what crosses between stages."""
+        """Return this rank's stages for microbatches of `size` samples (over all data replicas), and the tensors sent between stages."""
         return self.by_size.of((size, samples), lambda: self._build_runners(self.parts.of_size(size, samples)))
 
     def _weight(self, size: int, samples: int) -> float:
-        """What the loss of a microbatch counts in the batch's."""
+        """Return the weight of a microbatch's loss in the batch's."""
         return size / samples if not size or not self.parts.of_size(size, samples).normal.adds else 1.0
 
     def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
@@ -120,32 +119,32 @@ class Executors:
         if splits and compile:
             name = parts.program.name
             raise UsageError(f"compile=on with {name}, which splits backward, is not supported; use compile=off or schedule=1f1b")
-        if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
+        if not self.trains:  # nothing is saved for backward, so nothing is recomputed or offloaded
             layout = replace(layout, recompute="none", segment=1, offload="none")
         computing = Computing(self.world.device, self.memory, products_of(layout.precision), compile, self.scale)
-        closed = without_gradient(graph) | sized.normal.given
-        learned, runners = self._learned(), {}
+        non_differentiable = without_gradient(graph) | sized.normal.given
+        trainable, runners = self._learned(), {}
         for number, local in sized.lowered.items():
             delayed = None
             if splits:
-                local, delayed = delay_weight_gradients(local, learned[number], self._keeps_plainly())
+                local, delayed = delay_weight_gradients(local, trainable[number], self._keeps_plainly())
             local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
-            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, delayed)
+            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, non_differentiable, delayed)
         return runners, self._crossings(sized, grads, dtypes)
 
     def _keeps_plainly(self) -> bool:
-        """Whether what forward keeps for backward lies where it is until then."""
+        """Return whether saved tensors stay in place until backward: no recompute, offload or gathered weights."""
         layout = self.plan.layout
         managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
         return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
 
     def _crossings(self, sized: Sized, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
-        """What crosses between every two stages of the model, with the local shapes."""
+        """Return the tensors sent between every two stages of the model, with their local shapes."""
         sharding, tensors = sized.sharding, sized.graph.tensors
-        at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
+        coordinates = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
 
-        def met(v: str) -> Crossing:
-            forms = {axis: crossing(form) for axis, form in sharding.lies(v).items()}
-            return Crossing(v, sharding.shape(v, tensors[v].shape, forms, at), dtypes[v], v in grads)
+        def crossing_of(v: str) -> Crossing:
+            placements = {axis: crossing(placement) for axis, placement in sharding.lies(v).items()}
+            return Crossing(v, sharding.shape(v, tensors[v].shape, placements, coordinates), dtypes[v], v in grads)
 
-        return {(stage.index, q): [met(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}
+        return {(stage.index, q): [crossing_of(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

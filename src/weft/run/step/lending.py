@@ -1,7 +1,6 @@
-"""Threads of the computes that ranks which wait lend their cores to. In: a layout, its program, a world. Out: threads by step of this rank.
+"""Lend the cores of idle pipeline ranks to busy ranks of the same host. In: a layout, its program, a world. Out: threads by action index.
 
-What `weft.plan.lending` says of the program, for the hosts that ranks are really on. Not modelled: several pipelines of one host that are
-not in step.
+Applies `weft.plan.lending` to the hosts that ranks really run on. Not modelled: several pipelines on one host that are not synchronous.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["lent_threads"]
 def lent_threads(
     layout: Layout, program: Program, graph: Graph, stages: Sequence[Stage], sizes: Sequence[int], pipeline: Group, world: World
 ) -> Mapping[int, int]:
-    """[step of this rank] -> threads, of its computes that get more than it has.
+    """Return [action index of this rank] -> threads, for its computes that get more threads than the rank has.
 
     Args:
         sizes: samples of every microbatch. pipeline: this rank's pipeline group.
@@ -33,11 +32,11 @@ def lent_threads(
     if layout.lend != "on" or world.device.type != "cpu" or not world.may_add_threads:
         return {}
     near = next(box for box in world.boxes(pipeline.ranks) if world.rank in box)  # this pipeline's ranks on this host
-    here = next(box for box in world.boxes(tuple(range(world.num_ranks))) if world.rank in box)
+    host_ranks = next(box for box in world.boxes(tuple(range(world.num_ranks))) if world.rank in box)
     positions = {pipeline.ranks.index(rank) for rank in near}
-    num_cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(here)
+    num_cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(host_ranks)
     rank_threads = torch.get_num_threads()
     shares = {m: float(size) for m, size in zip(program.microbatches, sizes, strict=True)}
-    met = beside(program, stage_work(work(graph), [stage.operators for stage in stages]), shares)[pipeline.index]
-    by_step = {step: threads_of(1 + len(others & positions), rank_threads, len(near), num_cores) for step, others in met.items()}
+    idle_ranks = beside(program, stage_work(work(graph), [stage.operators for stage in stages]), shares)[pipeline.index]
+    by_step = {step: threads_of(1 + len(idle & positions), rank_threads, len(near), num_cores) for step, idle in idle_ranks.items()}
     return {step: threads for step, threads in by_step.items() if threads > rank_threads}

@@ -1,8 +1,8 @@
-"""What a program's actions do with what a rank holds: weights come and go, what was saved moves to the host, or is dropped and made again.
+"""Handlers of residency actions: unshard and reshard weights, offload and load saved activations, or drop and recompute them.
 
-In: an executor and one action. Out: what `run/step/dispatch` runs. A forward whose result is dropped keeps nothing to begin with.
+In: an executor and one action. Out: what `run/step/dispatch` runs. A forward whose activations are to be recomputed saves none.
 
-Not modelled: running a stage again that reads a buffer which is written while the model runs; it would read what came later.
+Not supported: recomputing a stage that reads a buffer which the model writes; it would read later values.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ Forward = Callable[..., Kept]
 
 
 def forwarding(executor: Executor, action: Compute) -> Forward:
-    """How a stage and microbatch run forward: as always, recorded so that it can be moved, or without keeping anything."""
+    """Return the forward function of a stage and microbatch: plain, recorded for offload, or without saved activations for recompute."""
     runner = executor.runner(action)
-    then = {
+    residency_ops = {
         a.op
         for a in executor.program.actions[executor.rank]
         if isinstance(a, Manage) and (a.stage, a.microbatch) == (action.stage, action.microbatch)
     }
-    if ManageOp.DROP in then:
+    if ManageOp.DROP in residency_ops:
         if reads_written(runner.local):
             raise ProgramError(
-                f"{executor.program.name} drops what stage {action.stage} saved, and the stage reads a buffer that the model writes: run "
-                "again it would read what later microbatches wrote; offload it, or cut the model elsewhere"
+                f"{executor.program.name} recomputes stage {action.stage}, which reads a buffer that the model writes: the recompute "
+                "would read what later microbatches wrote; offload it, or cut the model elsewhere"
             )
 
-        def without(*args: Any) -> Kept:
+        def forward_without_saving(*args: Any) -> Kept:
             with torch.no_grad():
                 return runner.forward(*args)
 
-        return without
-    if ManageOp.OFFLOAD in then:
+        return forward_without_saving
+    if ManageOp.OFFLOAD in residency_ops:
 
-        def recorded(*args: Any) -> Kept:
+        def forward_recorded(*args: Any) -> Kept:
             if not torch.is_grad_enabled():
                 return runner.forward(*args)
-            with executor.host.recording() as moved:
+            with executor.host.recording() as offloaded:
                 state = runner.forward(*args)
-            state.moved = moved
+            state.moved = offloaded
             return state
 
-        return recorded
+        return forward_recorded
     return runner.forward
 
 
@@ -70,7 +70,7 @@ def load(executor: Executor, action: Manage, step: int) -> Run:
 
 
 def _moving(move: Callable[[Any], object], source: int, target: int) -> Run:
-    """What is kept goes from one place to another, and is held there."""
+    """Return a function that transfers saved activations from slot `source` to slot `target`."""
 
     def run(running: Running) -> None:
         state: Kept = running.held[source]
@@ -114,7 +114,7 @@ def reshard(executor: Executor, action: Manage, step: int) -> Run:
 
 
 def reduce_grad(executor: Executor, action: Manage, step: int) -> Run:
-    """Sums over data replicas; buckets whose last gradient has come are under way already."""
+    """Reduce gradients over data replicas; buckets with complete gradients are being reduced already."""
     names = executor.learned[action.stage]
 
     def run(running: Running) -> None:

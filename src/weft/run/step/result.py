@@ -1,4 +1,4 @@
-"""What one step tells. In: sums over all ranks, under way. Out: numbers, once they are read."""
+"""Result of one training step. In: pending all-reduces. Out: numbers, which are waited for when they are read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from weft.run.step.dispatch import Result
 from weft.world.world import Work
 
-Judge = Callable[[Result, Sequence[float]], str]  # of a step before its update, with the norm of each rank's gradients: why it is doubted
+Judge = Callable[[Result, Sequence[float]], str]  # (result, each rank's gradient norm) -> why a step is suspect, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step tells: the loss over the whole batch, the gradient norm where it is clipped, seconds.
+    """Loss over the whole batch, gradient norm if clipped, and time of one step.
 
-    `grad_norm` is that of the update which this step applied: with staleness=K of the step K before it, and None before there is one.
+    `grad_norm` belongs to the update that this step applied: with staleness=K of the step K before it, and None before there is one.
     """
 
     grad_norm: float | None
@@ -28,11 +28,11 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """On the weights that the step computed with. With staleness it waits until all ranks have made the step."""
+        """Loss at the weights before the update. With staleness it waits until all ranks have completed the step."""
         self.summed.wait()
         return mean_of(self.total)
 
 
 def mean_of(total: Tensor) -> float:
-    """A loss that was summed; where what it is divided by was summed beside it, so divided."""
+    """Return a reduced loss, divided by its divisor if that was reduced with it."""
     return float(total[0] / total[1]) if total.dim() else float(total)

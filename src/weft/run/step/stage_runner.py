@@ -1,11 +1,11 @@
-"""One of a rank's stages at work: forward and backward of one microbatch at a time, with what backward needs kept in between.
+"""Run forward and backward of one pipeline stage, one microbatch at a time, with the activations saved in between.
 
-In: a lowered stage, its parameters and buffers, and the local microbatches. Out: tensors for other stages, gradients in the
-parameters' hooks, the loss. Where backward is split, its input part leaves a note for every weight gradient that is still to come.
+In: a lowered stage, its parameters and buffers, and the local microbatches. Out: tensors for other stages, gradients in the parameters'
+hooks, the loss. In a split backward (zero bubble) the input part leaves a note for every weight gradient that is computed later.
 
-Of what comes from other stages and goes to them only what operators keep is there until backward: `_Entering` and `_Leaving` stand in
-for the rest, and a gradient that came from another stage is gone as soon as the operator that it is for has read it. They take some 20
-microseconds each way, so what is small is held by name instead.
+Tensors received from and sent to other stages stay alive until backward only if operators saved them: `_StageInput` and `_StageOutput`
+take their place in the autograd graph, and a received gradient is freed as soon as its operator has read it. They take some 20
+microseconds each way, so small tensors are referenced directly instead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from weft.run.state.precision import LossScale
 from weft.run.step.compiling import compiled
 from weft.world.memory import Accounts
 
-SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond
+SMALL_BYTES = 64 << 10  # received or sent per microbatch; the stage's compute then takes less than a millisecond
 
 
 class _Entering(torch.autograd.Function):
-    """What other stages sent, as it is; backward puts its gradients into a list."""
+    """Identity on received tensors, without keeping them; backward puts their gradients into a list."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *received: Tensor) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """One root of backward for all that is sent; its gradients are those that lie in a list by then, which is emptied."""
+    """Single root of backward for all sent tensors; takes their gradients from a list, which it empties."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], *sent: Tensor) -> Tensor:
@@ -64,11 +64,11 @@ def _are_small(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(slots=True)
 class Kept:
-    """What one microbatch leaves between forward and backward.
+    """Saved activations of one microbatch between forward and backward.
 
-    `sent`: until it is handed on. `root`: of what was sent and has a gradient, at `learning` in the order of the lowered stage's own list;
-    backward finds its gradients in `leaving`, and puts those of what was received into `entering`. `received`: of a forward that keeps
-    nothing, to run it again. What is small is held as `roots` and `leaves` of backward in place of that.
+    `sent`: until it is sent. `root`: of sent tensors with a gradient, whose positions are `sent_with_gradient`; backward takes their
+    gradients from `output_gradients` and puts those of received tensors into `input_gradients`. `received`: stage inputs for recompute, of
+    a forward without saved activations. Small tensors are `roots` and `leaves` of backward directly.
     """
 
     sent: list[Tensor]
@@ -81,15 +81,14 @@ class Kept:
     learning: list[int] = field(default_factory=list)
     leaving: list[Tensor | None] = field(default_factory=list)
     entering: list[Tensor | None] = field(default_factory=list)
-    rooms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of what was received
-    notes: list[Note] = field(default_factory=list)  # weight gradients that backward's input part has left for later
-    moved: Moved | None = None  # where it can lie on the host
+    rooms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of received tensors
+    notes: list[Note] = field(default_factory=list)  # weight gradients that a split backward computes later
+    moved: Moved | None = None  # host copy, if it can be offloaded
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How stages compute on a rank's device. `memory`: told what forward is for. `autocast`: its dtype, None where it is off.
-    `scale`: of the loss."""
+    """Options shared by a rank's stages. `memory`: accounts that attribute allocations. `autocast`: its dtype, None: off."""
 
     device: torch.device
     memory: Accounts
@@ -99,10 +98,10 @@ class Computing:
 
 
 class StageRunner:
-    """Runs one lowered stage, in the gradient mode that is set.
+    """Runs one lowered stage, in the current gradient mode.
 
-    `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
-    `delayed`: the weight gradients that a split backward computes later, where it is split.
+    `values_with_gradient`: values whose gradient is sent between stages. `non_differentiable_inputs`: inputs without gradient. `dtypes`:
+    dtype in which a value is sent. `delayed_gradients`: weight gradients that a split backward computes later, if any.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class StageRunner:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
         train = torch.is_grad_enabled()
         saved = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
-        held = self._entered(saved, received) if train else list(received)
+        stage_inputs = self._entered(saved, received) if train else list(received)
         args = self._args.copy()
         for i, value in self._inputs:
             args[i] = inputs[value]
@@ -140,9 +139,9 @@ class StageRunner:
         if self.delayed is not None:
             self.delayed.notes = saved.notes
         if not train:
-            saved.received = held.copy()
-        args += held
-        del held, received
+            saved.received = stage_inputs.copy()
+        args += stage_inputs
+        del stage_inputs, received
         self.memory.part("activations")
         if self._autocast is None:
             out = self.module(*args)
@@ -155,28 +154,27 @@ class StageRunner:
         saved.results = list(out[num_sent:])
         saved.learning = [i for i, x in enumerate(saved.sent) if x.requires_grad]
         if saved.learning:
-            leave = [saved.sent[i] for i in saved.learning]
-            if _are_small(leave):
-                saved.roots = leave
+            differentiable = [saved.sent[i] for i in saved.learning]
+            if _are_small(differentiable):
+                saved.roots = differentiable
             else:
-                saved.root = _Leaving.apply(saved.leaving, *leave)  # type: ignore[no-untyped-call]
+                saved.root = _Leaving.apply(saved.leaving, *differentiable)  # type: ignore[no-untyped-call]
         return saved
 
     def _entered(self, saved: Kept, received: Sequence[Tensor]) -> list[Tensor]:
-        detached = [x.detach() for x in received]  # another stage of this rank may have made it
-        learn = [x for x, learns in zip(detached, self._learns, strict=True) if learns]
-        if _are_small(learn):
-            saved.leaves = [x.requires_grad_() for x in learn]
+        detached = [x.detach() for x in received]  # another stage of this rank may have produced it
+        differentiable = [x for x, has_gradient in zip(detached, self._learns, strict=True) if has_gradient]
+        if _are_small(differentiable):
+            saved.leaves = [x.requires_grad_() for x in differentiable]
             return detached
-        anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
-        entered = iter(_Entering.apply(saved.entering, anchor, *learn))  # type: ignore[no-untyped-call]
-        return [next(entered) if learns else x for x, learns in zip(detached, self._learns, strict=True)]
+        anchor = torch.empty(0, requires_grad=True)  # makes autograd call the function, since its inputs are detached
+        replaced = iter(_Entering.apply(saved.entering, anchor, *differentiable))  # type: ignore[no-untyped-call]
+        return [next(replaced) if has_gradient else x for x, has_gradient in zip(detached, self._learns, strict=True)]
 
     def backward(self, saved: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
-        """Run backward from the gradients of what was sent (in the order of `local.sent`; the list is emptied) and from the loss times
-        `scale`.
+        """Run backward from the gradients of sent tensors (in the order of `local.sent`; emptied) and from the loss times `scale`.
 
-        Returns the gradients of what was received, in the order of `local.received`; None where none travels.
+        Returns the gradients of received tensors, in the order of `local.received`; None for those without one.
         """
         scale *= self._scale.factor
         roots = [x for x in saved.results if x.requires_grad]
@@ -193,15 +191,15 @@ class StageRunner:
         if roots:
             torch.autograd.backward(roots, seeds)
         saved.entering += [x.grad for x in saved.leaves]
-        entering, none = iter(saved.entering), any(self._learns) and not saved.entering
+        incoming, has_none = iter(saved.entering), any(self._learns) and not saved.entering
         gradients_in: list[Tensor | None] = []
-        for (shape, dtype), learns in zip(saved.rooms, self._learns, strict=True):
-            gradient = next(entering) if learns and not none else None
-            gradients_in.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
+        for (shape, dtype), has_gradient in zip(saved.rooms, self._learns, strict=True):
+            gradient = next(incoming) if has_gradient and not has_none else None
+            gradients_in.append(torch.zeros(shape, dtype=dtype, device=self._device) if has_gradient and gradient is None else gradient)
         saved.entering.clear()
         return gradients_in
 
     def input_gradients(self, saved: Kept) -> dict[str, Tensor]:
-        """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
+        """Return the gradients of the batch's floating-point tensors after backward, if forward was called with them on."""
         by_value = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
         return {v: x / self._scale.factor for v, x in by_value.items()} if self._scale.scaled else by_value

@@ -1,6 +1,6 @@
-"""What crosses between stages, and between ranks: tensors of a value, their tags, and when receives are posted.
+"""Point-to-point transfers between pipeline stages: the tensors of a value, their tags, and when receives are posted.
 
-In: a program's sends and receives. Out: messages under way. Not modelled: how long one takes.
+In: a program's sends and receives. Out: asynchronous messages. Not modelled: how long one takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.world.world import Group, Work
 
 
 def pairs_of(program: Program) -> set[tuple[int, int]]:
-    """(sender, receiver) of every message between stages.
+    """Return (sender, receiver) of every message between stages.
 
     >>> sorted(pairs_of(Program.parse("rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\\nrank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0")))
     [(0, 1), (1, 0)]
@@ -28,7 +28,7 @@ def pairs_of(program: Program) -> set[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One tensor that crosses between stages: its graph value, local shape and dtype, and whether a gradient comes back."""
+    """One tensor sent between stages: its graph value, local shape and dtype, and whether its gradient is sent back."""
 
     value: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ Arriving = Callable[[], list[Tensor]]  # waits for a message's tensors
 
 
 class Between(Protocol):
-    """Messages to and from stages that arrange their ranks differently: `run/step/resharded.Resharded`."""
+    """Messages between stages with different meshes: `run/step/stage_resharding.StageResharding`."""
 
     @property
     def place(self) -> int: ...
@@ -53,8 +53,8 @@ class Between(Protocol):
 
 
 class Transfers:
-    """The messages of one rank of a pipeline. `crossings`: by microbatch and link. `group`: its pipeline group, by position. `between`:
-    what goes to and from stages that arrange their ranks differently."""
+    """Messages of one pipeline rank. `crossings`: by microbatch and link. `group`: pipeline group, in pipeline order. `resharding`:
+    messages between stages with different meshes."""
 
     def __init__(
         self,
@@ -68,48 +68,48 @@ class Transfers:
         self._width = max((len(c) for links in crossings.values() for c in links.values()), default=1)
 
     def messages(self, value: Value) -> list[Crossing]:
-        """The tensors of an activation x(src, dst, m) or of its gradient g(dst, src, m), in order."""
+        """Return the tensors of an activation x(src, dst, m) or of its gradient g(dst, src, m), in order."""
         a, b, m = value.index
         links = self._crossings[m]
         return list(links[a, b]) if value.name == "x" else [c for c in links[b, a] if c.has_gradient]
 
     def _tags(self, value: Value) -> list[int]:
-        """One tag a tensor: what it is, between which stages, of which microbatch."""
+        """Return one tag for each tensor, unique by kind, stages and microbatch."""
         a, b, m = value.index
         stages = self._program.num_stages
         first = (((m * 2 + (value.name == "g")) * stages + a) * stages + b) * self._width
         return list(range(first, first + len(self.messages(value))))
 
     def sender(self, value: Value, to: int) -> Callable[[Sequence[Tensor]], list[Work]]:
-        """What sends a value's tensors to rank `to`."""
+        """Return a function that sends a value's tensors to rank `to`."""
         tags, isend = self._tags(value), self._group.isend
         if self._between is not None and self._between.differ(value):
             return self._between.sender(value, self.messages(value), tags)
         return lambda tensors: [isend(x.detach().contiguous(), to, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
 
     def receiver(self, value: Value, source: int) -> Callable[[], Arriving]:
-        """What posts the receives of a value's tensors from rank `source`."""
+        """Return a function that posts the receives of a value's tensors from rank `source`."""
         tags, irecv, device = self._tags(value), self._group.irecv, self._device
         if self._between is not None and self._between.differ(value):
             return self._between.receiver(value, self.messages(value), tags)
-        rooms = [(c.shape, c.dtype) for c in self.messages(value)]
+        shapes = [(c.shape, c.dtype) for c in self.messages(value)]
 
         def post() -> Arriving:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rooms]
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
             works = [irecv(x, source, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
 
-            def arrived() -> list[Tensor]:
+            def wait() -> list[Tensor]:
                 for work in works:
                     work.wait()
                 return tensors
 
-            return arrived
+            return wait
 
         return post
 
 
 def posted_before(actions: Sequence[Action]) -> list[list[int]]:
-    """[step] -> the steps of the receives that are posted right before it: those up to `AHEAD` computes later.
+    """Return [action] -> the receives to post right before it: those up to `AHEAD` computes later, by index.
 
     >>> from weft.plan.program import Program
     >>> program = Program.parse("rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\\nrank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0")

@@ -1,1 +1,1 @@
-"""A model that could not be captured: replicated on every rank, after a trial that its loss divides by samples."""
+"""Models that could not be captured: replicated on every rank (data parallelism), after a trial that their loss is a mean over samples."""

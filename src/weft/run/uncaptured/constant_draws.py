@@ -1,7 +1,7 @@
-"""Random draws that are the same number for every sample, so that a call on some samples can be held against one on others.
+"""Constant random draws, equal for every sample, so that calls on different samples can be compared.
 
-In: operators as torch dispatches them. Out: the same, where those that draw give one number in the midst of their distribution, and torch's
-generator stays where it was. Not modelled: draws of whole numbers, which are left alone.
+A dispatch mode in which operators that draw random numbers return one number from the middle of their distribution and leave torch's
+generator as it was. Not covered: draws of integers, which stay random.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weft.world import private
 
-_Z = 0.5  # standard deviations; not 0, which would hide what noise is multiplied with
+_Z = 0.5  # standard deviations; not 0, which would hide factors of the noise
 
 
 class ConstantDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Dropout drops nothing, uniform numbers are in the middle, normal ones half a standard deviation above the mean."""
+    """Dropout keeps everything, uniform numbers are the midpoint, normal ones half a standard deviation above the mean."""
 
     supports_higher_order_operators = True
 
@@ -26,9 +26,9 @@ class ConstantDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0].removesuffix("_").removesuffix("_like").removesuffix("_functional")
         if name not in _DRAWS or not hasattr(func, "_schema"):
             return func(*args, **kwargs)
-        before = torch.random.get_rng_state()
+        generator_state = torch.random.get_rng_state()
         result = func(*args, **kwargs)
-        torch.random.set_rng_state(before)
+        torch.random.set_rng_state(generator_state)
         arguments = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         with torch.no_grad():
             if name == "native_dropout":

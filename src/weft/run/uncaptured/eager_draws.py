@@ -1,9 +1,8 @@
-"""The random draws of a module that runs eagerly, made as every layout makes them (`lower/kernels/draws`).
+"""Reproducible random draws of an eagerly run module, equal to those of every layout (`lower/kernels/draws`).
 
-In: operators that the user's own module runs, as torch dispatches them, backward included; which samples of the batch it is given. Out: the
-same, with those that draw from the stream of (seed, step, how many draws came before). A forward that is run again in backward
-(`torch.utils.checkpoint`) puts torch's own generator back to where it was, and by that its draws are known again. What is not known is left
-alone, and noted.
+A dispatch mode, active in backward too, in which random operators draw from the stream of (seed, step, number of the draw) for the given
+samples of the batch. A forward that is recomputed in backward (`torch.utils.checkpoint`) resets torch's generator, by whose state its draws
+are recognised and repeated. Unsupported random operators run unchanged and are noted.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from weft.lower.kernels.sample_positions import Place, Samples
 from weft.model.batch.drawn import Fold
 from weft.world import private
 
-_COMPOSED = {"dropout", "scaled_dot_product_attention"} | DROPS - {"native_dropout"}  # dispatched as what they are made of
+_COMPOSED = {"dropout", "scaled_dot_product_attention"} | DROPS - {"native_dropout"}  # dispatched as their component operators
 _DRAWS = SUPPORTED - _COMPOSED
-_FACTORIES = {"rand": 0, "randn": 0, "randint": -1, "randperm": 0}  # where the size stands
+_FACTORIES = {"rand": 0, "randn": 0, "randint": -1, "randperm": 0}  # position of the size argument
 _INTEGERS = ("randint", "randperm", "multinomial")
 
 
 class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """`double`: numbers of float32 are of float64. torch's own generator moves on with every draw. `folds`: where samples lie, by draw."""
+    """`is_float64`: float32 draws become float64. torch's generator advances with every draw. `sample_folds`: of each draw."""
 
     def __init__(self, seed: int, double: bool, folds: Sequence[Fold | None] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw, self._double, self._folds = Draw(seed), double, folds
-        self._numbers: dict[bytes, int] = {}  # by the state of torch's generator
+        self._numbers: dict[bytes, int] = {}  # number of the draw by the state of torch's generator
         self._unexplained = False
 
     def start(self, step: int, samples: Samples | None = None) -> None:
-        """Begin with other samples of the batch; None: all of it."""
+        """Begin a call of step `step` on some samples of the batch; None: all of it."""
         self._draw.step, self._draw.samples, self._numbers = step, (samples,), {}
 
     def made(self, count: int) -> bool:
-        """Whether they drew `count` times, and never in a way that is not known."""
+        """Return whether the call drew exactly `count` times, by supported operators only."""
         return len(self._numbers) == count and not self._unexplained
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,10 +49,10 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
         if name not in _DRAWS:
             if torch.Tag.nondeterministic_seeded not in func.tags:
                 return func(*args, **kwargs)
-            # Some that may draw do not, as they are called: attention's kernels without dropout.
-            before = _states(args)
+            # Some random operators do not draw in every call: attention kernels without dropout.
+            states = _states(args)
             result = func(*args, **kwargs)
-            self._unexplained |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
+            self._unexplained |= any(not torch.equal(a, b) for a, b in zip(states, _states(args), strict=True))
             return result
         number = self._numbers.setdefault(torch.random.get_rng_state().numpy().tobytes(), len(self._numbers))
         torch.rand(())
@@ -69,7 +68,7 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _drawn(self, name: str, writes: bool, args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """What an operator is asked for: shape (of the numbers drawn), dtype, device."""
+        """Return shape (of the numbers drawn), dtype and device of a random operator's result."""
         like = next((x for x in args if isinstance(x, Tensor)), None)
         integer_dtype = torch.int64 if name in _INTEGERS else None
         if like is None:
@@ -80,13 +79,13 @@ class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
         else:
             shape, dtype, device = tuple(like.shape), kwargs.get("dtype") or integer_dtype or like.dtype, like.device
             if name == "normal" and not writes:
-                shape = tuple((args[0] + args[1]).shape)  # of which one may be a number
+                shape = tuple((args[0] + args[1]).shape)  # one of the two may be a number
             if name == "multinomial" and (args[2] if len(args) > 2 else kwargs.get("replacement", False)):
                 shape = (*shape[:-1], args[1])
         return shape, torch.float64 if self._double and dtype is torch.float32 else dtype, device
 
 
 def _states(args: Any) -> list[Tensor]:
-    """Of the generators that an operator on these tensors may draw from."""
+    """Return the states of the generators that an operator on these tensors may draw from."""
     devices = {x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"}
     return [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]

@@ -1,15 +1,14 @@
-"""Models that could not be captured: the whole module on every rank, each with its share of the samples.
+"""Data parallelism for models that could not be captured: the full module on every rank, each with its shard of the samples.
 
-In: a plan with `uncaptured` set, so only `data` applies, and in an engine `zero` up to 2 and `microbatches`. Out: for an engine the same
-`Parts` as of a captured model, with one operator that is the module itself and its loss; for a plain loop how the module computes
-(`run/loop/module`): its own code, on this rank's samples, and an exchange of gradients.
+The plan has `uncaptured` set, so only `data` applies, and in an engine also `zero` up to 2 and `microbatches`. An engine gets the same
+`RankModel` as for a captured model, with a single operator: the module itself with its loss. A plain loop gets an `EagerReplica`, which
+runs the module's own code on this rank's samples and reduces gradients.
 
-That ranks with parts of the samples train what one process does is tried first (`run/uncaptured/trial`). What is a mean over samples is
-then the mean of all ranks on each of them, the loss of an engine and what a module returns in a loop; what it returns of each sample is
-this rank's. Random numbers that it draws belong to the step and the rank's part; those that the loop draws stay alike.
+A trial first checks that ranks with shards of the batch train what one process does (`run/uncaptured/trial`). Outputs that are means over
+samples (an engine's loss, a module's output in a loop) are then averaged over all ranks; per-sample outputs are this rank's. The module's
+random draws depend on the step and the rank's shard; those of the loop stay equal on all ranks.
 
-Not modelled: losses that are such a mean for the batch that was tried, and are not for others; numbers that are no tensors
-(`loss.item()`), which are this rank's.
+Not covered: losses that are such a mean on the tried batch only; numbers that are not tensors (`loss.item()`), which are local.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ from weft.world.world import World
 
 
 def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
-    """The parts of a model that runs whole on every rank.
+    """Build the rank model of a module that is replicated on every rank.
 
     Raises:
-        Infeasible: a layout that divides more than samples, or samples that do not divide.
+        Infeasible: the layout shards more than samples, or the loss is no mean over the shards of the batch.
     """
     layout, model = plan.layout, source.model
     set_modes(model, training_modes(model))
@@ -90,35 +89,35 @@ def build_replicated(plan: Plan, source: Source, batch: Any, loss: Loss | None, 
 
 
 def keep_replicated(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> ByItself:
-    """Make `model` real in place and let its gradients be averaged; `batch` is what it is called with, with the whole batch's samples.
+    """Materialize `model` in place and average its gradients over ranks; `batch` holds the arguments of a call with the global batch.
 
     Raises:
-        Infeasible: parts of the samples would train something else than all of them. ModelError: gradients that depend on more than what
-            ranks sum: hooks on parameters, parameters that are none of the model's.
+        Infeasible: shards of the batch would train something else than the full batch. ModelError: gradients depend on more than the
+            model's parameters: hooks on parameters, or parameters of other modules.
     """
     data = plan.layout.data
     is_double = _made_real(model, source, plan, world)
     with in_modes(model, training_modes(model)):
         outputs = outputs_of_parts(plan, model, batch) if data > 1 else {}
-    held = dict(model.named_parameters())
-    trained = {name: p for name, p in held.items() if p.requires_grad}
+    parameters = dict(model.named_parameters())
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     exchange = None
-    if data > 1 and trained:
+    if data > 1 and trainable:
         specs = _specs(model, world.everyone.ranks, world.rank, lambda shape: True)
         groups, _ = build_groups([spec for spec in specs.values() if spec.trainable], world.device, 0, world.rank, plan.bucket_bytes)
         for group in groups:
-            group.data = torch.empty(0)  # weights stay where the model has them
+            group.data = torch.empty(0)  # weights stay in the model's own tensors
         means = any(output.dim is None and output.learns for output in outputs.values())
-        rows = [path for path, output in outputs.items() if output.dim is not None and output.learns]
-        exchange = Exchange(groups, trained, world, uses_differ=True, at_end=means, outputs=rows)
+        per_sample_outputs = [path for path, output in outputs.items() if output.dim is not None and output.learns]
+        exchange = Exchange(groups, trainable, world, uses_differ=True, at_end=means, outputs=per_sample_outputs)
     if world.rank == 0:
-        each = f"each of data={data} ranks holds all of it and a part of the samples" if data > 1 else "it runs as it is"
-        print(f"weft: {plan.model} could not be captured ({plan.uncaptured}), so {each}", file=sys.stderr, flush=True)
-    return ByItself(model, plan, world, is_double, model.forward, held, outputs, exchange, Draw(seed=torch.initial_seed()))
+        description = f"each of data={data} ranks holds all of it and a part of the samples" if data > 1 else "it runs as it is"
+        print(f"weft: {plan.model} could not be captured ({plan.uncaptured}), so {description}", file=sys.stderr, flush=True)
+    return ByItself(model, plan, world, is_double, model.forward, parameters, outputs, exchange, Draw(seed=torch.initial_seed()))
 
 
 def _made_real(model: nn.Module, source: Source, plan: Plan, world: World) -> bool:
-    """Give the model memory on this rank's device, in the plan's precision; returns whether it is of float64 as it is written."""
+    """Materialize the model on this rank's device in the plan's precision; return whether its code itself is float64."""
     layout = plan.layout
     check_uncaptured(layout, plan.uncaptured)
     if layout.num_ranks != world.num_ranks:
@@ -132,12 +131,12 @@ def _made_real(model: nn.Module, source: Source, plan: Plan, world: World) -> bo
         widened(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            module.sparse = False  # gradients lie in buffers with others, which are dense
+            module.sparse = False  # gradients are stored in dense flat buffers
     return is_double_model
 
 
 def _specs(model: nn.Module, ranks: tuple[int, ...], rank: int, decays: Callable[[tuple[int, ...]], bool]) -> dict[str, LocalParameter]:
-    """The model's parameters, whole on each of `ranks`; backward completes the last first."""
+    """Return specs of the parameters, replicated on `ranks`; backward completes the last one first."""
     return {
         name: LocalParameter(
             name, tuple(p.shape), full_spans(p.shape), p.dtype, p.requires_grad, ranks if p.requires_grad else (rank,),
@@ -148,7 +147,7 @@ def _specs(model: nn.Module, ranks: tuple[int, ...], rank: int, decays: Callable
 
 
 def _graph_of(model: nn.Module, batch: Any, size: int) -> Graph:
-    """What a graph says of tensors, without operators: parameters, buffers and inputs, for microbatches of `size` samples."""
+    """Build a graph without operators: parameters, buffers and inputs, for microbatches of `size` samples."""
 
     def spec(x: Tensor, shape: tuple[int, ...] | None = None) -> Spec:
         return Spec(tuple(x.shape) if shape is None else shape, str(x.dtype).removeprefix("torch."))
@@ -168,25 +167,25 @@ def _graph_of(model: nn.Module, batch: Any, size: int) -> Graph:
 
 
 def _sharding_of(graph: Graph, data: int) -> Sharding:
-    """Over data ranks samples lie in pieces, the loss as summands, and gradients are summed."""
+    """Build the sharding over data ranks: samples sharded, the loss a partial sum, gradients reduced."""
     if data == 1:
         return Sharding({}, {}, {value: {} for value in graph.tensors}, {}, {}, (), ())
-    forms: dict[str, Mapping[str, Placement]] = {v.value: {DATA: R} for v in graph.variables}
-    forms |= {v.value: {DATA: Shard(0)} for v in graph.inputs if v.batched} | {"loss": {DATA: P}}
-    forms |= {v.value: {DATA: D} for v in graph.parameters if v.trainable}
-    return Sharding({DATA: data}, {}, forms, {}, {v.value: (DATA,) for v in graph.parameters if v.trainable}, (), ())
+    placements: dict[str, Mapping[str, Placement]] = {v.value: {DATA: R} for v in graph.variables}
+    placements |= {v.value: {DATA: Shard(0)} for v in graph.inputs if v.batched} | {"loss": {DATA: P}}
+    placements |= {v.value: {DATA: D} for v in graph.parameters if v.trainable}
+    return Sharding({DATA: data}, {}, placements, {}, {v.value: (DATA,) for v in graph.parameters if v.trainable}, (), ())
 
 
 @contextmanager
 def _drawing(draw: Draw, part: int, device: torch.device) -> Iterator[None]:
-    """A block that draws what belongs to the step, the microbatch and the `part` of the samples, and leaves the loop's numbers alone."""
+    """Seed draws in a block by the step and the shard of samples; the loop's own generators are restored after it."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(draw.generator(torch.device("cpu"), 0, part).initial_seed())
         yield
 
 
 class _Module(nn.Module):
-    """The user's module and loss, called with the local batch's tensors in order."""
+    """The user's module and loss as one module, called with the tensors of the local batch in order."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, layout: Layout, is_double: bool, draw: Draw, part: int) -> None:
         super().__init__()
@@ -198,21 +197,21 @@ class _Module(nn.Module):
         new = {path: next(values) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
         device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
-        with _drawing(self._draw, self._part, device), doubled(self._double, self._is_double):  # the latter as the serial reference
+        with _drawing(self._draw, self._part, device), doubled(self._double, self._is_double):  # float64 as in the serial reference
             try:
                 return (call(self.model, batch, self._loss) * self._share,)
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
-            with torch.enable_grad():  # it asks for gradients of its own, in evaluation too: a differential equation
+            with torch.enable_grad():  # the model computes gradients itself, in evaluation too: a differential equation
                 return (call(self.model, batch, self._loss).detach() * self._share,)
 
 
 @dataclass(frozen=True)
 class ByItself:
-    """The way of a module in a plain loop that was not captured (`run/loop/module`).
+    """The replica of a module in a plain loop that was not captured (`run/loop/module`).
 
-    `called`: its own forward; `held`: its parameters, of which those that train are exchanged.
+    `parameters`: those that require gradients are reduced over ranks.
     """
 
     model: nn.Module
@@ -227,7 +226,7 @@ class ByItself:
     expects: Expects = field(default_factory=Expects)
 
     def check(self) -> None:
-        """Raise where what trains now is not what is exchanged, or samples meet in statistics of a rank's part."""
+        """Raise UsageError if a trained parameter is not reduced, or batch norm would use statistics of a shard of the batch."""
         if self.plan.layout.data == 1 or self.expects.global_batch:
             return
         for name, p in self.model.named_parameters():
@@ -244,28 +243,28 @@ class ByItself:
                 )
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, of this rank's samples; means over samples are those of all ranks."""
-        have, share = self._samples((args, kwargs))
+        """Return the model's output for this rank's samples; means over samples are averaged over all ranks."""
+        num_local, share = self._samples((args, kwargs))
         args, kwargs = self._moved(args), self._moved(kwargs)
         device, layout = self.world.device, self.plan.layout
-        theirs = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's, around the call
-        autocast = products_of(layout.precision) or theirs
+        user_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's own
+        autocast = products_of(layout.precision) or user_dtype
         self.draw.step += 1
         drawing = nullcontext() if layout.data == 1 or self.expects.global_batch else _drawing(self.draw, self.world.rank, device)
         double = doubled(layout.precision == "float64", self.is_double)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), double, drawing:
             output = self.called(*args, **kwargs)
-        alone = self.exchange is None or self.expects.global_batch  # then all ranks compute all of it
-        return output if alone else self._joined(output, have, share)
+        is_local = self.exchange is None or self.expects.global_batch  # then every rank computes the global batch, or nothing is reduced
+        return output if is_local else self._joined(output, num_local, share)
 
     def _samples(self, batch: Any) -> tuple[int, float]:
-        """Samples that this rank has, and over an equal part of all. What `weft.shard` did not give is taken for an equal part."""
-        have = next((x.shape[0] for _, x in leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
-        counted = count_samples(batch)
-        return have, have * self.plan.layout.data / counted if counted not in (0, have) else 1.0
+        """Return this rank's number of samples, and its ratio to an equal share. Batches not from `weft.shard` count as equal shares."""
+        num_local = next((x.shape[0] for _, x in leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
+        num_global = count_samples(batch)
+        return num_local, num_local * self.plan.layout.data / num_global if num_global not in (0, num_local) else 1.0
 
     def _moved(self, batch: Any) -> Any:
-        """Arguments on this rank's device, in float64 where that is computed in."""
+        """Return arguments on this rank's device, in float64 if that is the precision."""
         double = self.plan.layout.precision == "float64"
 
         def moved(x: Any) -> Any:
@@ -276,8 +275,9 @@ class ByItself:
         return rebuild(batch, {path: moved(x) for path, x in leaves(batch)})
 
     def _joined(self, output: Any, have: int, share: float) -> Any:
-        """The output, in which what all ranks have is their mean, and whose gradients begin the exchange on every rank. They count by this
-        rank's `share` of the samples, since what the loop makes of the output is a mean over them."""
+        """Return the output with means averaged over ranks and hooks that start the reduction in backward on every rank.
+
+        Gradients are weighted by this rank's `share` of the samples, since the loop averages over them."""
         assert self.exchange is not None
         outputs = {path: x for path, x in leaves(output) if isinstance(x, Tensor)}
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.held.values())
@@ -288,48 +288,48 @@ class ByItself:
                 "forward takes by name), and return the same tensors always"
             )
         new: dict[str, Any] = dict(leaves(output))
-        means = [path for path, one in self.outputs.items() if one.dim is None and path in outputs and outputs[path].is_floating_point()]
+        means = [path for path, spec in self.outputs.items() if spec.dim is None and path in outputs and outputs[path].is_floating_point()]
         if means:
-            joined = self._means({path: outputs[path] for path in means}, have, learns)
-            new.update((path, private.writable(counted(x, share))) for path, x in joined.items())
-        for path, one in self.outputs.items():
-            if one.dim is not None and one.learns and learns and path in outputs:
+            reduced = self._means({path: outputs[path] for path in means}, have, learns)
+            new.update((path, private.writable(counted(x, share))) for path, x in reduced.items())
+        for path, spec in self.outputs.items():
+            if spec.dim is not None and spec.learns and learns and path in outputs:
                 x = outputs[path]
-                x = x if x.requires_grad else x.detach().requires_grad_()  # its code went another way here than elsewhere
-                x.register_hook(partial(self.exchange.count, path, x.shape[one.dim] / share))  # type: ignore[no-untyped-call]
+                x = x if x.requires_grad else x.detach().requires_grad_()  # a data-dependent branch: it has a gradient on other ranks
+                x.register_hook(partial(self.exchange.count, path, x.shape[spec.dim] / share))  # type: ignore[no-untyped-call]
                 new[path] = private.writable(counted(x, share))
         return rebuild(output, new)
 
     def _means(self, losses: Mapping[str, Tensor], have: int, learns: bool) -> dict[str, Tensor]:
-        """Means over all samples, whose gradient is the mean of what ranks make of them: in one sum, for all ranks to make as many."""
-        one = torch.ones(1, dtype=torch.float64, device=self.world.device)
-        flat = torch.cat([*(x.reshape(-1).to(torch.float64) for x in losses.values()), one]) * have
-        begins = learns and any(self.outputs[path].learns for path in losses)
-        flat = flat.detach().requires_grad_() if begins and not flat.requires_grad else flat
+        """Return means over all samples, in one all-reduce so that all ranks make equally many; gradients are averaged over ranks."""
+        weight = torch.ones(1, dtype=torch.float64, device=self.world.device)
+        flat = torch.cat([*(x.reshape(-1).to(torch.float64) for x in losses.values()), weight]) * have
+        starts_reduction = learns and any(self.outputs[path].learns for path in losses)
+        flat = flat.detach().requires_grad_() if starts_reduction and not flat.requires_grad else flat
         flat = redistribute(flat, P, D, self.world.everyone)
         flat = flat[:-1] / flat[-1].detach()
-        if begins:
+        if starts_reduction:
             flat.register_hook(lambda grad: self.exchange.begin())  # type: ignore[no-untyped-call, union-attr]
         parts = torch.split(flat, [x.numel() for x in losses.values()])
         return {path: part.reshape(x.shape).to(x.dtype) for (path, x), part in zip(losses.items(), parts, strict=True)}
 
     def of_copy(self, copied: nn.Module, memo: Mapping[int, Any]) -> ByItself:
-        """The same of a copy, which exchanges nothing."""
-        called, held = partial(type(copied).forward, copied), dict(copied.named_parameters())
-        return replace(self, model=copied, called=called, held=held, exchange=None)
+        """Return a replica for a copy of the module, which reduces no gradients."""
+        original_forward, parameters = partial(type(copied).forward, copied), dict(copied.named_parameters())
+        return replace(self, model=copied, called=original_forward, held=parameters, exchange=None)
 
     def pieces(self) -> list[Piece]:
-        """All of what a state dict has, of which rank 0's counts."""
+        """Return the full state dict as shards, of which rank 0's are saved."""
         return replicated_pieces(self.model, self.world)
 
     def full_state(self) -> dict[str, Tensor] | None:
-        """The state dict on rank 0, None elsewhere."""
+        """Return the state dict on rank 0, None elsewhere."""
         state = {name: x.detach().cpu().clone() for name, x in self.model.state_dict().items()}
         return state if self.world.rank == 0 else None
 
 
 def replicated_pieces(model: nn.Module, world: World) -> list[Piece]:
-    """Parameters and buffers that a state dict has of a model that is whole on every rank."""
+    """Return checkpoint shards of the parameters and state dict buffers of a replicated model."""
     first, state = world.rank == 0, model.state_dict(keep_vars=True)
     weights = [full_piece(name, "parameter", p.detach(), owner=first) for name, p in model.named_parameters()]
     return weights + [full_piece(name, "buffer", b, owner=first) for name, b in model.named_buffers() if name in state]

@@ -1,12 +1,10 @@
-"""Whether data ranks with a part of the samples each train what one with all of them does, of a model that is no graph.
+"""Trial whether data parallelism of a model that could not be captured trains what one process does.
 
-In: a plan of a model that could not be captured, the model, its batch and loss. Out: nothing, or `Infeasible` by name; in a plain loop,
-whose loss is not known, where the samples lie in each tensor that the model returns. The model is run on some of the batch, whole and in
-parts, and left as it was.
+The model is run on some of the batch, in full and in shards, and left as it was; loss, gradients and written state are compared, and a
+difference raises `Infeasible` by name. In a plain loop, whose loss is not known, the outputs are compared instead, which also yields the
+sample dimension of each output. Tried are both ends of the batch, and batches whose shards differ most: each one sample repeated.
 
-Tried are both ends of the batch, and batches whose parts are as unlike as its samples are: each one sample over and over.
-
-Not modelled: models that are divisible on what was tried, and are not on other batches.
+Not modelled: models that are data-parallel on the tried batches and not on others.
 """
 
 from __future__ import annotations
@@ -32,52 +30,49 @@ from weft.plan.plan import Plan
 from weft.run.uncaptured.constant_draws import ConstantDraws
 from weft.world import private
 
-_TRIED = 4  # samples of each part on which the model is tried
-_SINGLE_SAMPLES = 4  # batches of parts that are one sample each
-_CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative, beyond rounding in float32 and in float64
-_NOTHING = 1e-12  # of the largest gradient: what float64 may leave of a gradient that is zero
+_TRIED = 4  # samples of each shard in the trial
+_SINGLE_SAMPLES = 4  # batches whose shards are one repeated sample each
+_CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative tolerances, beyond rounding in float32 and in float64
+_NOTHING = 1e-12  # of the largest gradient: rounding in float64 of a gradient that is zero
 
 
 class _NotInDouble(Exception):
-    """The model does not compute in float64."""
+    """The model does not support float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor of a model's output. `dim`: where its samples lie, of which each rank has its own; None where all ranks have their mean.
-
-    `learns`: whether it has a gradient.
-    """
+    """One tensor of a model's output. `dim`: its sample dimension, sharded over ranks; None if the output is a mean over samples."""
 
     dim: int | None
     learns: bool
 
 
 def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
+    """Raise Infeasible if `data` ranks with shards of the batch would train something else than one process with the full batch.
 
-    That is where the model takes statistics over the batch, where the loss is not the mean over the parts (a sum, or a mean over what they
-    differ in), or its gradients are not, where a part alone makes the model fail, and where what the model writes while it runs (a running
-    mean, a queue of keys) depends on the samples that it sees. It is tried in float64 where the model computes in it: a maximum over the
-    batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
+    That is if the model takes statistics over the batch, if the loss or its gradients are not the mean over the shards (a sum, or a mean
+    over a varying number of terms), if the model fails on a shard, or if state that it writes (a running mean, a queue of keys) depends on
+    the samples it sees. The trial is in float64 if the model supports it: a maximum over the batch that only scales an initial guess
+    changes the loss by less than float32's rounding, and gradients by more.
     """
     if plan.layout.data > 1:
         apart(lambda: _tried(plan, model, batch, lambda inputs: call(model, inputs, loss)) is not None, bool, bool)
 
 
 def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Output]:
-    """How the outputs of parts of the batch make those of the whole, by path.
+    """Return the spec of each output by path: concatenated over the shards of the batch along a dimension, or their mean.
 
     Raises:
-        Infeasible: as `refuse_division`; or outputs of parts neither follow one another nor are a mean.
+        Infeasible: as for `check_data_parallel`; or an output is neither of the two.
     """
     trial = _tried(plan, model, batch, None)
     return {path: Output(dim, path in trial.learns) for path, dim in trial.dims.items()}
 
 
 def _tried(plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> _Trial:
-    """A trial in float64, or in the model's own precision where it does not compute in it."""
-    values, before = [(p, p.data) for p in model.parameters()], state_of(model)
+    """Run a trial in float64, or in the model's own precision if it does not support float64."""
+    values, attributes = [(p, p.data) for p in model.parameters()], state_of(model)
     try:
         return _Trial(plan, widened(model), batch, loss, True).run()
     except _NotInDouble:
@@ -85,13 +80,13 @@ def _tried(plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tenso
     finally:
         for p, value in values:
             p.data = value
-        set_state(model, before)
+        set_state(model, attributes)
     return _Trial(plan, model, batch, loss, False).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a call of the model gave: its loss, what it left in parameters and buffers, gradients where asked for, and outputs in a loop."""
+    """Result of a call of the model: loss, state (parameters and buffers) after it, gradients if requested, and outputs in a loop."""
 
     loss: float
     left: Mapping[str, Tensor]
@@ -100,9 +95,9 @@ class _Ran:
 
 
 class _Trial:
-    """One model in one precision. Without a loss, as in a plain loop, of its outputs, and of the gradient of a sum of them.
+    """A trial of one model in one precision. Without a loss, as in a plain loop, outputs and the gradient of a sum of them are compared.
 
-    `dims`: along which the samples of each output lie; `learns`: outputs that have a gradient.
+    `dims`: sample dimension of each output; `with_gradient`: outputs that have a gradient.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, double: bool) -> None:
@@ -114,24 +109,24 @@ class _Trial:
         self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.values = {name: x.detach().clone() for name, x in self.named.items()}
         self.attributes, self.drawn = state_of(model), torch.random.get_rng_state()
-        self.draws = False  # random numbers that are not steady
-        self.keeps: list[str] = []  # state in attributes, which the next call may read
+        self.draws = False  # whether it draws random numbers that `ConstantDraws` does not cover
+        self.keeps: list[str] = []  # attributes that it writes and the next call may read
         self.dims: dict[str, int | None] = {}
         self.learns: set[str] = set()
         self.why = f"{plan.model} could not be captured ({plan.uncaptured})"
 
     def _batches(self) -> list[list[int]]:
-        """Samples of the batches that are tried. At both ends parts may by accident have the same number of what the mean is over."""
-        first, each = list(range(self.size)), self.size // self.data
+        """Choose samples of the batches to try. Shards at both ends of the batch may by chance have equally many terms of a mean."""
+        first, per_shard = list(range(self.size)), self.size // self.data
         batches = [first, [self.samples - self.size + i for i in first]]
         rounds = min(_SINGLE_SAMPLES, self.samples // self.data)
         for n in range(rounds):
             chosen = [(n * self.data + part) * self.samples // (rounds * self.data) for part in range(self.data)]
-            batches.append([sample for sample in chosen for _ in range(each)])
+            batches.append([sample for sample in chosen for _ in range(per_shard)])
         return [rows for i, rows in enumerate(batches) if rows not in batches[:i]]
 
     def run(self) -> Self:
-        """Raise Infeasible for the first thing that parts do otherwise."""
+        """Raise Infeasible for the first difference between the full batch and its shards."""
         coupled = [name for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
         if coupled:
             raise self._refused(
@@ -140,7 +135,7 @@ class _Trial:
         with in_modes(self.model, modes_of(self.model)), python_randomness_kept():
             training = self._compare_writes()
             if self.draws:
-                self.model.eval()  # what is drawn would tell them apart
+                self.model.eval()  # random draws would make shards differ
                 if self.loss is None and self._ran(self.batches[0]).outputs.keys() != training.outputs.keys():
                     differs = "it draws random numbers in training and returns something else in evaluation"
                     raise self._refused(f"{differs}, so that its parts cannot be compared", "return the same in both")
@@ -152,27 +147,27 @@ class _Trial:
         return self
 
     def _refused(self, what: str, remedy: str = "", calls: int = 1) -> Infeasible:
-        """`calls`: of how many the last one shows it."""
-        again = f", and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}" if calls > 1 else ""
-        return Infeasible(f"{self.why}{again}, and {what}; use data=1{remedy and f', or {remedy}'}")
+        """Build the error; `calls`: number of successive calls after which the difference shows."""
+        state = f", and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}" if calls > 1 else ""
+        return Infeasible(f"{self.why}{state}, and {what}; use data=1{remedy and f', or {remedy}'}")
 
     @property
     def _other(self) -> str:
         return f"so data={self.data} would train something else"
 
     def _compare_writes(self) -> _Ran:
-        """What is left in parameters and buffers; returns the whole's run."""
+        """Compare parameters and buffers after a call; return the result of the full batch."""
         full, *parts = self._full_and_parts(self.batches[0])
         for name, x in full.left.items():
-            left = [part.left[name] for part in parts]
-            if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in left):
+            written = [part.left[name] for part in parts]
+            if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in written):
                 raise self._refused(
                     f"it writes {name} while it runs, by the samples that it sees, which differ between the data={self.data} ranks"
                 )
         return full
 
     def _compare_losses(self, rows: list[int], calls: int) -> None:
-        """The loss and its gradients."""
+        """Compare the loss and its gradients."""
         full, *parts = self._full_and_parts(rows, True, calls)
         mean = sum(part.loss for part in parts) / self.data
         if math.isfinite(full.loss) and not abs(full.loss - mean) <= self.close * max(abs(full.loss), abs(mean)):
@@ -182,8 +177,8 @@ class _Trial:
             )  # fmt: skip
         largest = max((_largest(g) for g in full.gradients.values()), default=0.0)
         for name, gradient in full.gradients.items():
-            of_parts = [part.gradients[name] for part in parts if name in part.gradients]
-            error, scale = _largest(gradient - sum(of_parts) / self.data), _largest(gradient)
+            shard_gradients = [part.gradients[name] for part in parts if name in part.gradients]
+            error, scale = _largest(gradient - sum(shard_gradients) / self.data), _largest(gradient)
             if math.isfinite(error) and error > max(self.close * scale, _NOTHING * largest):
                 raise self._refused(
                     f"its gradient of {name} over {self.size} samples is not the mean of those over data={self.data} parts of them "
@@ -191,7 +186,7 @@ class _Trial:
                 )  # fmt: skip
 
     def _compare_outputs(self, rows: list[int], calls: int) -> None:
-        """How outputs are divided, by which gradients of their sum are then told apart."""
+        """Find the sample dimension of each output, which the weighting of their sum then depends on."""
         full, *parts = self._full_and_parts(rows, calls=calls)
         if any(part.outputs.keys() != full.outputs.keys() for part in parts):
             raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
@@ -199,7 +194,7 @@ class _Trial:
         self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
 
     def _dim_of(self, path: str, full: Tensor, parts: list[Tensor], calls: int) -> int | None:
-        """Along which dimension parts of an output follow one another; None where the whole is their mean."""
+        """Return the dimension along which shards of an output concatenate to the full one; None if it is their mean."""
         name = f"its output {path}" if path else "its output"
         shapes = [tuple(x.shape) for x in parts]
         for dim in range(full.dim()):
@@ -227,41 +222,41 @@ class _Trial:
         return bool(torch.allclose(a, b, rtol=0.0, atol=self.close * max(_largest(b), 1e-300), equal_nan=True))
 
     def _full_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
-        """The model called on some samples, and on every rank's part of them."""
-        each = self.size // self.data
-        return [self._ran(of, learns, calls) for of in (rows, *(rows[i * each : (i + 1) * each] for i in range(self.data)))]
+        """Call the model on some samples, and on every rank's shard of them."""
+        n = self.size // self.data
+        return [self._ran(samples, learns, calls) for samples in (rows, *(rows[i * n : (i + 1) * n] for i in range(self.data)))]
 
     def _ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
-        """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation. The last of `calls`."""
+        """Call the model `calls` times on some samples; return the last result, with gradients if asked for (in float64 only)."""
         inputs = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
-        before, drawn = {name: x.grad for name, x in self.named.items()}, python_randomness()
+        gradients_before, python_state = {name: x.grad for name, x in self.named.items()}, python_randomness()
         try:
             with doubled(self.double), ConstantDraws():  # type: ignore[no-untyped-call]
                 for _ in range(calls - 1):
                     self._called(rebuild(self.batch, inputs))
                 loss, outputs = self._called(rebuild(self.batch, inputs))
                 gradients = self._gradients_of(loss) if learns and self.double and loss.requires_grad else {}
-            left = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            self.draws |= not torch.equal(self.drawn, torch.random.get_rng_state()) or python_randomness() != drawn
+            state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            self.draws |= not torch.equal(self.drawn, torch.random.get_rng_state()) or python_randomness() != python_state
             self.keeps = self.keeps or changes(self.attributes, state_of(self.model))
-            return _Ran(float(loss.detach()), {name: x.detach().clone() for name, x in left.items()}, gradients, outputs)
+            return _Ran(float(loss.detach()), {name: x.detach().clone() for name, x in state.items()}, gradients, outputs)
         except Exception as error:
             if self.double and self.plan.layout.precision != "float64" and rows == self.batches[0] and not learns:
                 raise _NotInDouble from error
             if len(rows) == self.samples or isinstance(error, ModelError | Infeasible):
                 raise
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise self._refused(f"with {len(rows)} of its {self.samples} samples it raises {said}") from error
+            message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise self._refused(f"with {len(rows)} of its {self.samples} samples it raises {message}") from error
         finally:
-            set_state(self.model, self.attributes)  # what may have been replaced, too
+            set_state(self.model, self.attributes)  # undoes replaced attributes too
             with torch.no_grad():
                 for name, x in self.named.items():
                     x.copy_(self.values[name])
-                    x.grad = before[name]
+                    x.grad = gradients_before[name]
             torch.random.set_rng_state(self.drawn)
 
     def _of_rows(self, x: Any, rows: list[int]) -> Any:
-        """Some samples of a leaf of the batch, where the model is, as it is tried."""
+        """Return some samples of a leaf of the batch, on the model's device and in the precision of the trial."""
         if not isinstance(x, Tensor):
             return x
         x = x[rows] if x.dim() and x.shape[0] == self.samples else x
@@ -269,22 +264,22 @@ class _Trial:
         return x.double() if self.double and x.is_floating_point() else x
 
     def _called(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss; or a sum of the outputs that have gradients, and all of them."""
+        """Return the loss; in a plain loop a weighted sum of the differentiable outputs, and all outputs by path."""
         if self.loss is not None:
             return self.loss(batch), {}
         with _ForeignParameters(self.model):
             outputs = {path: x for path, x in leaves(called(self.model, batch)) if isinstance(x, Tensor)}
         if not outputs:
             raise ModelError("the model's output holds no tensor; it must return tensors")
-        learns = {path: x for path, x in outputs.items() if x.is_floating_point() and x.requires_grad}
-        self.learns |= learns.keys()
-        total = sum((_weighed(x, self.dims[path]) for path, x in learns.items() if path in self.dims), torch.zeros(()))
+        differentiable = {path: x for path, x in outputs.items() if x.is_floating_point() and x.requires_grad}
+        self.learns |= differentiable.keys()
+        total = sum((_weighed(x, self.dims[path]) for path, x in differentiable.items() if path in self.dims), torch.zeros(()))
         return total, {path: x.detach() for path, x in outputs.items()}
 
     def _gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
-        """By parameter. In a loop they must be in proportion: a user's loss over a part is as many times as steep as there are parts."""
+        """Return gradients by parameter. In a loop they must be linear in those of the outputs: a loss over one shard is steeper."""
         gradients = self._derived(loss)
-        for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two, by which rounding is the same
+        for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two do not change rounding
             for name, gradient in self._derived(loss * scale).items():
                 if not self._agree(gradient / scale, gradients[name]):
                     raise self._refused(
@@ -297,13 +292,13 @@ class _Trial:
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         try:
             gradients = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
-        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
+        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, fails in the run itself
             return {}
         return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None and g.layout is torch.strided}
 
 
 class _ForeignParameters(TorchFunctionMode):
-    """A block in which parameters of others are found, whose gradients nobody would sum."""
+    """Refuse parameters that are not the model's within a block: their gradients would not be reduced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -324,7 +319,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _weighed(x: Tensor, dim: int | None) -> Tensor:
-    """A mean over the samples of a sum of other terms, each with a factor of its own, so that none cancels another."""
+    """Return the mean over samples of a sum of the other elements, each with its own factor, so that none cancels another."""
     rows = x if dim is None else x.movedim(dim, 0)
     terms = rows.reshape(1, -1) if dim is None else rows.reshape(rows.shape[0], -1)
     if not terms.numel():

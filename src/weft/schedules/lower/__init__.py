@@ -1,12 +1,11 @@
-"""From the order of computes per rank to a `Program`: passes over lists, one a file, each from a program to a program.
+"""Lower the order of computes per rank to a `Program`: passes over lists, one a file, each from a program to a program.
 
-`transfers`: sends and receives. `exchange`: the gradients of a stage on several ranks. `receive`: receives early enough for sends that
-wait. `split`: backward in two parts. `gather`: weights that are there only while they are used. `reduce`: gradients summed over data
-replicas as early as they are complete. `keep`: what is offloaded to the host, or dropped and computed again.
+`transfers`: sends and receives. `gradient_exchange`: gradients of a stage on several ranks. `receive`: receives early enough for
+blocking sends. `split`: backward in two parts. `gather`: weights gathered for use only (ZeRO-3). `reduce`: gradients reduced over data
+replicas as early as they are complete (ZeRO-2). `offload_recompute`: saved activations offloaded to the host, or dropped and recomputed.
 
 In: per rank a list of `Compute`, links between stages, a name. A rank may have several stages and a stage several ranks, as long as
-each microbatch of a stage runs on one of them. Out: a `Program`. Not modelled: times; every order here follows from the order of the
-computes alone.
+each microbatch of a stage runs on one of them. Out: a `Program`. Not modelled: times; orders follow from the order of the computes alone.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Rows = Sequence[Sequence[Compute]]  # [rank] -> its computes, in order
 
 
 def pipeline(name: str, rows: Rows, links: Links | None = None, rendezvous: bool = False) -> Program:
-    """The program of these computes, with transfers, and with the exchange of gradients where a stage is on several ranks.
+    """Return the program of these computes with transfers, and with the gradient exchange of stages that are on several ranks.
 
-    A send stands right after what makes its value, the nearest reader's first, and a receive right before what reads its
-    value, the farthest maker's first: the order in which they are wanted and made. With `rendezvous` some receives stand
-    earlier, see `receive_in_time`.
+    A send comes right after its producer, the nearest consumer's first, and a receive right before its consumer, the farthest
+    producer's first: the order in which values are needed and produced. With `rendezvous` some receives come earlier, see
+    `advance_receives`.
 
     >>> from weft.plan.program import Op
     >>> print(pipeline("one", [[Compute(Op.F, 0, 0), Compute(Op.B, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]]))
@@ -45,7 +44,7 @@ def pipeline(name: str, rows: Rows, links: Links | None = None, rendezvous: bool
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
 
     Raises:
-        ProgramError: a compute that two ranks have.
+        ProgramError: two ranks have the same compute.
     """
     num_stages = 1 + max((a.stage for row in rows for a in row), default=-1)
     computes = tuple(tuple(row) for row in rows)
@@ -54,7 +53,7 @@ def pipeline(name: str, rows: Rows, links: Links | None = None, rendezvous: bool
 
 
 def complete(program: Program, rendezvous: bool = False) -> Program:
-    """A program that names no transfer at all, with them; any other as it is.
+    """Return a program that has no transfers with transfers added; any other unchanged.
 
     >>> print(complete(Program.parse("0F0 0B0\\n1F0 1B0")))
     program program
@@ -62,7 +61,7 @@ def complete(program: Program, rendezvous: bool = False) -> Program:
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
 
     Raises:
-        ProgramError: a compute that two ranks have.
+        ProgramError: two ranks have the same compute.
     """
     if any(isinstance(action, (Send, Recv)) for row in program.actions for action in row):
         return program

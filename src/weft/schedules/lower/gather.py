@@ -1,4 +1,4 @@
-"""Weights that are there only while they are used (ZeRO-3). In: a program. Out: the same with UNSHARD and RESHARD."""
+"""All-gather weights before use and free them afterwards (ZeRO-3). In: a program. Out: the same with UNSHARD and RESHARD."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weft.plan.program import Action, Compute, Manage, ManageOp, Program
 
 
 def gather_weights(program: Program, ahead: int = 1, stages: Collection[int] | None = None) -> Program:
-    """Gather a stage's weights `ahead` computes before each run of computes of it on a rank, and let go of them after the run.
+    """Gather a stage's weights `ahead` computes before each run of consecutive computes of it on a rank, and free them after the run.
 
     Args:
-        ahead: 0 gathers when they are needed; 1 while the compute before goes on. Of a rank with one stage they stay all the time.
-        stages: only of these; by default of all.
+        ahead: 0 gathers when they are needed; 1 overlaps with the previous compute. A rank with one stage keeps its weights gathered.
+        stages: stages to gather; by default all.
 
     >>> print(*gather_weights(Program.parse("links\\nrank 0: 0F0 1F0 1B0 0B0")).actions[0])
     0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
@@ -33,14 +33,14 @@ def _row(row: tuple[Action, ...], ahead: int, stages: Collection[int] | None) ->
             runs.append((action.stage, n, n))
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
-    let_go: dict[int, int] = {}  # stage -> the compute after which it was last let go
+    last_reshard: dict[int, int] = {}  # stage -> the compute after which it was last resharded
     for stage, first, last in runs:
         if stages is not None and stage not in stages:
             continue
-        at = max(0, first - ahead, let_go.get(stage, -1) + 1)
-        before.setdefault(places[at], []).append(Manage(ManageOp.UNSHARD, stage))
+        gather_at = max(0, first - ahead, last_reshard.get(stage, -1) + 1)
+        before.setdefault(places[gather_at], []).append(Manage(ManageOp.UNSHARD, stage))
         after.setdefault(places[last], []).append(Manage(ManageOp.RESHARD, stage))
-        let_go[stage] = last
+        last_reshard[stage] = last
     out: list[Action] = []
     for i, action in enumerate(row):
         out += [*before.get(i, ()), action, *after.get(i, ())]

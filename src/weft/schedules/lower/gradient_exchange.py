@@ -1,8 +1,8 @@
-"""The gradients of a stage that several ranks have, summed over them. In: a program with transfers. Out: the same with the exchange.
+"""All-reduce the gradients of a stage that is on several ranks. In: a program with transfers. Out: the same with the exchange.
 
-For GEMS and Chimera, whose two replicas each see some of the microbatches. A stage's sum is sent once its rank has added the last
-microbatch to it and has sent the other all that it waits for, and received at the end, so that the exchange goes on beside the computes
-that follow and delays none. Data replicas of the whole pipeline are not in a program: their sums are the executor's.
+For GEMS and Chimera, whose two replicas each process some of the microbatches. A stage's sum is sent once its rank has accumulated the
+last microbatch and has sent the peer everything that it waits for, and received at the end, so that the exchange overlaps the following
+computes and delays none. Data replicas of the whole pipeline are not in a program: the executor reduces their gradients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from weft.plan.program import Action, Compute, Manage, ManageOp, Op, Program, Re
 
 
 def exchange_gradients(program: Program, rendezvous: bool = False) -> Program:
-    """Each rank that adds to the gradient of a stage gets the sum over all that do.
+    """Add the transfers that give each rank that accumulates a stage's gradient the sum over all such ranks.
 
-    Every one sends to every other and adds what it receives. With `rendezvous`, where that would block, the first of them adds all up and
+    Every such rank sends to every other and adds what it receives. With `rendezvous`, where that would block, the first of them reduces and
     sends the sum back, stage after stage at the end of the program.
 
     >>> from weft.schedules import build
@@ -29,12 +29,12 @@ def exchange_gradients(program: Program, rendezvous: bool = False) -> Program:
     rows: list[list[Action]] = []
     for rank, row in enumerate(program.actions):
         last = {value: step for step, action in enumerate(row) for value in effects(action, program).adds if value in shared}
-        free = {action.to: step for step, action in enumerate(row) if isinstance(action, Send)}  # after the last send to it
+        last_send = {action.to: step for step, action in enumerate(row) if isinstance(action, Send)}
         sends: dict[int, list[Send]] = {}
         for value, step in sorted(last.items(), key=lambda item: item[1]):
             for peer in shared[value]:
                 if peer != rank:
-                    sends.setdefault(max(step, free.get(peer, 0)), []).append(Send(value, peer))
+                    sends.setdefault(max(step, last_send.get(peer, 0)), []).append(Send(value, peer))
         line: list[Action] = []
         for step, action in enumerate(row):
             line += [action, *(sends.get(step, ()) if not rendezvous else ())]
@@ -43,18 +43,18 @@ def exchange_gradients(program: Program, rendezvous: bool = False) -> Program:
         rows.append(line)
     if rendezvous:
         for value in sorted(shared, key=lambda value: value.index):
-            first, *others = shared[value]
-            for peer in others:
-                rows[peer].append(Send(value, first))
-                rows[first].append(Recv(value, peer, add=True))
-            for peer in others:
-                rows[first].append(Send(value, peer))
-                rows[peer].append(Recv(value, first))
+            root, *peers = shared[value]
+            for peer in peers:
+                rows[peer].append(Send(value, root))
+                rows[root].append(Recv(value, peer, add=True))
+            for peer in peers:
+                rows[root].append(Send(value, peer))
+                rows[peer].append(Recv(value, root))
     return replace(program, actions=tuple(map(tuple, rows)))
 
 
 def _holders(program: Program) -> dict[Value, list[int]]:
-    """What each stage's gradient ends in -> the ranks that add to it."""
+    """Return the value of each stage's final gradient -> the ranks that accumulate it."""
     reduced = {a.stage for row in program.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
     holders: dict[Value, list[int]] = {}
     for rank, row in enumerate(program.actions):

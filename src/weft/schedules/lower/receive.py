@@ -1,4 +1,4 @@
-"""Receives moved ahead, for transports whose sends wait. In: a program. Out: the same computes and sends, with earlier receives."""
+"""Move receives ahead, for transports with blocking sends. In: a program. Out: the same computes and sends, with earlier receives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.plan.program import Action, Program, Recv, Send, is_pair, walk
 
 
 def receive_in_time(program: Program) -> Program:
-    """The same program with receives moved ahead where two ranks would otherwise block on sending to each other.
+    """Return the program with receives moved ahead where ranks would otherwise deadlock on sending to each other.
 
-    Wanted where a send waits for its receive. Ranks run until none can move; then along the ranks that wait for one
-    another there is one at a send whose receiver is at a send too: the receiver takes that value first. Nothing else is
-    moved, so receives stay as late as possible.
+    Needed where a send waits for its receive. Ranks run until none can proceed; then the cycle of waiting ranks has one at a
+    send whose receiver is at a send too: the receiver takes that value first. Nothing else is moved, so receives stay as late
+    as possible.
 
     Raises:
         ProgramError: a program that cannot run even if sends do not wait.
@@ -34,7 +34,7 @@ def receive_in_time(program: Program) -> Program:
 
 
 def _run(rows: list[list[Action]], at: list[int], rank: int, ready: list[int]) -> None:
-    """Move `rank` on until its next transfer has no partner; a partner that was waiting becomes ready."""
+    """Advance `rank` until its next transfer has no partner; a partner that was waiting becomes ready."""
     while at[rank] < len(rows[rank]):
         action = rows[rank][at[rank]]
         if isinstance(action, (Send, Recv)):
@@ -47,38 +47,38 @@ def _run(rows: list[list[Action]], at: list[int], rank: int, ready: list[int]) -
 
 
 def _early_receive(program: Program, rows: list[list[Action]], at: list[int], rank: int) -> tuple[int, int]:
-    """(receiver, step) of the nearest receive that frees the ranks which wait for one another, found from `rank` on."""
-    circle: list[int] = []
-    while rank not in circle:
-        circle.append(rank)
+    """Return (receiver, step) of the nearest receive that resolves the cycle of waiting ranks reached from `rank`."""
+    cycle: list[int] = []
+    while rank not in cycle:
+        cycle.append(rank)
         action = rows[rank][at[rank]] if at[rank] < len(rows[rank]) else None
         if not isinstance(action, (Send, Recv)):
             break
         rank = _peer(action)
-    places = []
-    for sender in circle[circle.index(rank) :]:
+    candidates = []
+    for sender in cycle[cycle.index(rank) :]:
         action = rows[sender][at[sender]] if at[sender] < len(rows[sender]) else None
         if isinstance(action, Send):
             row = rows[action.to]
             step = next((i for i in range(at[action.to], len(row)) if is_pair(sender, action, row[i])), None)
             if step is not None:
-                places.append((step - at[action.to], action.to, step))
-    if not places:
-        deque(walk(program), maxlen=0)  # says what is wrong, if posted sends do not help either
-        raise ProgramError(_never_received(program, rows, at, circle))
-    _, receiver, step = min(places)
+                candidates.append((step - at[action.to], action.to, step))
+    if not candidates:
+        deque(walk(program), maxlen=0)  # raises the error, if asynchronous sends do not help either
+        raise ProgramError(_never_received(program, rows, at, cycle))
+    _, receiver, step = min(candidates)
     return receiver, step
 
 
-def _never_received(program: Program, rows: list[list[Action]], at: list[int], circle: list[int]) -> str:
-    """Which of the sends that ranks of `circle` are at has no receive, in a program that runs where sends do not wait."""
-    for rank in circle:
+def _never_received(program: Program, rows: list[list[Action]], at: list[int], cycle: list[int]) -> str:
+    """Describe the send, among those where ranks of `cycle` wait, that has no receive, in a program that runs with asynchronous sends."""
+    for rank in cycle:
         action = rows[rank][at[rank]] if at[rank] < len(rows[rank]) else None
-        if isinstance(action, Send) and not any(is_pair(rank, action, other) for other in rows[action.to][at[action.to] :]):
-            before = rows[rank][: at[rank]].count(action)  # receives have moved, but sends are in their order
-            step = [i for i, one in enumerate(program.actions[rank]) if one == action][before]
+        if isinstance(action, Send) and not any(is_pair(rank, action, receive) for receive in rows[action.to][at[action.to] :]):
+            num_before = rows[rank][: at[rank]].count(action)  # receives have moved, but sends are in their order
+            step = [i for i, candidate in enumerate(program.actions[rank]) if candidate == action][num_before]
             return f"{program.name}: rank {rank} step {step}: {action} is never received"
-    raise AssertionError("ranks that wait for one another though no receive is missing")
+    raise AssertionError("a deadlock though no receive is missing")
 
 
 def _peer(action: Send | Recv) -> int:

@@ -1,4 +1,4 @@
-"""Gradients summed over data replicas as early as they are complete (ZeRO-2). In: a program. Out: the same with REDUCE_GRAD."""
+"""Reduce gradients over data replicas as early as they are complete (ZeRO-2). In: a program. Out: the same with REDUCE_GRAD."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.plan.program import Action, Compute, Manage, ManageOp, Program, Recv, 
 def reduce_gradients(program: Program, every_microbatch: bool = False) -> Program:
     """Reduce each stage's gradient after its rank's last backward, or after every one.
 
-    After each, a rank holds a whole gradient for one microbatch only, at the price of a sum for each. A stage on several ranks, whose
-    gradients are exchanged, is reduced once, after the exchange.
+    After each, a rank holds a full gradient for one microbatch only, at the cost of a reduction for each. A stage on several ranks,
+    whose gradients are exchanged, is reduced once, after the exchange.
 
     >>> print(*reduce_gradients(Program.parse("0F0 0F1 0B0 0B1")).actions[0])
     0F0 0F1 0B0 0B1 0REDUCE_GRAD
@@ -38,7 +38,7 @@ def reduce_gradients(program: Program, every_microbatch: bool = False) -> Progra
 
 
 def _last_touched(row: tuple[Action, ...], program: Program) -> Mapping[int, int]:
-    """Stage -> the last step at which its gradient is added to, sent or received."""
+    """Return stage -> the last step at which its gradient is accumulated, sent or received."""
     last: dict[int, int] = {}
     for step, action in enumerate(row):
         e = effects(action, program)

@@ -1,4 +1,4 @@
-"""Split backward: every B becomes an I, which others wait for, and later a W. In: the actions of one rank, in order. Out: the same."""
+"""Split backward: every B becomes an I, which other ranks wait for, and later a W. In: the actions of one rank, in order. Out: the same."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weft.plan.program import Action, Compute, Op, Recv
 
 
 def split_backward(row: Sequence[Action], lag: int = 0) -> list[Action]:
-    """The row with its backwards split; it stays up to `lag` weights parts behind, and does those at its end.
+    """Return the row with its backwards split; up to `lag` weight parts (W) are deferred, the last ones to the end.
 
-    A weights part comes after the sends that follow its input part, since others wait for these.
+    A weight part comes after the sends that follow its input part (I), since other ranks wait for these.
 
     >>> from weft.plan.action import parse_action
     >>> row = [parse_action(word) for word in "1F0 1B0 g(1,0,0)>0 1F1 1B1 g(1,0,1)>0".split()]
@@ -19,14 +19,14 @@ def split_backward(row: Sequence[Action], lag: int = 0) -> list[Action]:
     ('1F0 1I0 g(1,0,0)>0 1W0 1F1 1I1 g(1,0,1)>0 1W1', '1F0 1I0 g(1,0,0)>0 1F1 1I1 g(1,0,1)>0 1W0 1W1')
     """
     out: list[Action] = []
-    owed: deque[Compute] = deque()
+    deferred: deque[Compute] = deque()
     for action in row:
         if isinstance(action, (Compute, Recv)):
-            while len(owed) > lag:
-                out.append(owed.popleft())
+            while len(deferred) > lag:
+                out.append(deferred.popleft())
         if isinstance(action, Compute) and action.op is Op.B:
             out.append(Compute(Op.I, action.stage, action.microbatch))
-            owed.append(Compute(Op.W, action.stage, action.microbatch))
+            deferred.append(Compute(Op.W, action.stage, action.microbatch))
         else:
             out.append(action)
-    return [*out, *owed]
+    return [*out, *deferred]

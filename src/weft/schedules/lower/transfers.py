@@ -1,4 +1,4 @@
-"""Where the sends and receives go. In: a program of computes (and of what manages what they hold). Out: the same with transfers."""
+"""Insert sends and receives. In: a program of computes (and of memory actions). Out: the same with transfers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def add_transfers(program: Program) -> Program:
     made_on: dict[Value, int] = {}
     read_on: dict[Value, int] = {}
     row_effects = [[effects(action, program) for action in row] for row in program.actions]
-    for rank, here in enumerate(row_effects):
-        for step, e in enumerate(here):
+    for rank, effects_of_row in enumerate(row_effects):
+        for step, e in enumerate(effects_of_row):
             for value in e.writes:
                 if value.name != WEIGHTS and made_on.setdefault(value, rank) != rank:
                     action = program.actions[rank][step]
@@ -34,5 +34,5 @@ def add_transfers(program: Program) -> Program:
 
 
 def _distance(value: Value) -> int:
-    """Stages between the two ends of a link value: the nearer reader runs sooner, the farther maker ran earlier."""
+    """Return the number of stages that a link value crosses: the nearer consumer runs sooner, the farther producer ran earlier."""
     return abs(value.index[0] - value.index[1])

@@ -1,1 +1,1 @@
-"""Data as people have it, files of many formats, to numbers of tokens and to images. In: paths. Out: records, token files, images."""
+"""Readers of data files in many formats: records, tokenized documents, tables and images."""

@@ -1,6 +1,6 @@
-"""Records to documents: numbers of tokens, and which of them are learned. In: records, a tokenizer. Out: documents.
+"""Tokenization of records into documents: token ids and a loss mask.
 
-A record is text, a prompt with its completion, or messages; of the latter two only what the model shall answer is learned.
+A record is text, a prompt with its completion, or messages; for the latter two only the model's answers have a loss.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.train.reading.records import Record
 from weft.train.reading.tokenizers import Tokenizer
 
 Shape = Literal["auto", "text", "instruction", "messages"]
-_TOGETHER = 256  # records that a tokenizer takes at a time
-Span = tuple[str, bool]  # a text, and whether it is learned
+_TOGETHER = 256  # records that are tokenized in one call
+Span = tuple[str, bool]  # a text, and whether its tokens have a loss
 
 
 @dataclass(frozen=True)
 class Document:
-    """`ids`: of its tokens; `learned`: of each, whether the model shall predict it."""
+    """`ids`: token ids; `loss_mask`: for each, whether the model is trained to predict it."""
 
     ids: list[int]
     learned: list[bool]
@@ -30,9 +30,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Columns:
-    """What of a record is what. `prompt` and `completion` are columns, or templates such as "Q: {question}".
+    """Names of the columns of a record. `prompt` and `completion` are columns, or templates such as "Q: {question}".
 
-    `shape`: "auto" takes messages where the first record has them, else a prompt with its completion, else text.
+    `shape`: "auto" is messages if the first record has them, else a prompt with its completion, else text.
     """
 
     shape: Shape = "auto"
@@ -42,7 +42,7 @@ class Columns:
     messages: str = "messages"
 
     def shape_of(self, values: Mapping[str, Any]) -> Shape:
-        """The shape of a set whose first record this is."""
+        """Return the shape of the records, given the first of them."""
         if self.shape != "auto":
             return self.shape
         if self.messages in values:
@@ -53,7 +53,7 @@ class Columns:
 
 
 def columns_of(which: str) -> list[str]:
-    """Columns that a name or a template needs.
+    """Return the columns that a column name or a template reads.
 
     >>> columns_of("prompt"), columns_of("Q: {question} {context}")
     (['prompt'], ['question', 'context'])
@@ -64,21 +64,21 @@ def columns_of(which: str) -> list[str]:
 
 
 def documents_of(records: Iterable[Record], columns: Columns, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Documents in the order of records; those without text are left out.
+    """Tokenize records in order; those without text are left out.
 
     Raises:
-        ConfigError: a column that a record has not, with where it stands and the columns that it has.
+        ConfigError: a record without a required column, with its position and its columns.
     """
     read: Callable[[Record], list[Span]] | None = None
     begin, end = tokenizer.begin, tokenizer.end
-    left = iter(records)
-    while taken := list(islice(left, _TOGETHER)):
+    remaining = iter(records)
+    while chunk := list(islice(remaining, _TOGETHER)):
         if read is None:
-            shape = columns.shape_of(taken[0].values)
+            shape = columns.shape_of(chunk[0].values)
             read = _reader(shape, columns, tokenizer)
-            if shape == "messages":  # the template writes both
+            if shape == "messages":  # the chat template adds both
                 begin = end = ()
-        documents = [spans for spans in map(read, taken) if any(text for text, _ in spans)]
+        documents = [spans for spans in map(read, chunk) if any(text for text, _ in spans)]
         encoded = iter(tokenizer.encode([text for spans in documents for text, _ in spans]))
         for spans in documents:
             ids, learned = list(begin), [spans[0][1]] * len(begin)
@@ -100,14 +100,14 @@ def _reader(shape: Shape, columns: Columns, tokenizer: Tokenizer) -> Callable[[R
 
 
 def column(record: Record, name: str, key: str) -> Any:
-    """A record's value. Raises ConfigError where it has none."""
+    """Return a record's value in a column. Raises ConfigError if there is no such column."""
     if name not in record.values:
         raise ConfigError(f'{record.where} has no column "{name}", which {key} names; it has {", ".join(record.values)}')
     return record.values[name]
 
 
 def text_in(record: Record, name: str, key: str = "data.text_column") -> str:
-    """A record's text. Raises ConfigError where it is something else."""
+    """Return a record's text in a column. Raises ConfigError if it is no text."""
     value = column(record, name, key)
     if isinstance(value, bytes):
         value = value.decode("utf-8", errors="replace")
@@ -117,7 +117,7 @@ def text_in(record: Record, name: str, key: str = "data.text_column") -> str:
 
 
 def filled(record: Record, which: str) -> str:
-    """A column, or a template with the columns of a record in it."""
+    """Return the text of a column, or a template filled with the columns of a record."""
     key = "data.prompt_column or data.completion_column"
     if "{" not in which:
         return text_in(record, which, key)
@@ -130,23 +130,23 @@ def filled(record: Record, which: str) -> str:
 
 
 def _conversation(record: Record, name: str, tokenizer: Tokenizer) -> list[Span]:
-    """The texts of a conversation as the tokenizer's template writes them; what the assistant says is learned, with what ends it."""
+    """Split a conversation, formatted by the chat template, into spans; assistant messages have a loss."""
     messages = column(record, name, "data.messages_column")
-    if not isinstance(messages, list) or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise ConfigError(f'{record.where}: "{name}" is no list of messages, each with "role" and "content"')
     spans: list[Span] = []
-    told = ""
+    formatted = ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before, after = tokenizer.chat(messages[:number], True), tokenizer.chat(messages[: number + 1], False)
-        if not (before.startswith(told) and after.startswith(before)):
+        if not (before.startswith(formatted) and after.startswith(before)):
             raise ConfigError(
                 f"{record.where}: message {number} is written differently once more follow it, by the tokenizer's chat template, so that "
                 "what is learned cannot be told apart; use a template that only adds, or columns of prompts and completions"
             )
-        spans += [(before[len(told) :], False), (after[len(before) :], True)]
-        told = after
+        spans += [(before[len(formatted) :], False), (after[len(before) :], True)]
+        formatted = after
     if not spans:
         raise ConfigError(f'{record.where}: no message of "{name}" has the role "assistant", so nothing would be learned; leave it out')
     return spans

@@ -1,4 +1,4 @@
-"""Files below paths, and what tells whether they are the same as before. In: names of files, folders, patterns. Out: files, digests."""
+"""Finding data files below paths, and digests and checksums that detect changes in them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from weft.errors import ConfigError, RunError
 
 BLOCK_BYTES = 16 << 20
-PART_BYTES, SUM_BYTES = 16 << 10, 8  # of a file that are checked together when any of them is read; of what they are checked by
-ALL_BYTES = 16 << 30  # of longer data every so many-th block is read, this much in all, the first and the last among them
+PART_BYTES, SUM_BYTES = 16 << 10, 8  # bytes of a file that share a checksum; bytes of a checksum
+ALL_BYTES = 16 << 30  # of longer data the digest covers evenly spaced blocks, this much in all, including the first and the last
 READERS = 4
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """Regular files below a folder, sorted, without hidden ones and without following links."""
+    """Yield regular files below a folder, sorted, without hidden ones and without following links."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
@@ -30,10 +30,10 @@ def walk(root: Path) -> Iterator[Path]:
 
 
 def files_of(names: Sequence[str], takes: Callable[[Path], bool], key: str, holds: str) -> list[Path]:
-    """Files by name or pattern, and those of folders that `takes` accepts, in sorted order.
+    """Find files by name or pattern, and those of folders that `accepts` accepts, in sorted order.
 
     Raises:
-        ConfigError: a name that nothing has; `key` is where it stands and `holds` what it should hold.
+        ConfigError: a name without files; `key` is its configuration key and `expected` the kind of files.
     """
     files: list[Path] = []
     for name in names:
@@ -51,7 +51,7 @@ def files_of(names: Sequence[str], takes: Callable[[Path], bool], key: str, hold
 
 
 def _blocks(size: int) -> list[int]:
-    """Where blocks begin that the digest is of.
+    """Return the start offsets of the blocks that the digest covers.
 
     >>> _blocks(2 * BLOCK_BYTES + 1) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
     True
@@ -60,8 +60,8 @@ def _blocks(size: int) -> list[int]:
 
 
 def evenly_spaced(count: int, size: int) -> list[int]:
-    """Which of `count` pieces of data of `size` bytes a digest is of: every so many-th, `ALL_BYTES` in all, the first and the last among
-    them.
+    """Return which of `count` pieces of data of `size` bytes a digest covers: evenly spaced ones, about `MAX_DIGESTED_BYTES` in all,
+    including the first and the last.
 
     >>> evenly_spaced(3, 5), evenly_spaced(6, 4 * ALL_BYTES), evenly_spaced(0, 0)
     ([0, 1, 2], [0, 4, 5], [])
@@ -71,14 +71,14 @@ def evenly_spaced(count: int, size: int) -> list[int]:
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
-    """Put `data` in the place of a file, at once. Raises OSError."""
+    """Replace a file by `data` atomically. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
 def sum_of(data: bytes | memoryview) -> bytes:
-    """The first 8 bytes of the SHA-256 of data."""
+    """Return the checksum of data: the first 8 bytes of its SHA-256."""
     return hashlib.sha256(data).digest()[:SUM_BYTES]
 
 
@@ -88,29 +88,29 @@ def _sums_of_block(file: int, start: int) -> bytes:
 
 
 def digest_of(path: Path, size: int, sums: Path | None = None) -> str:
-    """SHA-256 of a file's size and of the sums of its parts, which are left in the file `sums`, 8 bytes each; zeros of blocks that the
-    digest is not of. Raises OSError."""
-    together = bytearray(SUM_BYTES * -(-size // PART_BYTES))
+    """Return the SHA-256 of a file's size and of the checksums of its parts, which are written to the file `sums`, 8 bytes each; zeros for
+    blocks that the digest does not cover. Raises OSError."""
+    checksums = bytearray(SUM_BYTES * -(-size // PART_BYTES))
     blocks = _blocks(size)
-    with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:  # hashing lets other threads run
+    with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:  # hashing releases the GIL
         for start, block in zip(blocks, readers.map(partial(_sums_of_block, file.fileno()), blocks), strict=True):
             at = SUM_BYTES * (start // PART_BYTES)
-            together[at : at + len(block)] = block
+            checksums[at : at + len(block)] = block
     if sums is not None:
-        replace_file(sums, together)
-    return digest_of_sums(size, bytes(together))
+        replace_file(sums, checksums)
+    return digest_of_sums(size, bytes(checksums))
 
 
 def digest_of_sums(size: int, sums: bytes) -> str:
-    """The digest of a file that has these sums."""
+    """Return the digest of a file from its size and checksums."""
     return hashlib.sha256(str(size).encode() + sums).hexdigest()
 
 
 class Checked:
-    """A file whose parts are compared with their sums whenever they are read. `sums`: where they lie, of a file of this digest; none:
-    nothing is compared.
+    """A file whose parts are compared with their checksums whenever they are read. `sums`: the file of the checksums; without it nothing
+    is compared.
 
-    Not mapped into memory: of a file that is cut off meanwhile a mapping has pages that kill the process when they are touched.
+    Not mapped into memory: if the file is truncated meanwhile, touching a page of the mapping would kill the process.
     """
 
     def __init__(self, path: Path | str, size: int, sums: Path | None = None) -> None:
@@ -121,7 +121,7 @@ class Checked:
         self.digest = digest_of_sums(size, self._sums)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes `start <= i < stop`. Raises RunError where the file has become too short, or a part is another than it was."""
+        """Return bytes `start <= i < stop`. Raises RunError if the file was truncated or a part has changed."""
         first = start // PART_BYTES * PART_BYTES if self._sums else start
         last = min(self.size, -(-stop // PART_BYTES) * PART_BYTES) if self._sums else stop
         data = memoryview(os.pread(self._file, last - first, first))
@@ -142,10 +142,10 @@ class Checked:
 
 
 def digest_of_all(files: Sequence[Path], names: Sequence[str]) -> str:
-    """SHA-256 of many files' names, sizes and contents; where they hold more than 16 GiB, of the contents of evenly spaced ones.
+    """Return the SHA-256 of many files' names, sizes and contents; above 16 GiB, of the contents of evenly spaced files.
 
     Raises:
-        ConfigError: one that cannot be read.
+        ConfigError: an unreadable file.
     """
     sizes = []
     digest = hashlib.sha256()
@@ -157,12 +157,12 @@ def digest_of_all(files: Sequence[Path], names: Sequence[str]) -> str:
         digest.update(f"{name}\0{sizes[-1]}\0".encode())
     step = max(1, -(-sum(sizes) // ALL_BYTES))
 
-    def one(number: int) -> bytes:
+    def digest_at(number: int) -> bytes:
         try:
             return digest_of(files[number], sizes[number]).encode()
         except OSError as error:
             raise ConfigError(f"{files[number]} cannot be read: {error.strerror}; make it readable, or leave it out") from error
 
     for number in sorted({*range(0, len(files), step), len(files) - 1}):
-        digest.update(one(number))
+        digest.update(digest_at(number))
     return digest.hexdigest()

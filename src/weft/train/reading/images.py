@@ -1,8 +1,8 @@
-"""Image files with their classes, found once and read one at a time. In: folders of classes, or tar shards. Out: bytes and labels.
+"""An index of image files and their classes, from class folders or tar shards (webdataset); images are read by number.
 
 A folder has a folder for each class, whose names in sorted order are the labels 0, 1, ... (torchvision's ImageFolder). A shard has an image
-and the number of its class (`.cls`) under one name. The index is `files.txt`, a name a line, and `images.bin`, four int64 each: which file,
-where the image begins in it, its size, its label.
+and its class id (`.cls`) under the same name. The index is `files.txt`, a name a line, and `images.bin`, four int64 an image: number of the
+file, offset in it, size, label. Decoding is in `reading/pixels`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILES, INDEX, SUMS = "files.txt", "images.bin", "images.sums"
 
 @dataclass(frozen=True)
 class ImageSet:
-    """`num_train` images come first, then those of `data.validation`. `classes`: their names; numbers where shards have no names."""
+    """`num_train` images come first, then those of `data.validation`. `classes`: their names; numbers for tar shards."""
 
     num_train: int
     num_validation: int
@@ -37,19 +37,19 @@ class ImageSet:
 
 
 def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -> ImageSet:
-    """Find all images and leave their index in a folder.
+    """Find all images and write their index to a folder.
 
     Raises:
-        ConfigError: no images, files outside of class folders, classes of validation that training has not, unreadable files.
+        ConfigError: no images, files outside of class folders, validation classes missing in training, unreadable files.
     """
     files, rows, classes = _listed(train, "data.path")
-    more, further, others = _listed(validation, "data.validation") if validation else ([], [], classes)
-    if set(others) - set(classes):
-        strange = ", ".join(sorted(set(others) - set(classes))[:3])
+    validation_files, validation_rows, validation_classes = _listed(validation, "data.validation") if validation else ([], [], classes)
+    if set(validation_classes) - set(classes):
+        strange = ", ".join(sorted(set(validation_classes) - set(classes))[:3])
         raise ConfigError(f"data.validation has classes that data.path has not: {strange}; the names of class folders must agree")
-    label = {i: classes.index(name) for i, name in enumerate(others)}
-    rows += [(number + len(files), start, size, label[k]) for number, start, size, k in further]
-    files += more
+    label = {i: classes.index(name) for i, name in enumerate(validation_classes)}
+    rows += [(number + len(files), start, size, label[k]) for number, start, size, k in validation_rows]
+    files += validation_files
     index = np.asarray(rows, np.int64).reshape(-1, 4)
     names = [str(file.resolve()) for file in files]
     try:
@@ -60,11 +60,11 @@ def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -
             os.replace(temporary, folder / name)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
-    return ImageSet(len(index) - len(further), len(further), tuple(classes), digest_of_images(folder))
+    return ImageSet(len(index) - len(validation_rows), len(validation_rows), tuple(classes), digest_of_images(folder))
 
 
 def _listed(paths: Sequence[str], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
-    """Files, (which file, start, size, label) of every image, names of classes."""
+    """Return the files, (file number, offset, size, label) of every image, and the class names."""
     roots = [Path(path) for path in paths]
     for root in roots:
         if not root.exists():
@@ -90,7 +90,7 @@ def _in_folders(roots: Sequence[Path], key: str) -> tuple[list[Path], list[tuple
     if not files:
         raise ConfigError(
             f"{key}: no images ({', '.join(ENDINGS)}) in class folders of {', '.join(map(str, roots))}; an image's class is the folder "
-            "that it lies in, as in photos/cat/1.jpg for path = \"photos\""
+            'that it lies in, as in photos/cat/1.jpg for path = "photos"'
         )
     return files, rows, classes
 
@@ -117,8 +117,8 @@ def _in_shards(shards: Sequence[Path], key: str) -> tuple[list[Path], list[tuple
 
 
 def digest_of_images(folder: Path) -> str:
-    """Of the index, of the names of files, and of the images, whose sums are left beside them; of more than 16 GiB of evenly spaced ones.
-    Raises ConfigError where one cannot be read."""
+    """Return the digest of index, file names and images, whose checksums are written to the folder; above 16 GiB, of evenly spaced
+    images. Raises ConfigError for an unreadable file."""
     images = ImageFiles(folder)
     count = len(images.index)
     chosen = evenly_spaced(count, int(images.index[:, 2].sum()))
@@ -134,7 +134,7 @@ def digest_of_images(folder: Path) -> str:
 
 
 class ImageFiles:
-    """The images of an index: bytes and labels by number. With a `digest`, that of the images and their index, what is read is checked."""
+    """The images of an index: bytes and labels by number. With the `digest` of the images, everything read is checked against it."""
 
     def __init__(self, folder: Path, digest: str = "") -> None:
         try:
@@ -149,23 +149,23 @@ class ImageFiles:
             raise ConfigError(f"the index of images in {folder} is not what this run wrote; remove it to have the data found again")
 
     def digest_with(self, sums: bytes) -> str:
-        """Of images that have these sums."""
+        """Return the digest of the index and of images with these checksums."""
         return hashlib.sha256(self.index.tobytes() + "\0".join(self.files).encode() + sums).hexdigest()
 
     def sum(self, number: int) -> bytes:
-        """Of an image's content; zeros of one that is not as it was when it was found."""
+        """Return the checksum of an image; zeros if it has changed since it was indexed."""
         try:
             return sum_of(next(self.read([number]))[0])
         except RunError:
             return bytes(SUM_BYTES)
 
     def labels(self, numbers: Numbers) -> Numbers:
-        """Labels of images."""
+        """Return the labels of images."""
         labels: Numbers = self.index[numbers, 3]
         return labels
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[bytes, str]]:
-        """(content, where it lies) of images. Raises RunError where one is not as it was when it was found."""
+        """Yield (content, file name) of images. Raises RunError if one has changed since it was indexed."""
         for number in numbers:
             file, start, size, _ = self.index[number].tolist()
             where = self.files[file]

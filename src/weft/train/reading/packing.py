@@ -1,6 +1,6 @@
-"""Documents to samples of a length: whole, several to a sample, with boundaries. In: where documents end. Out: pieces of samples.
+"""Sequence packing: whole documents are packed into samples of a fixed length by best fit.
 
-A sample of S tokens is a list of pieces (the first token, how many); what is left of it is padding. S: tokens of a sample.
+A sample of S tokens is a list of pieces of documents (first token, number of tokens); the rest of it is padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packing:
-    """Pieces `first[s] <= i < first[s + 1]` are in sample s: tokens `start[i]` to `start[i] + length[i]`."""
+    """Pieces `first[s] <= i < first[s + 1]` are in sample s; piece i is tokens `start[i]` to `start[i] + length[i]`."""
 
     first: Numbers
     start: Numbers
@@ -28,13 +28,13 @@ class Packing:
         return len(self.first) - 1
 
     def pieces(self, sample: int) -> list[tuple[int, int]]:
-        """(the first token, how many) of each piece of a sample."""
+        """Return (first token, number of tokens) of each piece of a sample."""
         part = slice(int(self.first[sample]), int(self.first[sample + 1]))
         return list(zip(self.start[part].tolist(), self.length[part].tolist(), strict=True))
 
 
 def pieces_of(ends: Numbers, sequence: int, cut: bool) -> tuple[Numbers, Numbers]:
-    """(start, length) of the pieces of documents that a sample has room for: one after the other, or (`cut`) the first alone.
+    """Split documents into pieces that fit into a sample, as (start, length); with `truncates` only the first piece of each.
 
     >>> [x.tolist() for x in pieces_of(np.array([3, 8]), 2, cut=False)]
     [[0, 2, 3, 5, 7], [2, 1, 2, 2, 1]]
@@ -44,44 +44,44 @@ def pieces_of(ends: Numbers, sequence: int, cut: bool) -> tuple[Numbers, Numbers
     if cut:
         return starts, np.minimum(lengths, sequence)
     counts = -(-lengths // sequence)
-    which = np.repeat(np.arange(len(ends)), counts)
-    number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return starts[which] + number * sequence, np.minimum(sequence, lengths[which] - number * sequence)
+    document = np.repeat(np.arange(len(ends)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return starts[document] + number * sequence, np.minimum(sequence, lengths[document] - number * sequence)
 
 
 def unpacked(start: Numbers, length: Numbers) -> Packing:
-    """Every piece a sample of its own."""
+    """Put every piece into its own sample."""
     return Packing(np.arange(len(start) + 1), start, length)
 
 
 def packed(start: Numbers, length: Numbers, sequence: int) -> Packing:
-    """Best fit, longest first: each piece goes into the sample with the least room that it fits into (Johnson 1973: at most 11/9 of the
-    least number of samples, and 6/9 of one more).
+    """Pack by best fit, longest first: each piece goes into the fullest sample that it fits into (Johnson 1973: at most 11/9 of the
+    least number of samples, plus 6/9).
 
     >>> p = packed(np.array([0, 5, 8]), np.array([5, 3, 2]), 8)
     >>> [p.pieces(s) for s in range(p.num_samples)]
     [[(0, 5), (5, 3)], [(8, 2)]]
     """
     samples: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # that there are samples of, in order
+    samples_by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # distinct free spaces of samples, ascending
     lengths: Sequence[int] = length.tolist()
     for i in np.argsort(-length, kind="stable").tolist():
-        place = bisect_left(rooms, lengths[i])
-        if place < len(rooms):
-            room = rooms[place]
-            sample = with_room[room].pop()
-            if not with_room[room]:
-                rooms.pop(place)
+        index = bisect_left(spaces, lengths[i])
+        if index < len(spaces):
+            space = spaces[index]
+            sample = samples_by_space[space].pop()
+            if not samples_by_space[space]:
+                spaces.pop(index)
         else:
-            room, sample = sequence, len(samples)
+            space, sample = sequence, len(samples)
             samples.append([])
         samples[sample].append(i)
-        left = room - lengths[i]
-        if left:
-            if not with_room.setdefault(left, []):
-                insort(rooms, left)
-            with_room[left].append(sample)
+        space -= lengths[i]
+        if space:
+            if not samples_by_space.setdefault(space, []):
+                insort(spaces, space)
+            samples_by_space[space].append(sample)
     flat = np.asarray([i for pieces in samples for i in pieces], np.int64)
     first = np.cumsum([0, *map(len, samples)])
     return Packing(first.astype(np.int64), start[flat], length[flat])

@@ -1,6 +1,6 @@
-"""Bytes of images to tensors: decoded, cropped, resized, turned over, normalised. In: files' contents. Out: BCHW, float32.
+"""Image preprocessing: encoded bytes are decoded, cropped, resized, mirrored and normalised to float32 BCHW.
 
-What is cropped is decided before, so that all ways of doing it do the same: Pillow on the processor, or DALI on a GPU.
+Crops are drawn by the caller, so that both implementations, Pillow on the CPU and DALI on a GPU, do the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from weft.train.reading.records import needed
 
 
 class Crop(NamedTuple):
-    """A box in shares of an image's width and height, and whether it is turned over from left to right. `centre`: the largest box in the
-    middle of it that has the shape of what is made."""
+    """A box as fractions of an image's width and height, and whether it is mirrored horizontally. `is_centred`: the largest centred box
+    with the aspect ratio of the output."""
 
     left: float = 0.0
     top: float = 0.0
@@ -32,7 +32,7 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True)
 class PixelForm:
-    """What is made: channels (1 or 3), height and width; (value - mean) / std of each channel, values from 0 to 1."""
+    """Output format: channels (1 or 3), height and width; (value - mean) / std of each channel, values from 0 to 1."""
 
     channels: int
     height: int
@@ -42,13 +42,13 @@ class PixelForm:
 
 
 class Preparer(Protocol):
-    """Makes BCHW of the contents of files; `where` names them in errors."""
+    """Makes BCHW of encoded images; `where` names them in errors."""
 
     def __call__(self, contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor: ...
 
 
 def box_of(crop: Crop, width: int, height: int, form: PixelForm) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) in whole pixels of an image, at least one.
+    """Return (left, top, right, bottom) of a crop in whole pixels, at least one in each direction.
 
     >>> box_of(Crop(centre=True), 200, 100, PixelForm(3, 50, 50, (0,), (1,)))
     (50, 0, 150, 100)
@@ -68,7 +68,7 @@ def _box(crop: Crop, width: int, height: int, form: PixelForm) -> tuple[float, f
 
 
 def on_processor(contents: Sequence[bytes], where: Sequence[str], crops: Sequence[Crop], form: PixelForm) -> Tensor:
-    """By Pillow, with its bilinear filter that averages what it makes smaller, as torchvision's `Resize` on images does."""
+    """Preprocess with Pillow and its antialiased bilinear filter, as torchvision's `Resize` on images does."""
     library = needed("PIL.Image", 'data.source = "images"')
     batch = np.empty((len(contents), form.height, form.width, form.channels), np.float32)
     for row, (content, name, crop) in enumerate(zip(contents, where, crops, strict=True)):
@@ -85,7 +85,7 @@ def on_processor(contents: Sequence[bytes], where: Sequence[str], crops: Sequenc
 
 
 class OnDevice:
-    """By DALI, which decodes, crops and resizes on the GPU. Not run where this was written: no GPU."""
+    """Preprocessing with DALI, which decodes, crops and resizes on the GPU. Untested: it was written without a GPU."""
 
     def __init__(self) -> None:
         self._fn: Any = needed("nvidia.dali.fn", 'data.preprocess = "device" for images')
@@ -98,20 +98,20 @@ class OnDevice:
         pipe = self._pipeline.Pipeline(batch_size=len(contents), num_threads=2, device_id=torch.cuda.current_device())
         with pipe:
             files = fn.external_source(name="files")
-            start, end, turned = (fn.external_source(name=name) for name in ("start", "end", "turned"))
+            start, end, mirror = (fn.external_source(name=name) for name in ("start", "end", "mirror"))
             kind = types.RGB if form.channels == 3 else types.GRAY
             image = fn.decoders.image(files, device="mixed", output_type=kind)
             image = fn.slice(image, start=start, end=end, axis_names="HW")
             image = fn.resize(image, size=[form.height, form.width], interp_type=types.INTERP_LINEAR, antialias=True)
             mean, std = ([255 * x for x in values] for values in (form.mean, form.std))
-            pipe.set_outputs(fn.crop_mirror_normalize(image, mean=mean, std=std, mirror=turned, output_layout="CHW", dtype=types.FLOAT))
+            pipe.set_outputs(fn.crop_mirror_normalize(image, mean=mean, std=std, mirror=mirror, output_layout="CHW", dtype=types.FLOAT))
         pipe.build()
         sizes = [fn_size(content) for content in contents]
         boxes = [box_of(crop, width, height, form) for crop, (width, height) in zip(crops, sizes, strict=True)]
         pipe.feed_input("files", [np.frombuffer(content, np.uint8) for content in contents])
         pipe.feed_input("start", [np.asarray([top, left], np.int32) for left, top, _, _ in boxes])
         pipe.feed_input("end", [np.asarray([bottom, right], np.int32) for _, _, right, bottom in boxes])
-        pipe.feed_input("turned", [np.asarray(int(crop.turned), np.int32) for crop in crops])
+        pipe.feed_input("mirror", [np.asarray(int(crop.turned), np.int32) for crop in crops])
         (outputs,) = pipe.run()
         pixels = torch.empty((len(contents), form.channels, form.height, form.width), device="cuda")
         torch_plugin.feed_ndarray(outputs.as_tensor(), pixels)
@@ -119,13 +119,13 @@ class OnDevice:
 
 
 def fn_size(content: bytes) -> tuple[int, int]:
-    """(width, height) of an image, from its head."""
+    """Return (width, height) of an image, from its header."""
     size: tuple[int, int] = needed("PIL.Image", 'data.source = "images"').open(io.BytesIO(content)).size
     return size
 
 
 def preparer_of(where: str) -> Preparer:
-    """What `data.preprocess` names: "cpu" or "device". Raises ConfigError where a package is missing."""
+    """Return the preparer for `data.preprocess`: "cpu" or "device". Raises ConfigError if a package is missing."""
     if where == "cpu":
         needed("PIL.Image", 'data.source = "images"')
         return on_processor

@@ -1,6 +1,6 @@
-"""Records of data files: `jsonl`, `csv`, `parquet`, tar shards as webdataset writes them, and data sets of Hugging Face.
+"""Readers of records: `jsonl`, `csv`, `parquet`, tar shards as webdataset writes them, and Hugging Face datasets.
 
-In: paths. Out: for every record a mapping of its columns, and where it stands, for messages. Not modelled: sets that never end.
+Each record maps columns to values, and has its position in the file for messages. Not supported: infinite datasets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ EXTRA = "weft[data]"
 
 
 class Record(NamedTuple):
-    """`where`: "train.jsonl, line 3". `values`: by column."""
+    """`where`: position, such as "train.jsonl, line 3". `values`: by column."""
 
     where: str
     values: Mapping[str, Any]
 
 
 def jsonl(file: Path) -> Iterator[Record]:
-    """An object a line, `.gz` too; empty lines are left out."""
+    """Read one JSON object a line, also from `.gz`; empty lines are skipped."""
     with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -44,7 +44,7 @@ def jsonl(file: Path) -> Iterator[Record]:
 
 
 def comma_separated(file: Path) -> Iterator[Record]:
-    """A record a row, with the columns of the first row."""
+    """Read one record a row, with the columns of the header row."""
     with open(file, encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         try:
@@ -60,7 +60,7 @@ def comma_separated(file: Path) -> Iterator[Record]:
 
 
 def parquet(file: Path) -> Iterator[Record]:
-    """A record a row."""
+    """Read one record a row."""
     library = needed("pyarrow.parquet", 'data.source = "parquet"')
     try:
         table = library.ParquetFile(file)
@@ -74,7 +74,7 @@ def parquet(file: Path) -> Iterator[Record]:
 
 
 def text_file(file: Path) -> Iterator[Record]:
-    """The file is one record."""
+    """Read a text file as one record."""
     try:
         yield Record(str(file), {"text": file.read_text(encoding="utf-8")})
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def text_file(file: Path) -> Iterator[Record]:
 
 
 class Member(NamedTuple):
-    """A file in a shard: it lies at `start` and has `size` bytes."""
+    """A file in a tar shard: its offset `start` and its `size` in bytes."""
 
     name: str
     start: int
@@ -90,10 +90,10 @@ class Member(NamedTuple):
 
 
 def members(file: Path) -> Iterator[tuple[str, list[Member]]]:
-    """Samples of a tar shard: neighbouring files of one name, by what follows its first dot. Nothing of them is read.
+    """Yield the samples of a tar shard, without reading contents: adjacent files that differ only after the first dot of the name.
 
     Raises:
-        ConfigError: not a tar file, or compressed, whose files cannot be read where they lie.
+        ConfigError: not a tar file, or a compressed one, whose files cannot be read in place.
     """
     try:
         with tarfile.open(file, "r:") as archive:
@@ -118,7 +118,7 @@ def members(file: Path) -> Iterator[tuple[str, list[Member]]]:
 
 
 def shard(file: Path) -> Iterator[Record]:
-    """A record a sample of a tar shard, with the files' endings as columns: text of `txt`, the object of `json`, the number of `cls`."""
+    """Read one record a sample of a tar shard; columns are file extensions: text of `txt`, the object of `json`, the integer of `cls`."""
     with open(file, "rb") as data:
         for key, group in members(file):
             values: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def shard(file: Path) -> Iterator[Record]:
 
 
 def decoded(ending: str, content: bytes, where: str) -> Any:
-    """What a file of a shard says, by its name's last ending; bytes where it is none of these."""
+    """Decode a file of a tar shard by its last extension; unknown ones stay bytes."""
     try:
         match ending.rpartition(".")[2]:
             case "txt" | "text":
@@ -149,7 +149,7 @@ def decoded(ending: str, content: bytes, where: str) -> Any:
 
 
 def huggingface(name: str, subset: str, split: str, streaming: bool) -> Iterator[Record]:
-    """A data set: a folder that `save_to_disk` wrote, any that `datasets.load_dataset` takes, or, with a network, a name of its hub."""
+    """Read a Hugging Face dataset: a folder of `save_to_disk`, anything that `datasets.load_dataset` takes, or a name of the hub."""
     library = needed("datasets", 'data.source = "datasets"')
     library.disable_progress_bars()
     folder = Path(name)
@@ -178,7 +178,7 @@ def _split_of(splits: Mapping[str, Any], name: str, split: str) -> Any:
 
 
 def needed(module: str, what: str) -> Any:
-    """A module of an optional package. Raises ConfigError with what to install."""
+    """Import a module of an optional package. Raises ConfigError with the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -186,7 +186,7 @@ def needed(module: str, what: str) -> Any:
 
 
 class Format(NamedTuple):
-    """How files of a `data.source` are read, and which a folder holds."""
+    """The reader of a `data.source`, and the extensions of its files."""
 
     read: Callable[[Path], Iterator[Record]]
     endings: tuple[str, ...]
@@ -205,13 +205,13 @@ FORMATS = {
 
 
 def files_in(source: str, paths: Sequence[str], key: str = "data.path") -> list[Path]:
-    """The files that a source has. Raises ConfigError where there are none."""
+    """Find the files of a source. Raises ConfigError if there are none."""
     form = FORMATS[source]
     return files_of(paths, form.takes, key, f"{source} files ({', '.join('*' + end for end in form.endings)})")
 
 
 def check_endings(source: str, paths: Sequence[str]) -> None:
-    """Raises ConfigError where a file by its ending belongs to another source: as text, a table's commas would be learned."""
+    """Raise ConfigError if a file's extension belongs to another source: a csv read as text would be trained on with its commas."""
     for path in paths:
         other = next((name for name, form in FORMATS.items() if form.takes(Path(path))), source)
         if other != source and source in FORMATS:
@@ -222,10 +222,10 @@ def check_endings(source: str, paths: Sequence[str]) -> None:
 
 
 def records_in(source: str, files: Sequence[Path]) -> Iterator[Record]:
-    """All records of files, one file after the other.
+    """Read the records of files, one file after another.
 
     Raises:
-        ConfigError: a file that cannot be read, or is not of its format, with the line.
+        ConfigError: an unreadable file, or one of another format, with the line.
     """
     for file in files:
         try:

@@ -1,6 +1,6 @@
-"""Tables to numbers: columns of csv and parquet files, read and scaled on the processor or on a GPU. In: files. Out: arrays.
+"""Readers of tables: columns of csv and parquet files as arrays of numbers, standardized on the CPU or on a GPU.
 
-Both ways have one face: pandas and scikit-learn are the default, RAPIDS' cuDF and cuML make the same where they are installed.
+Both have the same interface: pandas and scikit-learn by default, or RAPIDS' cuDF and cuML.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _KEY = 'data.preprocess = "device" for tables'
 
 
 class Tables(Protocol):
-    """Reads tables, and learns what scales their columns to mean 0 and variance 1."""
+    """Reads tables, and standardizes columns to mean 0 and variance 1."""
 
     def read(self, file: Path) -> dict[str, npt.NDArray[Any]]:
-        """Columns by name, of numbers or of text."""
+        """Read columns by name, of numbers or of text."""
         ...
 
     def scaled(self, learn_from: Floats, values: Floats) -> Floats:
-        """`values`, scaled by mean and deviation of each column of `learn_from`."""
+        """Standardize `values` by mean and standard deviation of each column of `learn_from`."""
         ...
 
 
 @dataclass(frozen=True)
 class TablesOf:
-    """`reader` reads, `models` scales: modules with the names that pandas and scikit-learn gave them."""
+    """A table reader: `reader` is a module with the interface of pandas, `models` one with that of `sklearn.preprocessing`."""
 
     reader: Any
     models: Any
@@ -54,17 +54,17 @@ class TablesOf:
 
 
 def on_processor() -> TablesOf:
-    """By pandas and scikit-learn. Raises ConfigError where one is missing."""
+    """Return a table reader by pandas and scikit-learn. Raises ConfigError if one is missing."""
     return TablesOf(needed("pandas", 'data.source = "table"'), needed("sklearn.preprocessing", 'data.source = "table"'))
 
 
 def on_device() -> TablesOf:
-    """By cuDF and cuML, which have the same names. Not run where this was written: no GPU. Raises ConfigError where one is missing."""
+    """Return a table reader by cuDF and cuML. Untested: it was written without a GPU. Raises ConfigError if one is missing."""
     return TablesOf(needed("cudf", _KEY), needed("cuml.preprocessing", _KEY))
 
 
 def tables_of(where: str) -> Tables:
-    """What `data.preprocess` names: "cpu" or "device"."""
+    """Return the table reader for `data.preprocess`: "cpu" or "device"."""
     if where == "cpu":
         return on_processor()
     try:
@@ -74,12 +74,12 @@ def tables_of(where: str) -> Tables:
 
 
 def numbers(columns: dict[str, npt.NDArray[Any]], names: Sequence[str], file: Path) -> Floats:
-    """Columns side by side [rows, names].
+    """Stack columns to an array [rows, names].
 
     Raises:
-        ConfigError: a column that is not there, holds text, or has gaps, with its row.
+        ConfigError: a column that is missing, holds text, or has gaps, with the row.
     """
-    side_by_side = []
+    stacked = []
     for name in names:
         if name not in columns:
             raise ConfigError(f'{file} has no column "{name}", which data.features or data.label_column names; it has {", ".join(columns)}')
@@ -90,8 +90,8 @@ def numbers(columns: dict[str, npt.NDArray[Any]], names: Sequence[str], file: Pa
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ConfigError(f'{file}: column "{name}" has no number in row {row + 1}; fill the gap, or leave the row out')
-        side_by_side.append(values)
-    return np.stack(side_by_side, 1)
+        stacked.append(values)
+    return np.stack(stacked, 1)
 
 
 FEATURES, LABELS = "features.npy", "labels.npy"
@@ -99,7 +99,7 @@ FEATURES, LABELS = "features.npy", "labels.npy"
 
 @dataclass(frozen=True)
 class Rows:
-    """What `write_rows` wrote: `num_rows` of these columns."""
+    """Description of written rows: `num_rows` of these feature columns."""
 
     num_rows: int
     features: tuple[str, ...]
@@ -107,10 +107,10 @@ class Rows:
 
 
 def write_rows(files: Sequence[Path], features: Sequence[str], label: str, tables: Tables, folder: Path) -> Rows:
-    """Read tables one after the other and leave their numbers in a folder; without `features` all columns of numbers but the label's.
+    """Read tables one after another and write their numbers to a folder; without `features` all numeric columns except the label.
 
     Raises:
-        ConfigError: columns that are missing, of text or with gaps; no rows; no room.
+        ConfigError: columns that are missing, of text or with gaps; no rows; a full disk.
     """
     chosen, parts = tuple(features), []
     for file in files:
@@ -132,12 +132,12 @@ def write_rows(files: Sequence[Path], features: Sequence[str], label: str, table
 
 
 def digest_of_rows(folder: Path) -> str:
-    """SHA-256 of both arrays."""
+    """Return the SHA-256 of both arrays."""
     return digest_of_all([folder / FEATURES, folder / LABELS], [FEATURES, LABELS])
 
 
 def read_rows(folder: Path, digest: str = "") -> tuple[Floats, Floats]:
-    """(features [rows, columns], labels [rows]). Raises ConfigError where they cannot be read, or have another `digest`."""
+    """Read (features [rows, columns], labels [rows]). Raises ConfigError if they are unreadable or do not match `digest`."""
     if digest and digest_of_rows(folder) != digest:
         raise ConfigError(f"the rows in {folder} are not what this run wrote; run the same command: they are made again")
     try:

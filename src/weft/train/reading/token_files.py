@@ -1,7 +1,7 @@
-"""Documents as files of token numbers, from which any part is read when it is asked for.
+"""Files of token ids with random access, which documents are written to once.
 
-In: documents. Out: a folder with `tokens.bin`, `ends.bin` (the number of tokens up to the end of each document, int64) and, where not all
-tokens are learned, `learned.bin` (a byte each). Not modelled: compression.
+A folder has `tokens.bin`, `ends.bin` (number of tokens up to the end of each document, int64) and, unless all tokens have a loss,
+`learned.bin` (the loss mask, a byte a token). Not supported: compression.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TOKENS, ENDS, LEARNED = "tokens.bin", "ends.bin", "learned.bin"
 
 
 class FileTokens:
-    """Tokens [size] of a file, of which slices are read, and checked, when they are asked for."""
+    """Tokens [size] of a file; slices are read, and verified, on access."""
 
     def __init__(self, path: str, size: int, dtype: str = "uint8", sums: Path | None = None) -> None:
         self.size, self._dtype = size, np.dtype(dtype)
         self.file = Checked(path, size * self._dtype.itemsize, sums)
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Raises RunError where the file is another than it was."""
+        """Read a slice. Raises RunError if the file has changed."""
         start, stop, _ = part.indices(self.size)
         width = self._dtype.itemsize
         return np.frombuffer(self.file.read(width * start, width * max(start, stop)), self._dtype)
@@ -41,7 +41,7 @@ class FileTokens:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. `largest`: the largest number of a token."""
+    """Description of written token files. `largest`: the largest token id."""
 
     num_tokens: int
     num_documents: int
@@ -52,10 +52,10 @@ class Written:
 
 
 def write_documents(documents: Iterable[Document], folder: Path, size: int) -> Written:
-    """Write documents of tokens below `size` as they come; the folder's files are there whole or not at all.
+    """Write documents of token ids below `size` as a stream; the files are replaced atomically at the end.
 
     Raises:
-        ConfigError: no room, or no document.
+        ConfigError: the folder cannot be written, as with a full disk.
     """
     dtype = "uint8" if size <= 1 << 8 else "uint16" if size <= 1 << 16 else "uint32"
     ends, num_tokens, largest, masked = array("q"), 0, 0, False
@@ -88,12 +88,12 @@ def write_documents(documents: Iterable[Document], folder: Path, size: int) -> W
 
 
 def sums_in(folder: Path, name: str) -> Path:
-    """Where the sums of a file of a folder of tokens lie."""
+    """Path of the checksums of a token file."""
     return folder / f"{name}.sums"
 
 
 def digest_of_tokens(folder: Path) -> str:
-    """SHA-256 of all files together, whose sums are left beside them. Raises ConfigError where one cannot be read."""
+    """Return the SHA-256 of all token files, and write their checksums next to them. Raises ConfigError for an unreadable file."""
     digests = {}
     for name in (TOKENS, ENDS, LEARNED):
         file = folder / name
@@ -111,7 +111,7 @@ def _together(digests: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """What `write_documents` wrote, for reading: tokens [n], ends [documents] and, where not all are learned, a byte each [n]."""
+    """Token files opened for reading: tokens [n], ends [documents] and, unless all tokens have a loss, the loss mask [n]."""
 
     tokens: FileTokens
     ends: npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ class TokenStore:
 
 
 def open_tokens(folder: Path, written: Written) -> TokenStore:
-    """Raises ConfigError where a file is gone, or the sums that parts are checked by are not those of what was written."""
+    """Open token files. Raises ConfigError if a file is missing, or the checksums do not match the description."""
     try:
         tokens = FileTokens(str(folder / TOKENS), written.num_tokens, written.dtype, sums_in(folder, TOKENS))
         ends = FileTokens(str(folder / ENDS), written.num_documents, "int64", sums_in(folder, ENDS))

@@ -1,6 +1,6 @@
-"""Text to numbers of tokens: bytes, or a tokenizer of `transformers` from its folder. In: text. Out: numbers below `size`.
+"""Tokenizers: bytes, or a tokenizer of `transformers` from its folder.
 
-Not modelled: tokenizers that need code from elsewhere.
+Not supported: tokenizers that need remote code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FROM_MODEL = "model"
 
 
 class Tokenizer(Protocol):
-    """`begin` stands before and `end` behind every document."""
+    """Encodes text as token ids below `size`; `begin` and `end` are the ids before and after every document."""
 
     @property
     def size(self) -> int: ...
@@ -35,13 +35,13 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def chat(self, messages: Any, prompt: bool) -> str:
-        """Messages as the model reads them; `prompt`: with what the assistant's answer begins after. Raises ConfigError."""
+        """Format messages by the chat template; `prompt`: with the generation prompt. Raises ConfigError without a template."""
         ...
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Every byte of UTF-8 is a token; a line feed ends a document.
+    """A tokenizer whose tokens are the bytes of UTF-8; a line feed ends a document.
 
     >>> Bytes().encode(["ab"])
     [[97, 98]]
@@ -103,10 +103,10 @@ class FromLibrary:
 
 
 def tokenizer_of(name: str, model: str) -> Tokenizer:
-    """What `data.tokenizer` names: "bytes", "model" (the folder of an `hf:` model), or a folder or a name of the hub.
+    """Open the tokenizer of `data.tokenizer`: "bytes", "model" (the folder of an `hf:` model), or a folder or a name of the hub.
 
     Raises:
-        ConfigError: `transformers` is missing, or finds no tokenizer there.
+        ConfigError: `transformers` is missing, or finds no such tokenizer.
     """
     if name == BYTES:
         return Bytes()

@@ -1,4 +1,4 @@
-"""What a rank's device holds, by part: counted, limited, and the highest told. See `weft.world.memory.accounts`."""
+"""Memory accounting of a rank's device by part: current, peak and limit. See `weft.world.memory.accounts`."""
 
 from weft.world.memory.accounts import HOST, PARTS, Accounts, accounts_of
 

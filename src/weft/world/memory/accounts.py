@@ -1,9 +1,8 @@
-"""What one rank's device holds: counted by part, limited, the highest told.
+"""Memory accounting of one rank's device: current and peak bytes by part, and a limit.
 
-In: the device, a limit. Out: `Accounts`. On processors every allocation of torch in this process (one that was forked: from then on) is
-counted by a small library that wraps torch's allocator, for the part that is set when it comes; "host" is memory beside the device: it
-counts neither towards the peak nor towards the limit (the batch, what is offloaded, whatever runs outside of an engine). On GPUs torch
-counts by itself.
+In: the device, a limit. Out: `Accounts`. On CPUs a small library that wraps torch's allocator counts every allocation of this process
+(since its fork) for the part that is set at the time; "host" is memory outside the simulated device: it counts neither towards the peak
+nor towards the limit (the batch, offloaded activations, anything outside an engine). On GPUs torch counts itself.
 
 Not modelled: memory that does not come from torch's allocator, such as workspaces inside libraries and Python's objects.
 """
@@ -31,48 +30,48 @@ _REMEDY = "use recompute=full, offload=activations, more microbatches, a higher 
 
 
 class Accounts:
-    """Nothing is counted: no compiler, or another device. `why`: for whom it matters."""
+    """Accounts that count nothing, for the reason `reason`: no compiler, or another device."""
 
     def __init__(self, why: str = "", limit: float = 0.0) -> None:
         self.why, self.limit_bytes = why, limit
 
     @property
     def counts(self) -> bool:
-        """Whether there is anything to read."""
+        """True if memory is counted."""
         return False
 
     def part(self, part: str) -> None:
-        """What is allocated from now on is for this part."""
+        """Count allocations for this part from now on."""
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """What is allocated inside is for this part."""
+        """Count allocations inside this context for this part."""
         yield
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors' memory is this part's from now on, wherever it came from."""
+        """Count these tensors' memory for this part from now on, wherever it was allocated."""
 
     def held(self) -> Memory:
         """Bytes on the device now."""
         return Memory()
 
     def host_bytes(self) -> float:
-        """Bytes beside the device now."""
+        """Bytes on the host, outside the device, now."""
         return 0.0
 
     def peak(self) -> Memory:
-        """Bytes when the device held most."""
+        """Bytes by part at the device's peak."""
         return Memory()
 
     def forget_peak(self) -> None:
-        """The peak is of what comes from now on."""
+        """Restart the peak from the current bytes."""
 
     def refused(self) -> tuple[Memory, float]:
-        """What was held when an allocation last exceeded the limit, and the bytes of that allocation (0: none did)."""
+        """Return the bytes by part when an allocation last exceeded the limit, and the bytes of that allocation (0: none did)."""
         return self.held(), 0.0
 
     def exceeded(self, rank: int) -> OutOfMemory:
-        """The error of a rank that needs more than its device may hold."""
+        """Return the out-of-memory error of a rank that needs more than its device's limit."""
         held, more = self.refused()
         parts = ", ".join(f"{part} {format_bytes(getattr(held, part))}" for part in PARTS)
         allowed = f"of {format_bytes(self.limit_bytes)} " if self.limit_bytes else ""
@@ -81,7 +80,7 @@ class Accounts:
 
     @contextmanager
     def guarded(self, rank: int, part: str = "buffers") -> Iterator[None]:
-        """Count for `part` inside. Raises OutOfMemory where the device cannot hold it."""
+        """Count for `part` inside this context. Raises OutOfMemory if an allocation fails."""
         try:
             with self.counting(part):
                 yield
@@ -89,13 +88,13 @@ class Accounts:
             raise self.exceeded(rank) from error
 
     def check(self, rank: int) -> None:
-        """Raise OutOfMemory where what was assigned is more than the limit already."""
+        """Raise OutOfMemory if the assigned bytes already exceed the limit."""
         if self.limit_bytes and self.held().total > self.limit_bytes:
             raise self.exceeded(rank)
 
 
 class HostAccounts(Accounts):
-    """Counted by the library. All accounts of a process are one."""
+    """Accounts that the library counts. All of a process share one state."""
 
     def __init__(self, library: ctypes.CDLL, limit: float = 0.0) -> None:
         super().__init__("", limit)
@@ -123,7 +122,7 @@ class HostAccounts(Accounts):
         number = _NUMBERS[part]
         for storage in {s.data_ptr(): s for s in (x.untyped_storage() for x in tensors)}.values():
             if storage.nbytes() and not self._library.weft_memory_assign(storage.data_ptr(), number):
-                # Memory that ranks share, or that was there before counting began.
+                # Memory shared between ranks, or allocated before counting began.
                 self._library.weft_memory_add(number, storage.nbytes())
                 weakref.finalize(storage, _subtract, self._library, number, storage.nbytes(), os.getpid())
 
@@ -154,13 +153,13 @@ def _subtract(library: ctypes.CDLL, number: int, size: int, process: int) -> Non
 
 
 class CudaAccounts(Accounts):
-    """Counted by torch's allocator of the device; what is not assigned is activations."""
+    """Accounts that torch's device allocator counts; unassigned memory counts as activations."""
 
     def __init__(self, device: torch.device, limit: float = 0.0) -> None:
         super().__init__("", limit)
         self._device = device
         self._assigned: dict[int, tuple[str, int]] = {}
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it the allocator knows no device, and refuses to forget its peak
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it the allocator has no device and cannot reset its peak
         if limit:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -192,10 +191,10 @@ class CudaAccounts(Accounts):
 
 
 def accounts_of(device: torch.device, limit: float = 0.0) -> Accounts:
-    """The accounts of a device, with at most `limit` bytes on it (0: what there is).
+    """Return the accounts of a device, with a limit of `limit` bytes (0: the device's own).
 
     Raises:
-        UsageError: a limit on processors where nothing can be counted.
+        UsageError: a limit on CPUs where nothing can be counted.
     """
     if device.type == "cuda":
         return CudaAccounts(device, limit)

@@ -1,7 +1,7 @@
-// Counts what torch allocates on the host, by what it is for, and refuses what would exceed a limit.
+// Counts torch's host allocations by part, and refuses allocations that would exceed a limit.
 //
-// In: torch's allocator of the host, which goes on allocating. Out: bytes held now and at the highest, by part. Memory that libraries
-// allocate for themselves (workspaces of oneDNN, Python's objects) does not come through here and is not counted.
+// In: torch's host allocator, which it wraps. Out: current and peak bytes, by part. Memory that libraries allocate themselves (workspaces
+// of oneDNN, Python's objects) does not pass through here and is not counted.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kParts = 6;
-constexpr int kHost = kParts - 1;  // beside the device: neither in its peak nor under its limit
+constexpr int kHost = kParts - 1;  // outside the device: neither in its peak nor under its limit
 
 struct Block {
   int64_t size;
@@ -92,7 +92,7 @@ struct Counting final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t count) const override { default_copy_data(to, from, count); }
 };
 
-// What a forked process finds allocated is its parent's: it counts what comes from then on. No other thread is counting while a process forks.
+// Memory allocated before a fork is the parent's: the child counts from the fork on. No other thread is counting while a process forks.
 void before_fork() { state().mutex.lock(); }
 
 void after_fork() { state().mutex.unlock(); }
@@ -110,7 +110,7 @@ void begin_fork() {
 
 extern "C" {
 
-// Returns 0 where torch's allocator cannot be wrapped.
+// Returns 0 if torch's allocator cannot be wrapped.
 int weft_memory_install() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -124,7 +124,7 @@ int weft_memory_install() {
   return 1;
 }
 
-// What comes is for `part` from now on; returns what it was.
+// Counts allocations for `part` from now on; returns the previous part.
 int weft_memory_part(int part) {
   State& s = state();
   const int before = s.part;
@@ -132,7 +132,7 @@ int weft_memory_part(int part) {
   return before;
 }
 
-// Moves a block to another part; returns 0 where it was not allocated here.
+// Moves a block to another part; returns 0 if it was not allocated here.
 int weft_memory_assign(void* pointer, int part) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -144,7 +144,7 @@ int weft_memory_assign(void* pointer, int part) {
   return 1;
 }
 
-// Bytes that were allocated elsewhere.
+// Adds bytes that were allocated elsewhere.
 void weft_memory_add(int part, int64_t size) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -165,7 +165,7 @@ void weft_memory_forget_peak() {
   s.at_peak = s.held;
 }
 
-// Held by part, at the peak by part, at the last refusal by part, the size that was refused.
+// Writes bytes by part now, at the peak and at the last refusal, and the size that was refused.
 void weft_memory_read(int64_t* out) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);

@@ -1,4 +1,4 @@
-"""The library that counts allocations: compiled on first use against torch's headers, kept in the user's cache. Out: it, or why not."""
+"""The library that counts allocations: compiled on first use against torch's headers and cached. Out: the library, or an error text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIGNATURES = {
 
 
 def load(cache: Path | None = None, compiler: str = "c++") -> ctypes.CDLL | str:
-    """The library, installed in this process, or the reason why there is none."""
+    """Return the library, installed in this process, or the reason why there is none."""
     home = Path(torch.__file__).parent
     links = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"

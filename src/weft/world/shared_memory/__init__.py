@@ -1,5 +1,5 @@
-"""Collectives between processes of one host through memory that all have mapped: no sockets, no threads, one copy or none.
+"""Collectives between processes of one host through shared memory: no sockets, no threads, one copy or none.
 
-In: tensors on the host. Out: the same results on every rank, bit for bit, in every run. `meet` agrees and maps, `segment` holds the memory,
-`native` (C, compiled on first use) and `portable` (Python) run the collectives. Between hosts ranks use gloo or NCCL.
+In: tensors on the host. Out: the same results on every rank, bit for bit, in every run. `setup` agrees on segments and maps them, `segment`
+allocates the memory, `native` (C, compiled on first use) and `portable` (Python) run the collectives. Hosts are connected by gloo or NCCL.
 """

@@ -1,4 +1,4 @@
-"""The transport's C library: compiled on first use by the system's compiler, kept in the user's cache. Out: the library, or why not.
+"""The transport's C library: compiled on first use by the system's compiler and cached. Out: the library, or the reason why there is none.
 
 See `weft.world.native_build`. Without a compiler (or a folder to write) the transport runs in Python (`portable`), slower.
 """
@@ -49,7 +49,7 @@ _SIGNATURES = {
 
 
 def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
-    """The library, or the reason why there is none. `cache`: where compiled files are kept (default: the user's cache folder)."""
+    """Return the library, or the reason why there is none. `cache`: folder of compiled files (default: the user's cache folder)."""
     try:
         path = built("shared-memory", sorted(SOURCE.glob("*.[ch]")), SOURCE / "weft.c", FLAGS, compiler, cache)
         library = ctypes.CDLL(str(path))

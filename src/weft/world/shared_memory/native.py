@@ -1,7 +1,7 @@
 """One group's collectives through the C library. In: contiguous tensors on the host. Out: results in place, or `NativeWork` to wait for.
 
-Who calls must hold to the rules of `Group`: all members call the same collectives in the same order. A call that does not match breaks the
-group on every member. Not modelled: a tensor that is freed while its operation is under way; `_alive` keeps it.
+The rules of `Group` apply: all members call the same collectives in the same order. A mismatched call breaks the group on every member.
+Tensors are referenced until their operations end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {
         (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     )
 }
-_COPIED = 31  # any other type, which is moved but not added
+_COPIED = 31  # any other type, which can be moved but not reduced
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _ALL_REDUCE, _GATHER, _REDUCE_SCATTER, _EXCHANGE, _BROADCAST = range(5)
 _JOB = 5
@@ -41,7 +41,7 @@ _DONE, _PENDING, _TIMED_OUT, _DEAD, _MISMATCH, _LEFT = range(6)
 
 
 class _Job(NamedTuple):
-    """A collective on a shared buffer, in the order in which the library takes it; addresses are 0 where there is no such tensor."""
+    """A collective on a shared buffer, in the order of the library's arguments; addresses are 0 if there is no such tensor."""
 
     kind: int
     dtype: int
@@ -57,28 +57,28 @@ class _Job(NamedTuple):
 
 
 class NativeEngine:
-    """The C library's state in this process: what a waiting rank drives. `crowded`: ranks outnumber cores, so waiting must not spin."""
+    """The C library's state in this process, which waiting ranks advance. `crowded`: ranks outnumber cores, so waiting must not spin."""
 
     def __init__(self, library: ctypes.CDLL, crowded: bool) -> None:
         self.library = library
         self.handle = library.weft_engine(0.0 if crowded else SPIN_S)
 
     def segment_bytes(self, size: int) -> int:
-        """Bytes of the segment of a group of `size`."""
+        """Return the bytes of the segment of a group of `size`."""
         return int(self.library.weft_segment_bytes(size, CHUNK_BYTES, ring_bytes(size)))
 
     def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> NativeChannel:
-        """The group of `ranks` on a segment that all of them have mapped."""
+        """Return the channel of `ranks` on a segment that all of them have mapped."""
         return NativeChannel(self, mapping, index, ranks, pids, timeout_s)
 
 
 def ring_bytes(size: int) -> int:
-    """Bytes of messages that can be under way between two ranks of a group."""
+    """Bytes of messages that can be in flight between two ranks of a group."""
     return max(1 << 20, min(RING_BYTES, ALL_RINGS_BYTES // (size * size))) // 4096 * 4096
 
 
 class NativeWork:
-    """An operation under way."""
+    """A pending operation."""
 
     __slots__ = ("_channel", "_handle")
 
@@ -87,27 +87,27 @@ class NativeWork:
         self._handle = handle
 
     def wait(self) -> None:
-        """Returns when it has ended. Raises RuntimeError where a rank is gone, late, or called something else."""
+        """Return when it has ended. Raises RuntimeError if a rank has ended, is late, or made a mismatched call."""
         if self._handle:
             self._channel.finish(self._handle)
             self._handle = 0
 
     def is_completed(self) -> bool:
-        """Whether it has ended; moves what can move."""
+        """Advance all operations; return whether this one has ended."""
         if self._handle and self._channel.library.weft_test(self._handle) == _DONE:
             self.wait()
         return not self._handle
 
 
 class NativeChannel:
-    """One group of ranks; made by `NativeEngine.open`."""
+    """One group of ranks; created by `NativeEngine.open`."""
 
     def __init__(
         self, engine: NativeEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
     ) -> None:
         self.library = engine.library
         self.size, self.index = len(ranks), index
-        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by who has the store
+        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by `setup`, which has the store
         self._ranks, self._pids, self._mapping = tuple(ranks), tuple(pids), mapping
         self._timeout_s = timeout_s
         descriptors = [os.pidfd_open(pid) if i != index else -1 for i, pid in enumerate(pids)]
@@ -124,71 +124,73 @@ class NativeChannel:
         )
         if not self._channel:
             raise MemoryError("no memory for a group")
-        # With the mapping, which must be there as long as the library may look at it.
+        # Holds the mapping, which must exist as long as the library may access it.
         weakref.finalize(self, _close, self.library, self._channel, mapping).atexit = False
         self._alive: dict[int, object] = {}
         self._buffers: list[tuple[int, int, int]] = []  # first address, end, number
         self._num_buffers = 0
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this type can be added here, narrow ones in float32."""
+        """Return whether tensors of this type can be reduced here, narrow ones in float32."""
         return dtype in _DTYPES and bool(self.library.weft_adds(_DTYPES[dtype]))
 
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> NativeWork | None:
-        """Replaces `x` by the sum (maximum, minimum) over the members."""
+        """Replace `x` by the sum (maximum, minimum) over the members."""
         code, data, size = self._summed(x), x.data_ptr(), x.nbytes
         if self._buffers and size > JOB_BYTES and (place := self._find(data, size)) is not None:
-            return self._start_job(_Job(_JOB, code, _OPS[op], 0, *place, 0, 0, size, x.element_size(), None), wait, x)
+            return self._start_job(_Job(_JOB, code, _OPS[op], 0, place[0], place[1], 0, 0, size, x.element_size(), None), wait, x)
         phases = 1 if self.size == 2 or size <= DIRECT_BYTES else 2
         if wait:
             state = self.library.weft_all_reduce(
                 self._channel, data, size, x.element_size(), code | _OPS[op] << 8 | phases << 16, self._timeout_s
             )
             if state != _DONE:
-                self._alive[data] = x  # the operation stays where it was, in a group that is broken
+                self._alive[data] = x  # the operation stays pending in a broken group
                 raise self._error(state)
             return None
         return self._start(_ALL_REDUCE, code, _OPS[op], 0, phases, data, data, size, x.element_size(), None, None, wait, x)
 
     def broadcast(self, x: Tensor, root: int, wait: bool = True) -> NativeWork | None:
-        """Replaces `x` by that of member `root`."""
+        """Replace `x` by that of member `root`."""
         code, data, size = _DTYPES.get(x.dtype, _COPIED), x.data_ptr(), x.nbytes
         if self._buffers and (place := self._find(data, size)) is not None:
-            return self._start_job(_Job(_JOB + 3, code, 0, root, *place, 0, 0, size, x.element_size(), None), wait, x)
+            return self._start_job(_Job(_JOB + 3, code, 0, root, place[0], place[1], 0, 0, size, x.element_size(), None), wait, x)
         return self._start(_BROADCAST, code, 0, root, 1, data, data, size, x.element_size(), None, None, wait, x)
 
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
-        """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
+        """Gather `x` of every member, of `sizes` elements, into flat `out`, member after member."""
         code, item, data = _DTYPES.get(x.dtype, _COPIED), x.element_size(), out.data_ptr()
         pieces = self._bytes(sizes, item)
         if self._buffers and (place := self._find(data, out.nbytes)) is not None:
-            return self._start_job(_Job(_JOB + 2, code, 0, 0, *place, x.data_ptr(), 0, out.nbytes, item, pieces), wait, (out, x))
+            job = _Job(_JOB + 2, code, 0, 0, place[0], place[1], x.data_ptr(), 0, out.nbytes, item, pieces)
+            return self._start_job(job, wait, (out, x))
         return self._start(_GATHER, code, 0, 0, 1, x.data_ptr(), data, out.nbytes, item, pieces, None, wait, (out, x))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
-        """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
+        """Reduce-scatter flat `x` into `out`, this member's shard of the sum; shards have `sizes` elements in the members' order."""
         code, item, data = self._summed(x), x.element_size(), x.data_ptr()
         pieces = self._bytes(sizes, item)
         if self._buffers and (place := self._find(data, x.nbytes)) is not None:
-            return self._start_job(_Job(_JOB + 1, code, 0, 0, *place, 0, out.data_ptr(), x.nbytes, item, pieces), wait, (out, x))
+            job = _Job(_JOB + 1, code, 0, 0, place[0], place[1], 0, out.data_ptr(), x.nbytes, item, pieces)
+            return self._start_job(job, wait, (out, x))
         return self._start(_REDUCE_SCATTER, code, 0, 0, 1, data, out.data_ptr(), x.nbytes, item, pieces, None, wait, (out, x))
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
-        """`sizes[r]` elements of flat `x` to member r, `arriving[r]` from it into flat `out`."""
+        """Send `sizes[r]` elements of flat `x` to member r, and receive `arriving[r]` from it into flat `out`."""
         code, item = _DTYPES.get(x.dtype, _COPIED), x.element_size()
-        leave, come = self._bytes(sizes, item), self._bytes(arriving, item)
-        return self._start(_EXCHANGE, code, 0, 0, 1, x.data_ptr(), out.data_ptr(), 0, item, leave, come, wait, (out, x))
+        sent, received = self._bytes(sizes, item), self._bytes(arriving, item)
+        return self._start(_EXCHANGE, code, 0, 0, 1, x.data_ptr(), out.data_ptr(), 0, item, sent, received, wait, (out, x))
 
     def send(self, x: Tensor, to: int, tag: int) -> NativeWork:
-        """Starts a message to member `to`."""
+        """Start sending a message to member `to`."""
         return self._message(0, x, to, tag)
 
     def receive(self, x: Tensor, source: int, tag: int) -> NativeWork:
-        """Starts to receive a message from member `source`: the oldest of that tag."""
+        """Start receiving a message from member `source`: the oldest of that tag."""
         return self._message(1, x, source, tag)
 
     def finish(self, handle: int) -> None:
-        """Waits for an operation and forgets it."""
+        """Wait for an operation and free it."""
         state = self.library.weft_wait(handle, self._timeout_s)
         if state != _DONE:
             raise self._error(state)
@@ -196,11 +198,11 @@ class NativeChannel:
         del self._alive[handle]
 
     def close(self) -> None:
-        """Tells the others that this member takes part in nothing more; the memory goes with the last operation's `NativeWork`."""
+        """Announce that this member leaves the group; the memory is freed with the last operation's `NativeWork`."""
         self.library.weft_leave(self._channel)
 
     def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
+        """Register a buffer of which member i's is mapped at `all_mappings[i]`, until `own_mapping` is freed."""
         number = self._num_buffers
         self._num_buffers += 1
         bases = (c_void_p * self.size)(*(segment.address(mapping) for mapping in all_mappings))
@@ -208,8 +210,8 @@ class NativeChannel:
             raise MemoryError("no memory for a shared buffer")
         start = segment.address(mine)
         self._buffers.append((start, start + len(mine), number))
-        others = [mapping for i, mapping in enumerate(all_mappings) if i != self.index]
-        weakref.finalize(mine, partial(_forget, self.library, self._channel, self._buffers, self._buffers[-1], others)).atexit = False
+        peers = [mapping for i, mapping in enumerate(all_mappings) if i != self.index]
+        weakref.finalize(mine, partial(_forget, self.library, self._channel, self._buffers, self._buffers[-1], peers)).atexit = False
 
     def _summed(self, x: Tensor) -> int:
         code = _DTYPES.get(x.dtype)
@@ -218,7 +220,7 @@ class NativeChannel:
         return code
 
     def _find(self, data: int, size: int) -> tuple[int, int] | None:
-        """(number, offset) of the buffer that holds these bytes."""
+        """Return (number, offset) of the buffer that contains these bytes."""
         for start, stop, number in self._buffers:
             if start <= data and data + size <= stop:
                 return number, data - start
@@ -266,16 +268,16 @@ def _forget(
     channel: c_void_p,
     buffers: list[tuple[int, int, int]],
     entry: tuple[int, int, int],
-    others: list[mmap.mmap],
+    peer_mappings: list[mmap.mmap],
 ) -> None:
     buffers.remove(entry)
     if channel:
         library.weft_buffer(channel, entry[2], None)
-    others.clear()
+    peer_mappings.clear()
 
 
 def _close(library: ctypes.CDLL, channel: c_void_p, mapping: mmap.mmap) -> None:
     library.weft_leave(channel)
     library.weft_close(channel)
-    channel.value = None  # a buffer may outlive its group
+    channel.value = None  # a buffer may live longer than its group
     del mapping

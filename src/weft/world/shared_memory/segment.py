@@ -1,8 +1,8 @@
-"""Memory that several processes of one host have mapped. In: a size, or where another process keeps one. Out: a mapping.
+"""Shared-memory segments of processes on one host. In: a size, or the handle of another process's segment. Out: a mapping.
 
-A segment is an anonymous file of its maker (memfd): it has no name in /dev/shm, so nothing is left when its processes are gone, however
-they end, and the size of /dev/shm does not limit it. Others open it through the maker's descriptor in /proc, as the same user may.
-Pages cost memory when they are first touched. Not modelled: systems other than Linux, whose ranks use gloo.
+A segment is an anonymous file of its creator (memfd): it has no name in /dev/shm, so nothing remains when its processes end, however they
+end, and the size of /dev/shm does not limit it. Others open it through the creator's descriptor in /proc, as the same user may.
+Pages use memory when they are first touched. Not modelled: systems other than Linux, whose ranks use gloo.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CANNOT = "no shared memory"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a segment is found: the maker's process and descriptor, and its bytes."""
+    """The handle of a segment: its creator's process and descriptor, and its bytes."""
 
     pid: int
     descriptor: int
@@ -30,15 +30,15 @@ class Place:
 
     @staticmethod
     def parse(text: str) -> Place:
-        """The place that `str` wrote."""
+        """Return the handle that `str` wrote."""
         pid, descriptor, size = map(int, text.split(":"))
         return Place(pid, descriptor, size)
 
 
 def host() -> str:
-    """What two processes have in common that can map each other's segments: boot, process and user name spaces, and user.
+    """Return an identity that is equal in processes that can map each other's segments: boot, process and user name spaces, and user.
 
-    Where there is no such thing, the name of the machine and a word that says so.
+    If they are unavailable: `CANNOT`, the reason and the machine's name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,7 +50,7 @@ def host() -> str:
 
 
 def create(size: int) -> tuple[mmap.mmap, Place]:
-    """A zeroed segment and its place. The descriptor stays open until `close_place`. Raises OSError."""
+    """Return a zeroed segment and its handle. The descriptor stays open until `close_handle`. Raises OSError."""
     descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
@@ -61,7 +61,7 @@ def create(size: int) -> tuple[mmap.mmap, Place]:
 
 
 def attach(place: Place) -> mmap.mmap:
-    """The segment of another process. Raises OSError where that process is gone, is another user's, or forbids it."""
+    """Map the segment of another process. Raises OSError if that process has ended, is another user's, or forbids it."""
     descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, place.size)
@@ -70,10 +70,10 @@ def attach(place: Place) -> mmap.mmap:
 
 
 def close_place(place: Place) -> None:
-    """After all have attached: the memory then lives as long as its mappings."""
+    """Close the descriptor after all have attached: the memory then lives as long as its mappings."""
     os.close(place.descriptor)
 
 
 def address(mapping: mmap.mmap) -> int:
-    """Where the mapping begins. It stays there as long as the object lives."""
+    """Return the address of a mapping, which is fixed as long as the object lives."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

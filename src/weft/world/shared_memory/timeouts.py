@@ -1,6 +1,6 @@
-"""What is said of a member that did not come in time. In: who was waited for, and the members' processes. Out: words.
+"""Time-out messages. In: the member that was waited for, and the members' processes. Out: text.
 
-Who is waited for may itself wait for somebody else; a process that is stopped (SIGSTOP, a debugger) is seen by all of its host.
+The awaited member may itself wait for another; all processes of the host can see one that is stopped (SIGSTOP, a debugger).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def timeout_message(timeout_s: float, ranks: Sequence[int], pids: Sequence[int], index: int, awaited: int) -> str:
-    """Why member `index` gave up; `awaited`: the member that it waited for, -1 where that is not known, or `index` itself where all
-    others waited for it.
+    """Return why member `index` timed out; `awaited`: the member that it waited for, -1 if unknown, or `index` itself if all others
+    waited for it.
 
     >>> import os
     >>> timeout_message(2, [4, 5], [os.getpid(), os.getpid()], 1, 1)
@@ -21,12 +21,12 @@ def timeout_message(timeout_s: float, ranks: Sequence[int], pids: Sequence[int],
     if awaited == index:
         return f"Timed out after {timeout_s:g} s: the other ranks waited for this one, and gave up"
     who = named(ranks, pids, awaited) if awaited >= 0 else "another rank"
-    still = [named(ranks, pids, i) for i, pid in enumerate(pids) if i != index and _stopped(pid)]
-    return f"Timed out after {timeout_s:g} s waiting for {who}" + (f"; stopped: {', '.join(still)}" if still else "")
+    stopped = [named(ranks, pids, i) for i, pid in enumerate(pids) if i != index and _stopped(pid)]
+    return f"Timed out after {timeout_s:g} s waiting for {who}" + (f"; stopped: {', '.join(stopped)}" if stopped else "")
 
 
 def named(ranks: Sequence[int], pids: Sequence[int], index: int) -> str:
-    """A member, for people."""
+    """Return the name of a member in messages."""
     return f"rank {ranks[index]} (process {pids[index]})"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
+"""Sharded checkpoints: save shards of tensors to a committed folder, and load any shards from it, under any layout (resharding)."""
 
 from weft.run.state.checkpoint.beside import Beside, Written, copy_bytes
 from weft.run.state.checkpoint.folder import Removed, Replaced, Saved, claim, committed, read_manifest, size_of

@@ -1,9 +1,9 @@
-"""Saving while training goes on. In: the state's pieces at a step. Out: the checkpoint that `save` would have written, a while later.
+"""Asynchronous checkpointing in a background thread. In: the state's shards at a step. Out: the checkpoint that `save` would write.
 
-Every rank copies its pieces into memory of its own; from then on the state may change. A thread of each writes the copy into the temporary
-folder, and leaves its mark there. Rank 0's then waits for all marks, and commits in the order of `save`. What became of it ranks learn from
-`heed`, where they agree about other things anyway, or from `finish`, which waits. Whoever dies before the rename leaves a folder with a
-hidden name, which the next save sweeps. No name comes twice, so that a thread that was left behind writes into no other save.
+Every rank copies its shards to host memory; from then on the state may change. A thread of each rank writes the copy into the temporary
+folder, then a marker file. Rank 0's thread waits for all markers, and commits in the order of `save`. Ranks learn the outcome from
+`apply_vote`, in a vote that they hold anyway, or from `finish`, which waits. A process that dies before the rename leaves a hidden folder,
+which the next save removes. Folder names are unique, so that an abandoned thread never writes into another save.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from weft.units import format_bytes
 from weft.world.kept import padded
 from weft.world.pending import synchronize
 
-POLL_S = 0.02  # in which rank 0 looks for the marks of the others
-GRACE_S = 10.0  # that a run which ends by an error gives a save under way
+POLL_S = 0.02  # between rank 0's checks for markers
+GRACE_S = 10.0  # for a save in progress when a run ends by an error
 
 
 def copy_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes of host memory for a copy of what a rank owns of `pieces`."""
+    """Bytes of host memory for a copy of the shards that a rank owns."""
     return sum(padded(piece.tensor.nbytes) for piece in pieces if piece.owner)
 
 
 @dataclass(frozen=True)
 class Written:
-    """What saving took behind a run's back: on rank 0 until the commit, elsewhere until this rank's file was on the disk. `size_bytes`: of
-    all files, on rank 0 alone."""
+    """Duration of an asynchronous save: on rank 0 until the commit, elsewhere until this rank's file was on disk. `size_bytes`: of all
+    files, on rank 0 only."""
 
     step: int
     seconds: float
@@ -50,11 +50,11 @@ class Written:
 
 
 class _Left(Exception):
-    """Nobody wants this save any more."""
+    """Raised in the thread of a save that was abandoned."""
 
 
 class Beside:
-    """The checkpoints of one writer, one at a time; every rank makes one and calls the same. `keep`, `token`: as of `save`."""
+    """Saves the checkpoints of one writer, one at a time; every rank builds one and makes the same calls. `keep`, `token`: as of `save`."""
 
     def __init__(
         self, folder: Path | str, together: Together, *, keep: int = 0, token: int | None = None, warn: Warn = warn_python
@@ -65,61 +65,61 @@ class Beside:
 
     @property
     def step(self) -> int | None:
-        """The step of the save under way; None: there is none."""
+        """Step of the save in progress; None: there is none."""
         return self._one.work.step if self._one is not None else None
 
     def begin(self, step: int, pieces: Sequence[Piece], extra: dict[str, Any] | None = None) -> None:
-        """Copy `pieces`; the rest is done while the caller goes on. Another save must not be under way.
+        """Copy the shards and start writing in the background. Another save must not be in progress.
 
         Raises:
-            CheckpointError: as `save` does, of what goes wrong at once.
+            CheckpointError: as `save`, for immediate failures.
         """
         assert self._one is None
         work = Work(self.folder, step, [piece for piece in pieces if piece.owner], self._together)
         name = f"{TEMPORARY}{step:08d}-{from_first(self._together, secrets.randbits(62)):016x}"
-        one = _UnderWay(work, self.folder / name, extra or {}, self.token, self.keep)
+        save = _UnderWay(work, self.folder / name, extra or {}, self.token, self.keep)
 
         def prepare() -> list[Tensor]:
             if self._together.rank == 0:
-                begin(self.folder, one.temporary, self.token, self.warn)
+                begin(self.folder, save.temporary, self.token, self.warn)
             return self._copy.of(work.pieces)
 
         try:
-            one.start(work.do(prepare) or [])
+            save.start(work.do(prepare) or [])
         except CheckpointError:
             if self._together.rank == 0:
-                disk.remove_tree(one.temporary)
+                disk.remove_tree(save.temporary)
             raise
-        self._one = one
+        self._one = save
 
     def mark(self) -> tuple[int, int]:
-        """What this rank adds to what ranks agree about, whose maximum `heed` takes: whether its part failed, and whether it goes on."""
-        if (one := self._one) is None:
+        """Return this rank's vote, whose maximum over ranks `apply_vote` takes: whether its part failed, and whether it still runs."""
+        if (save := self._one) is None:
             return 0, 0
-        goes_on = not one.over.is_set()  # looked at first: what failed is over
-        return self._together.num_ranks - self._together.rank if one.failure is not None else 0, int(goes_on)
+        goes_on = not save.over.is_set()  # read first, since a failure also sets it
+        return self._together.num_ranks - self._together.rank if save.failure is not None else 0, int(goes_on)
 
     def heed(self, failed: int, goes_on: int) -> Written | None:
-        """What the maximum over ranks of `mark` says: the save that is done, None where there is none.
+        """Act on the maximum over ranks of `vote`: return the completed save, None if there is none.
 
         Raises:
-            CheckpointError: on every rank, where one of them could not write.
+            CheckpointError: on every rank, if any of them could not write.
         """
-        one = self._one
-        if one is None or (goes_on and not failed):
+        save = self._one
+        if save is None or (goes_on and not failed):
             return None
-        return self._ended(one)
+        return self._ended(save)
 
     def finish(self) -> Written | None:
-        """Wait for the save under way, if there is one. Raises as `heed`."""
-        one = self._one
-        if one is None:
+        """Wait for the save in progress, if any. Raises as `apply_vote`."""
+        save = self._one
+        if save is None:
             return None
-        one.written.wait()
-        self._agreed(one)
-        one.told.set()  # marks need not be looked for
-        one.over.wait()
-        return self._ended(one)
+        save.written.wait()
+        self._agreed(save)
+        save.told.set()  # rank 0 need not poll for markers
+        save.over.wait()
+        return self._ended(save)
 
     def _ended(self, one: _UnderWay) -> Written:
         self._agreed(one)
@@ -137,28 +137,28 @@ class Beside:
             raise
 
     def leave(self, wait: bool) -> None:
-        """No rank has to call this: give the save under way up, unless it is being committed. `wait`: with time to become a checkpoint,
-        where the other ranks may be there."""
-        one, self._one = self._one, None
-        if one is None:
+        """Abandon the save in progress, unless it is being committed; not collective. `wait`: first give it time to complete, if other
+        ranks may still be alive."""
+        save, self._one = self._one, None
+        if save is None:
             return
-        until = time.monotonic() + GRACE_S
-        while wait and one.failure is None and one.temporary.exists() and time.monotonic() < until:
+        deadline_s = time.monotonic() + GRACE_S
+        while wait and save.failure is None and save.temporary.exists() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        one.leave()
+        save.leave()
 
 
 class _Copy:
-    """Memory of the host for what a rank owns, kept from save to save."""
+    """Host buffer for the shards that a rank owns, reused from save to save."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def of(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """The tensors of `pieces` as they are now, in row-major order."""
+        """Copy the current tensors of the shards, in row-major order."""
         size, devices = copy_bytes(pieces), {piece.tensor.device for piece in pieces}
-        pinned = any(device.type == "cuda" for device in devices)  # which a GPU writes to by itself
+        pinned = any(device.type == "cuda" for device in devices)  # for asynchronous copies from a GPU
         if self._memory.numel() < size:
             try:
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -177,16 +177,16 @@ class _Copy:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A rank's part of one save, and on rank 0 the commit. What the thread leaves is read once `over` is set."""
+    """A rank's part of one save, and on rank 0 the commit. Results of the thread are read after `is_over` is set."""
 
     work: Work
     temporary: Path
     extra: dict[str, Any]
     token: int | None
     keep: int
-    written: Event = field(default_factory=Event)  # this rank's part, or it failed
-    told: Event = field(default_factory=Event)  # that all ranks have
-    decided: Event = field(default_factory=Event)  # the commit, either way
+    written: Event = field(default_factory=Event)  # this rank's part is written, or failed
+    told: Event = field(default_factory=Event)  # all ranks' parts are written
+    decided: Event = field(default_factory=Event)  # the commit succeeded or failed
     over: Event = field(default_factory=Event)
     failure: CheckpointError | None = None
     said: list[str] = field(default_factory=list)
@@ -200,12 +200,12 @@ class _UnderWay:
         Thread(target=self._run, args=(copies,), name="checkpoint", daemon=True).start()
 
     def check(self) -> None:
-        """Raises what went wrong here."""
+        """Raise this rank's failure, if any."""
         if self.failure is not None:
             raise self.failure
 
     def leave(self) -> None:
-        """The thread ends soon, and commits nothing unless it has begun to."""
+        """Make the thread end soon, without a commit unless one has begun."""
         with self._lock:
             self._is_left, commits = True, self._commits
         if commits:
@@ -224,7 +224,7 @@ class _UnderWay:
                 retain(self.work.folder, self.keep, saved, self.said.append)
         except _Left:
             pass
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # any failure must be reported to the other ranks
             self.failure = self._explained(error)
         if first:
             disk.remove_tree(self.temporary)
@@ -233,7 +233,7 @@ class _UnderWay:
 
     def _committed(self) -> Saved:
         names = {mark_of(rank) for rank in range(self.work.together.num_ranks)}
-        # Listed, since a name that was looked for too early would stay unknown to a network file system for a while.
+        # By listing: network file systems cache that a name looked up too early does not exist.
         while not self.told.is_set() and not names <= set(os.listdir(self.temporary)):
             self._go_on()
             self.told.wait(POLL_S)
@@ -255,7 +255,7 @@ class _UnderWay:
         if not isinstance(error, OSError):
             return CheckpointError(f"checkpoint of step {self.work.step} not saved: {type(error).__name__}: {error}")
         try:
-            check_token(self.work.folder, self.token)  # another writer sweeps what this one has begun
+            check_token(self.work.folder, self.token)  # another writer may have removed the temporary folder
         except (CheckpointError, OSError) as replaced:
             if isinstance(replaced, CheckpointError):
                 return replaced

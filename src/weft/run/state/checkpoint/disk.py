@@ -1,6 +1,6 @@
-"""Everything that a checkpoint does to a disk, so that the order of writes, fsyncs and renames is read in one place.
+"""Durable file operations of checkpoints (write, fsync, atomic rename), in one place so that their order can be reviewed.
 
-In: paths and bytes. Out: files that are on the disk when the call returns. POSIX only. Not modelled: disks that lie about fsync.
+In: paths and bytes. Out: files that are on disk when the call returns. POSIX only. Not modelled: disks that acknowledge fsync too early.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Buffer = bytes | memoryview
 def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
     """Write a new file and fsync it. Returns its size in bytes and its SHA-256.
 
-    The digest is of what was handed over, so that damage on the way to the disk shows too.
+    The digest is of the data passed in, so that it reveals corruption on the way to the disk too.
     """
     digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
@@ -45,7 +45,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Atomically and durably put `data` in the place of a small file."""
+    """Replace a small file by `data`, atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_file(temporary, [data])
@@ -57,9 +57,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file; a link or anything else raises `CheckpointError`."""
+    """Open a regular file and return its descriptor; a link or anything else raises `CheckpointError`."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # of a pipe, open would wait for who writes to it
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is a link; a checkpoint holds regular files only") from error
@@ -71,7 +71,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """All of a regular file."""
+    """Return the contents of a regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
@@ -82,16 +82,16 @@ def sha256_of(path: Path) -> str:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder that may be incomplete; what cannot be removed stays, hidden, and is tried again at the next save."""
+    """Remove a folder that may be incomplete; what cannot be removed stays hidden, and is retried at the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def explain(error: OSError, folder: Path, need_bytes: int) -> str:
-    """What went wrong while writing, with the numbers and the remedy."""
+    """Describe an error of writing, with the numbers and the remedy."""
     what = error.strerror or str(error)
     match error.errno:
         case errno.ENOSPC if _no_inodes(folder):
-            return f"{what}: no inodes are left on the disk of {folder}, whatever room it has; remove files there, or use another folder"
+            return f"{what}: no inodes are left on the disk of {folder}, whatever space it has; remove files there, or use another folder"
         case errno.ENOENT | errno.ESTALE:
             return f"{what}: {folder} was removed while it was written to, or its disk unmounted; leave it there until the run has ended"
         case errno.ENOSPC | errno.EDQUOT:
@@ -111,7 +111,7 @@ def explain(error: OSError, folder: Path, need_bytes: int) -> str:
 
 def _no_inodes(folder: Path) -> bool:
     try:
-        there = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError:
         return False
-    return bool(there.f_files) and not there.f_favail
+    return bool(stats.f_files) and not stats.f_favail

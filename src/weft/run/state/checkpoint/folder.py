@@ -1,4 +1,4 @@
-"""The folder that holds a run's checkpoints: names, order, the writer's token, what is kept.
+"""Checkpoint folder of a run: names, order, the writer's fencing token, retention.
 
 `step-00000120` is committed and complete; `step-00000120.1` is a later one of the same step; names that begin with a dot are
 being written, or were when their writer died. `fence.json` holds the token of the newest writer.
@@ -30,12 +30,14 @@ class Replaced(CheckpointError):
 
 
 class Removed(CheckpointError):
-    """The folder in which a run keeps all that it has is gone, or is another's; the run must end."""
+    """The run's folder was removed, or belongs to another run; this one must end."""
 
     def __init__(self, what: Path | str) -> None:
         super().__init__(
             f"{what} was removed while the run went on, with all checkpoints in it; begin a new run, and leave its folder in place until "
-            "it has ended" if isinstance(what, Path) else what
+            "it has ended"
+            if isinstance(what, Path)
+            else what
         )
 
 
@@ -57,7 +59,7 @@ class Saved:
 
 
 def committed(folder: Path) -> list[Saved]:
-    """Checkpoints of a folder, oldest first, whether or not they are damaged; links are not followed."""
+    """Return the committed checkpoints of a folder, oldest first, damaged ones included; links are not followed."""
     if not folder.is_dir():
         return []
     saves = (Saved.parse(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -65,13 +67,13 @@ def committed(folder: Path) -> list[Saved]:
 
 
 def next_name(folder: Path, step: int) -> Saved:
-    """A name that is free for a checkpoint of `step`; nothing that is committed is ever replaced."""
+    """Return an unused name for a checkpoint of `step`; a committed one is never replaced."""
     taken = [saved.attempt for saved in committed(folder) if saved.step == step]
     return Saved(step, max(taken, default=-1) + 1)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of one checkpoint, checked, without its files' digests.
+    """Read and check the manifest of one checkpoint, without its files' digests.
 
     Raises:
         CheckpointError: missing or damaged.
@@ -85,7 +87,7 @@ def size_of(path: Path) -> int:
 
 
 def token_of(folder: Path) -> int:
-    """The newest writer's token, 0 where nobody has claimed the folder.
+    """Return the newest writer's token, 0 if the folder was never claimed.
 
     Raises:
         CheckpointError: the fence is damaged.
@@ -98,8 +100,8 @@ def token_of(folder: Path) -> int:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged; if no other run writes here, remove it") from error
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < LARGEST_TOKEN:
-        said = f"{path} is damaged: token {str(token)[:40]} is no number from 0 to 2^62"
-        raise CheckpointError(f"{said}; if no other run writes here, remove it")
+        damage = f"{path} is damaged: token {str(token)[:40]} is no number from 0 to 2^62"
+        raise CheckpointError(f"{damage}; if no other run writes here, remove it")
     return token
 
 
@@ -121,7 +123,7 @@ def claim(folder: Path) -> int:
 
 
 def _taken(folder: Path, token: int) -> int:
-    """The first token from `token` on that no other writer has, which begins at the same moment: each has a file that only one can make."""
+    """Return the first free token from `token` on; concurrent writers get different ones, by exclusive creation of a file per token."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     while True:
         try:
@@ -135,10 +137,10 @@ def _taken(folder: Path, token: int) -> int:
 
 
 def claim_again(folder: Path, token: int, warn: Warn) -> None:
-    """Make a folder anew that somebody removed while its writer, `token`, lives.
+    """Recreate a folder that was removed while its writer, `token`, is running.
 
     Raises:
-        Replaced: another writer was there before; Removed: the folder that it lies in is gone, too.
+        WriterReplaced: another writer recreated it first. FolderRemoved: its parent folder was removed, too.
     """
     if (folder / FENCE).exists():
         return
@@ -156,7 +158,7 @@ def claim_again(folder: Path, token: int, warn: Warn) -> None:
 
 
 def check_token(folder: Path, token: int | None) -> None:
-    """Refuse a writer that has been replaced. `token` None is a writer that never claimed the folder; one without a fence was removed."""
+    """Raise WriterReplaced if another writer claimed the folder. `token` None: a writer that never claimed it."""
     if token is not None and (newest := token_of(folder)) not in (token, 0):
         raise Replaced(
             f"writer {token} of {folder} has been replaced by writer {newest}: another run took over this folder, so this one must end"
@@ -164,11 +166,11 @@ def check_token(folder: Path, token: int | None) -> None:
 
 
 def retain(folder: Path, keep: int, good: Saved, warn: Warn) -> None:
-    """Remove all but the newest `keep` checkpoints, and never `good`, the one just written and known to be whole."""
+    """Remove all but the newest `keep` checkpoints, and never `good`, the one just written and known to be complete."""
     for saved in committed(folder)[:-keep] if keep else []:
         if saved == good:
             continue
-        # Renamed first, so that one that is half removed is never seen.
+        # Renamed first, so that a partly removed checkpoint is never visible.
         hidden = folder / f"{TEMPORARY}old-{saved.name}"
         try:
             (folder / saved.name).rename(hidden)
@@ -179,6 +181,6 @@ def retain(folder: Path, keep: int, good: Saved, warn: Warn) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what dead writers left."""
+    """Remove temporary folders of dead writers."""
     for path in folder.glob(f"{TEMPORARY}*"):
         disk.remove_tree(path)

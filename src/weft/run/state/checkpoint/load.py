@@ -1,7 +1,7 @@
-"""Loading: any layout from any layout. In: a folder and the pieces a rank wants. Out: the pieces filled, and `extra`.
+"""Load a checkpoint under any layout (resharding). In: a folder and the shards that a rank wants. Out: the filled shards, and `extra`.
 
-Every file is checked against its digest before a byte of it is used; ranks share that work. Not modelled: partial loading of
-a model with other names.
+Every file is checked against its digest before a byte of it is used; ranks divide that work. Not supported: partial loading into a model
+with other names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 def verify(path: Path | str, together: Together | None = None) -> Manifest:
-    """Check the manifest and every file's size and SHA-256; with several ranks each takes its share of the files.
+    """Check the manifest and every file's size and SHA-256; several ranks divide the files.
 
     Raises:
         CheckpointError: names the first damaged, missing or surplus file.
@@ -62,23 +62,23 @@ def _check_files(path: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
         if entry.suffix == ".safetensors" and entry.name not in listed:
             raise CheckpointError(f"{path} holds {entry.name}, which its manifest does not name; remove it or use another checkpoint")
     for number, file in enumerate(manifest.files):
-        here = path / file.name
-        if not here.exists():
-            raise CheckpointError(f"{here} is missing")
-        if (size := here.lstat().st_size) != file.size_bytes:
-            raise CheckpointError(f"{here} is damaged: {size} bytes, {file.size_bytes} were written")
-        if number % num_ranks == rank and (digest := disk.sha256_of(here)) != file.sha256:
-            raise CheckpointError(f"{here} is damaged: its SHA-256 is {digest[:12]}..., {file.sha256[:12]}... was written")
+        file_path = path / file.name
+        if not file_path.exists():
+            raise CheckpointError(f"{file_path} is missing")
+        if (size := file_path.lstat().st_size) != file.size_bytes:
+            raise CheckpointError(f"{file_path} is damaged: {size} bytes, {file.size_bytes} were written")
+        if number % num_ranks == rank and (digest := disk.sha256_of(file_path)) != file.sha256:
+            raise CheckpointError(f"{file_path} is damaged: its SHA-256 is {digest[:12]}..., {file.sha256[:12]}... was written")
 
 
 def latest_good(folder: Path | str, together: Together | None = None, warn: Warn = warn_python) -> Path | None:
-    """The newest checkpoint of a folder that is whole, None where there is none; warns of each damaged one it passes."""
+    """Return the newest intact checkpoint of a folder, None if there is none; warns of each damaged one that it skips."""
     checkpoint = _latest_good(Path(folder), together or Alone(), warn)
     return checkpoint[0] if checkpoint else None
 
 
 def _latest_good(folder: Path, together: Together, warn: Warn) -> tuple[Path, Manifest] | None:
-    # Rank 0's list counts: on a shared file system the others may see a name later.
+    # Rank 0's list decides: on a shared file system other ranks may see a name later.
     names = committed(folder) if together.rank == 0 else []
     for number in reversed(range(from_first(together, len(names)))):
         saved = names[number] if names else Saved(0, 0)
@@ -94,8 +94,8 @@ def _latest_good(folder: Path, together: Together, warn: Warn) -> tuple[Path, Ma
 def load(folder: Path | str, wanted: Sequence[Piece], together: Together | None = None, warn: Warn = warn_python) -> dict[str, Any]:
     """Fill the tensors of `wanted` in place; every rank calls it. Returns the `extra` that was saved, with `step`.
 
-    `folder`: one checkpoint, or a folder of them, of which the newest good one is taken. Without optimizer pieces the stored
-    optimizer is left alone. Floating-point dtypes are converted, with a warning.
+    `folder`: one checkpoint, or a folder of them, of which the newest intact one is loaded. Without optimizer shards the stored
+    optimizer is ignored. Floating-point dtypes are converted, with a warning.
 
     Raises:
         CheckpointError: nothing to load; damaged; or of another model, naming the first tensors that differ. Then no tensor
@@ -108,7 +108,7 @@ def load(folder: Path | str, wanted: Sequence[Piece], together: Together | None 
 
 
 def opened(folder: Path | str, together: Together | None = None, warn: Warn = warn_python) -> tuple[Path, Manifest]:
-    """One checkpoint, or the newest good one of a folder, and its manifest; its files are checked. Every rank calls it.
+    """Open and verify one checkpoint, or the newest intact one of a folder; returns path and manifest. Every rank calls it.
 
     Raises:
         CheckpointError: nothing there, or damaged.
@@ -123,7 +123,7 @@ def opened(folder: Path | str, together: Together | None = None, warn: Warn = wa
 
 
 def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together | None = None, warn: Warn = warn_python) -> None:
-    """Fill the tensors of `wanted` in place from what `opened` found; every rank calls it.
+    """Fill the tensors of `wanted` in place from what `open_checkpoint` returned; every rank calls it.
 
     Raises:
         CheckpointError: of another model; then no tensor has been touched.
@@ -155,57 +155,57 @@ def _fill(reader: Reader, piece: Piece, stored: StoredTensor) -> None:
 
 
 def match(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together, warn: Warn = warn_python) -> None:
-    """Raise CheckpointError on every rank where a name or a shape differs on any."""
+    """Raise CheckpointError on every rank if a name or a shape differs on any."""
     number = {tensor.key: i for i, tensor in enumerate(manifest.tensors)}
     used, differs = [0] * len(number), [0] * len(number)
-    absent, first_differs, converted = [], "", 0
+    missing, first_differs, converted = [], "", 0
     for piece in wanted:
-        at = number.get(piece.key)
-        if at is None:
-            absent += [piece.label] * (piece.kind not in OPTIONAL)
+        tensor_index = number.get(piece.key)
+        if tensor_index is None:
+            missing += [piece.label] * (piece.kind not in OPTIONAL)
             continue
-        used[at], stored = 1, manifest.tensors[at]
+        used[tensor_index], stored = 1, manifest.tensors[tensor_index]
         dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
         converts = dtype != piece.tensor.dtype
         converted |= converts
         if shape != tuple(piece.global_shape) or (converts and not (dtype.is_floating_point and piece.tensor.is_floating_point())):
-            differs[at] = 1
+            differs[tensor_index] = 1
             first_differs = first_differs or (
                 f"{piece.label} is {dtype} {stored.shape} there and {piece.tensor.dtype} {list(piece.global_shape)} here"
             )
-    # A kind that no rank asks for is left alone; one that any rank asks for must be wanted whole.
-    asked = [int(kind in {piece.kind for piece in wanted}) for kind in KINDS]
-    every = iter(together.maximum([*used, *differs, *asked, len(absent), converted]))
-    used, differs, asked = list(islice(every, len(used))), list(islice(every, len(used))), list(islice(every, len(KINDS)))
-    num_absent, converted = every
-    kinds = {"parameter", "buffer"} | {kind for kind, hit in zip(KINDS, asked, strict=True) if hit}
+    # A kind that no rank requests is ignored; one that any rank requests must be requested completely.
+    requested = [int(kind in {piece.kind for piece in wanted}) for kind in KINDS]
+    combined = iter(together.maximum([*used, *differs, *requested, len(missing), converted]))
+    used, differs, requested = list(islice(combined, len(used))), list(islice(combined, len(used))), list(islice(combined, len(KINDS)))
+    num_absent, converted = combined
+    kinds = {"parameter", "buffer"} | {kind for kind, is_used in zip(KINDS, requested, strict=True) if is_used}
     surplus = [
         label(stored.key)
-        for stored, hit in zip(manifest.tensors, used, strict=True)
-        if not hit and stored.kind in kinds.difference(OPTIONAL)
+        for stored, is_used in zip(manifest.tensors, used, strict=True)
+        if not is_used and stored.kind in kinds.difference(OPTIONAL)
     ]
-    why = []
+    reasons = []
     if num_absent:
-        why.append(f"{num_absent} tensors of this model are not in it ({_first(sorted(set(absent)))})")
+        reasons.append(f"{num_absent} tensors of this model are not in it ({_first(sorted(set(missing)))})")
     if surplus:
-        why.append(f"{len(surplus)} of its {len(manifest.tensors)} tensors are not in this model ({_first(surplus)})")
+        reasons.append(f"{len(surplus)} of its {len(manifest.tensors)} tensors are not in this model ({_first(surplus)})")
     if any(differs):
-        why.append(f"{sum(differs)} differ ({first_differs or 'on another rank'})")
-    if why:
+        reasons.append(f"{sum(differs)} differ ({first_differs or 'on another rank'})")
+    if reasons:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(why)}; use the configuration it was trained with, or a new run folder"
+            f"{path} is a checkpoint of another model: {'; '.join(reasons)}; use the configuration it was trained with, or a new run folder"
         )
     if converted and together.rank == 0:
         warn(f"{path}: tensors are converted from the floating-point type that they were stored in")
 
 
 def _first(names: list[str]) -> str:
-    """The first few, in words; a rank that has none speaks for another."""
+    """Format the first few names; a rank without any refers to another rank."""
     return ", ".join(names[:_SHOWN] or ["on another rank"]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def inspect(path: Path | str) -> dict[str, Any]:
-    """What a checkpoint holds, from its manifest alone: step, sizes, counts, `extra`. JSON-ready.
+    """Summarise a checkpoint from its manifest alone: step, sizes, counts, `extra`. JSON-ready.
 
     Raises:
         CheckpointError: no manifest, or a damaged one.
@@ -231,7 +231,7 @@ def inspect(path: Path | str) -> dict[str, Any]:
 
 
 def read_full(path: Path | str, kinds: Sequence[str] = ("parameter", "buffer")) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of one checkpoint, one at a time, after checking it: (name, tensor); optimizer state as `name:slot`.
+    """Yield the full tensors of one checkpoint, after verifying it: (name, tensor); optimizer state as `name:slot`.
 
     Raises:
         CheckpointError: damaged.

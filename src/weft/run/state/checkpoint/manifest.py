@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds and the digest of every file. JSON, with a digest of its own.
+"""Manifest of a checkpoint: its tensors, their shards and the digest of every file, as JSON with a digest of its own.
 
-In: pieces of all ranks. Out: text, and back, where every name, size, range and shape has been checked: a manifest is input
-that may be damaged or hostile. Not modelled: signatures; a digest finds damage, not a forger.
+In: shards of all ranks. Out: text, and back; when parsed, every name, size, range and shape is checked, since a manifest may be damaged or
+hostile. Not supported: signatures; a digest detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StoredPiece(_Strict):
 
 
 class StoredTensor(_Strict):
-    """One global tensor and the pieces that make it up."""
+    """One global tensor and the shards that it consists of."""
 
     name: str
     kind: Kind
@@ -74,7 +74,7 @@ class StoredTensor(_Strict):
 
 
 class Manifest(_Strict):
-    """`token` orders the writers of one folder (a fencing token); `generation` is the ranks' when they wrote."""
+    """Manifest of one checkpoint. `token`: fencing token of the writer; `generation`: of the ranks that wrote it."""
 
     format: str = FORMAT
     version: Count = FORMAT_VERSION
@@ -88,7 +88,7 @@ class Manifest(_Strict):
     extra: dict[str, Any] = {}
 
     def dump(self) -> bytes:
-        """Text with a digest over the canonical form of the rest.
+        """Return the JSON text with a digest over its canonical form.
 
         Raises:
             CheckpointError: `extra` holds something that JSON cannot.
@@ -101,7 +101,7 @@ class Manifest(_Strict):
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
-        """Read and check.
+        """Parse and check a manifest.
 
         Raises:
             CheckpointError: damaged, of a newer format, or naming a file, range or shape that cannot be; names `where`.
@@ -159,15 +159,15 @@ def _canonical(body: Any) -> bytes:
 
 
 def _refuse_doubles(names: list[str], what: str) -> None:
-    seen: set[str] = set()
+    names_so_far: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in names_so_far:
             raise CheckpointError(f"{what} {name} is there twice")
-        seen.add(name)
+        names_so_far.add(name)
 
 
 def check_file_name(name: str, where: str) -> None:
-    """Refuse what is not the plain name of a file in the same folder.
+    """Raise if a file name is not a plain name in the same folder.
 
     Raises:
         CheckpointError: absolute, with a separator, `..`, or hidden.

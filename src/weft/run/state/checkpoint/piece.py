@@ -1,6 +1,6 @@
-"""`Piece`: one rank's part of one tensor of the training state, with its place in the whole.
+"""`StateShard`: one rank's shard of one tensor of the training state, with its position in the global tensor.
 
-In: a local tensor and where it lies. Out: what `save` writes and `load` fills.
+In: a local tensor and its position. Out: what `save` writes and `load` fills.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """`tensor` holds the block at `offsets` of the global tensor `name`.
+    """Shard of the global tensor `name`: `tensor` holds the block at `offsets`.
 
-    `slot`: which of an optimizer's tensors of that parameter, "exp_avg". `owner`: whether this rank writes it; replicas do
-    not. `block`: shape of the block, by default the tensor's. `flat`: the tensor is one-dimensional and holds elements
+    `slot`: name of an optimizer's state tensor of that parameter, "exp_avg". `is_owner`: this rank writes it; replicas do not.
+    `block`: shape of the block, by default the tensor's. `flat`: the tensor is one-dimensional and holds elements
     `flat[0] <= i < flat[1]` of the block in row-major order (a ZeRO shard of a tensor-parallel block).
-    Kinds "random", a generator's state, "rest", what compressed gradients have not sent, and "scaling", the loss scale of float16, are
-    restored where a piece of that name exists, and need not exist.
+    Kinds "random" (generator state), "rest" (residuals of gradient compression) and "scaling" (float16 loss scale) are optional: restored
+    if a shard of that name exists.
 
     Raises:
         CheckpointError: an unknown kind or dtype, or a tensor of another size than its block or range.
@@ -72,12 +72,12 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What pieces of one global tensor share: kind, slot, name."""
+        """Key of the global tensor: kind, slot, name."""
         return (self.kind, self.slot, self.name)
 
     @property
     def label(self) -> str:
-        """The name as people read it."""
+        """Readable name."""
         return label(self.key)
 
 
@@ -87,7 +87,7 @@ def label(key: tuple[str, str, str]) -> str:
 
 
 def full_piece(name: str, kind: Kind, tensor: Tensor, slot: str = "", owner: bool = True) -> Piece:
-    """A piece that is the whole tensor.
+    """Return the shard that is the full tensor.
 
     >>> full_piece("step", "scalar", torch.tensor(3)).global_shape
     ()

@@ -1,7 +1,7 @@
-"""Where a part of a tensor lies. In: a global shape, a block of it and perhaps a flat range of that block. Out: boxes.
+"""Regions of a global tensor as boxes. In: a global shape, a block of it and optionally a flat range of that block. Out: boxes.
 
-A row-major flat range of an n-dimensional block is at most 2n - 1 boxes, so that reading any layout from any other is
-nothing but intersecting boxes. Not modelled: strided parts (every second row).
+A row-major flat range of an n-dimensional block is at most 2n - 1 boxes, so that resharding between any two layouts is an intersection
+of boxes. Not modelled: strided regions (every second row).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-parallel part of a tensor: first index and extent per dim, in global indices."""
+    """An axis-parallel box in a tensor: first index and extent per dim, in global indices."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,14 +25,14 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, None where there is no element in common."""
+        """Return the intersection, None if it is empty."""
         starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True))
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, shape) if all(n > 0 for n in shape) else None
 
     def slices_of(self, part: Box) -> tuple[slice, ...]:
-        """Index of `part`, which lies in this box, in a tensor that holds just this box."""
+        """Return the index of `part`, a box inside this one, in a tensor that holds just this box."""
         return tuple(slice(p - o, p - o + n) for p, o, n in zip(part.offsets, self.offsets, part.shape, strict=True))
 
 
@@ -69,7 +69,7 @@ class Region:
         return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
 
     def boxes(self) -> Iterator[tuple[Box, int]]:
-        """Boxes in row-major order, each with the element at which it begins in the region's own storage."""
+        """Yield boxes in row-major order, each with its first element in the region's own storage."""
         start, stop = self.flat or (0, prod(self.shape))
         begin = 0
         for box in _boxes_of_range(self.shape, start, stop):
@@ -78,7 +78,7 @@ class Region:
 
 
 def _boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes of elements `start <= i < stop` of a row-major tensor, in order."""
+    """Yield the boxes of elements `start <= i < stop` of a row-major tensor, in order."""
     if start >= stop:
         return
     if not shape:
@@ -101,12 +101,12 @@ def _in_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> Iterat
 
 
 def first_fault(global_shape: tuple[int, ...], regions: Sequence[Region]) -> str:
-    """Why `regions` do not cover a tensor exactly once: a number of elements or two boxes that overlap; empty if they do."""
+    """Return why `regions` do not cover a tensor exactly once (missing elements or overlapping boxes); empty if they do."""
     boxes = [box for region in regions for box, _ in region.boxes()]
     covered = sum(box.size for box in boxes)
     if covered != prod(global_shape):
         return f"{covered} of {prod(global_shape)} elements are there"
-    # Sorted by their first row, boxes that can meet are neighbours: the inner loop ends at the first that begins behind this one.
+    # Sorted by first row: the inner loop ends at the first box that begins after this one.
     boxes.sort(key=lambda box: box.offsets)
     for i, box in enumerate(boxes):
         for other in boxes[i + 1 :]:

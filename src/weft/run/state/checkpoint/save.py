@@ -1,8 +1,8 @@
-"""Saving: every rank writes its pieces, rank 0 commits them by a rename. In: pieces of all ranks. Out: a new folder, or none.
+"""Save a sharded checkpoint: every rank writes its shards, rank 0 commits atomically by a rename. Out: a new folder, or none.
 
-Order (each step on the disk before the next): files, manifest, folder, rename, parent folder; only then old checkpoints go.
-So whenever a process or the machine dies, every folder with a committed name is complete. A folder that several hosts write
-must be a shared file system. `beside` does the same while training goes on.
+Order (each step durable before the next): files, manifest, folder, rename, parent folder; only then old checkpoints are removed. So
+whenever a process or the machine dies, every folder with a committed name is complete. Several hosts need a shared file system.
+`background` does the same asynchronously, during training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = {kind.__name__: kind for kind in (CheckpointError, Replaced, Removed)}
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank wrote."""
+    """File and tensors that one rank wrote."""
 
     file: StoredFile | None  # None: this rank owns nothing
     tensors: list[StoredTensor]
@@ -54,14 +54,14 @@ def save(
     token: int | None = None,
     warn: Warn = warn_python,
 ) -> Path:
-    """Write a checkpoint `folder/step-00000120`; every rank calls it, with its own pieces. Returns its path.
+    """Write a checkpoint `folder/step-00000120`; every rank calls it, with its own shards. Returns its path.
 
-    `extra` is rank 0's and JSON. `keep`: how many of the newest stay, 0 for all. `token`: from `claim`; a writer whose
+    `extra`: JSON values of rank 0. `keep`: number of newest checkpoints to retain, 0 for all. `token`: from `claim_folder`; a writer whose
     token is no longer the folder's is refused.
 
     Raises:
-        CheckpointError: on every rank, where one cannot write (full, read-only) or the pieces do not make up their tensors;
-            `Replaced` where another writer has taken over. Nothing visible is left, and what was there before is untouched.
+        CheckpointError: on every rank, if one cannot write (full, read-only) or the shards do not cover their tensors;
+            `WriterReplaced` if another writer has taken over. Nothing visible is left, and earlier checkpoints are untouched.
 
     >>> import tempfile, torch
     >>> from weft.run.state.checkpoint import load, full_piece
@@ -88,7 +88,7 @@ def save(
 
 
 class Work:
-    """Runs one step on the ranks and makes a failure of one a failure of all."""
+    """Runs the phases of a save on all ranks; a failure on one rank is raised on all."""
 
     def __init__(self, folder: Path, step: int, pieces: Sequence[Piece], together: Together) -> None:
         self.folder, self.step, self.pieces, self.together = folder, step, pieces, together
@@ -115,13 +115,13 @@ class Work:
         return result
 
     def explained(self, error: OSError) -> CheckpointError:
-        """Why nothing was saved."""
+        """Return the error that says why nothing was saved."""
         need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
         return CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
 
 
 def begin(folder: Path, temporary: Path, token: int | None, warn: Warn) -> None:
-    """On rank 0: the folder that all ranks write into."""
+    """Create the temporary folder that all ranks write into; called on rank 0."""
     if token is None:
         folder.mkdir(parents=True, exist_ok=True)
     else:
@@ -136,12 +136,12 @@ def _stem(rank: int) -> str:
 
 
 def mark_of(rank: int) -> str:
-    """The name of what a rank leaves once its file is on the disk."""
+    """Return the name of the marker file that a rank writes once its file is durable."""
     return f"{_stem(rank)}.json"
 
 
 def write_part(temporary: Path, rank: int, pieces: Sequence[Piece], check: Callable[[], None] = lambda: None) -> None:
-    """A rank's file, then its mark. `check` is called before each piece, and may raise."""
+    """Write a rank's file, then its marker. `check` is called before each shard, and may raise."""
     part = _Part(*write_pieces(temporary / f"{_stem(rank)}.safetensors", pieces, check)) if pieces else _Part(None, [])
     unfinished = temporary / f".{mark_of(rank)}"
     unfinished.write_bytes(_PART.dump_json(part))
@@ -149,7 +149,7 @@ def write_part(temporary: Path, rank: int, pieces: Sequence[Piece], check: Calla
 
 
 def commit(temporary: Path, work: Work, extra: dict[str, Any], token: int | None) -> Saved:
-    """On rank 0, when all ranks have left their marks: the checkpoint under its own name."""
+    """Commit the checkpoint under its final name; called on rank 0, once all ranks have written their markers."""
     folder, step, together = work.folder, work.step, work.together
     files, tensors = _join(_read_parts(temporary, together.num_ranks))
     manifest = Manifest(
@@ -163,7 +163,7 @@ def commit(temporary: Path, work: Work, extra: dict[str, Any], token: int | None
         extra=extra,
     )
     data = manifest.dump()
-    Manifest.parse(data, "this checkpoint")  # what `load` would refuse is not committed
+    Manifest.parse(data, "this checkpoint")  # do not commit what `load` would reject
     disk.write_file(temporary / MANIFEST, [data])
     disk.fsync_folder(temporary)
     check_token(folder, token)
@@ -188,12 +188,12 @@ def _read_parts(temporary: Path, num_ranks: int) -> list[_Part]:
 
 
 def _join(parts: Sequence[_Part]) -> tuple[list[StoredFile], list[StoredTensor]]:
-    """The files of all ranks, and one entry a global tensor with its pieces from all of them."""
+    """Merge the parts of all ranks: their files, and one entry for each global tensor with its shards."""
     files: list[StoredFile] = []
-    joined: dict[tuple[str, str, str], StoredTensor] = {}
+    by_key: dict[tuple[str, str, str], StoredTensor] = {}
     for part in parts:
         for tensor in part.tensors:
-            first = joined.setdefault(tensor.key, tensor.model_copy(update={"pieces": []}))
+            first = by_key.setdefault(tensor.key, tensor.model_copy(update={"pieces": []}))
             if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
                     f"{label(tensor.key)} is {first.dtype}{first.shape} on one rank and {tensor.dtype}{tensor.shape} on another"
@@ -201,4 +201,4 @@ def _join(parts: Sequence[_Part]) -> tuple[list[StoredFile], list[StoredTensor]]
             first.pieces.extend(piece.model_copy(update={"file": len(files)}) for piece in tensor.pieces)
         if part.file is not None:
             files.append(part.file)
-    return files, sorted(joined.values(), key=lambda tensor: tensor.key)
+    return files, sorted(by_key.values(), key=lambda tensor: tensor.key)

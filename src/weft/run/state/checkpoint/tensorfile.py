@@ -1,6 +1,6 @@
-"""A rank's file: the safetensors format, written with its digest in one pass and read by byte range.
+"""Read and write a rank's file in the safetensors format: written with its digest in one pass, read by byte range.
 
-In: pieces. Out: a file that `safetensors.safe_open` reads too, and where each piece lies in it. Not modelled: compression.
+In: shards. Out: a file that `safetensors.safe_open` reads too, and the byte offset of each shard. Not supported: compression.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from weft.run.state.checkpoint.region import Box
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in row-major order, little-endian; copies only what is not contiguous or not on the host."""
+    """Return the elements in row-major order, little-endian; copies only if not contiguous or not on the host."""
     host = tensor.detach().to("cpu").contiguous()
-    # A tensor of one element counts as contiguous whatever its strides are, and then cannot be viewed as bytes.
+    # A one-element tensor counts as contiguous whatever its strides are, but then cannot be viewed as bytes.
     host = host.as_strided((host.numel(),), (1,))
     array: Any = host.view(torch.uint8).numpy() if host.numel() else b""
     return memoryview(array)
 
 
 def header_of(entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """A safetensors header and where each tensor begins in the file."""
+    """Return a safetensors header and the offset of each tensor in the file."""
     table: dict[str, object] = {"__metadata__": metadata}
     begins, at = [], 0
     for name, tensor in entries:
@@ -47,10 +47,10 @@ def header_of(entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -
 def write_tensors(
     path: Path, entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str], check: Callable[[], None] = lambda: None
 ) -> tuple[int, str, list[int]]:
-    """Write named tensors as a new safetensors file and fsync it. Returns its size, its SHA-256 and where each begins.
+    """Write named tensors as a new safetensors file and fsync it. Returns its size, its SHA-256 and the offset of each tensor.
 
-    Give those of wide dtypes first: they are written in this order without gaps, and then every tensor is aligned. `check` is called before
-    each, and may raise.
+    Pass wide dtypes first: tensors are written in this order without gaps, and are then all aligned. `check` is called before each, and may
+    raise.
     """
     header, begins = header_of(entries, metadata)
     size, digest = disk.write_file(path, _chain(header, (tensor for _, tensor in entries), check))
@@ -65,7 +65,7 @@ def _chain(header: bytes, tensors: Iterable[Tensor], check: Callable[[], None]) 
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], check: Callable[[], None] = lambda: None) -> tuple[StoredFile, list[StoredTensor]]:
-    """One rank's pieces; `file` of every stored piece is 0, to be renumbered by whoever joins the ranks."""
+    """Write one rank's shards; `file` of every stored shard is 0, and is renumbered when the ranks' parts are merged."""
     pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
     names: dict[str, int] = {}
     entries = []
@@ -94,7 +94,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], check: Callable[[], None] 
 
 
 class Reader:
-    """Reads boxes of stored tensors from a checkpoint's folder; only the rows that are wanted. Close it, or use `with`."""
+    """Reads boxes of stored tensors from a checkpoint's folder; only the rows that are needed. Use it in a `with` statement."""
 
     def __init__(self, folder: Path, files: Sequence[StoredFile]) -> None:
         self.folder, self.files = folder, files
@@ -110,7 +110,7 @@ class Reader:
         self._open.clear()
 
     def fill(self, out: Tensor, wanted: Piece, stored: StoredTensor) -> int:
-        """Copy into `out` (flat, of the wanted piece's size and the stored dtype) what is stored. Returns elements copied."""
+        """Copy stored elements into `out` (flat, of the wanted shard's size and the stored dtype). Returns the number copied."""
         shape, copied = tuple(stored.shape), 0
         boxes = [(box, out[begin : begin + box.size].view(box.shape)) for box, begin in wanted.region.boxes()]
         for piece in stored.pieces:
@@ -125,7 +125,7 @@ class Reader:
         return copied
 
     def _rows(self, piece: StoredPiece, stored: StoredTensor, source: Box, begin: int, common: Box) -> tuple[Tensor, Box]:
-        """The rows of `source` (which begins at element `begin` of the piece) that `common` needs, and their box."""
+        """Read the rows of `source` (which begins at element `begin` of the shard) that `common` needs; also returns their box."""
         rows = source
         if source.shape:
             row = source.size // source.shape[0]
@@ -139,11 +139,11 @@ class Reader:
         if file not in self._open:
             self._open[file] = disk.open_regular(path)
         data = bytearray(size)
-        view, at = memoryview(data), 0
-        while at < size:
-            got = os.preadv(self._open[file], [view[at:]], begin + at)
-            if not got:
-                raise CheckpointError(f"{path} is damaged: it ends at byte {begin + at}, byte {begin + size} is needed")
-            at += got
+        view, position = memoryview(data), 0
+        while position < size:
+            num_read = os.preadv(self._open[file], [view[position:]], begin + position)
+            if not num_read:
+                raise CheckpointError(f"{path} is damaged: it ends at byte {begin + position}, byte {begin + size} is needed")
+            position += num_read
         self.read_bytes += size
         return data

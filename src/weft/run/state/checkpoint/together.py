@@ -1,6 +1,6 @@
-"""How ranks agree while they save and load: the maximum of a few whole numbers. In: a World, or none. Out: `Together`.
+"""Agreement between ranks while saving and loading, by all-reduce (max) of a few integers. In: a World, or none. Out: `RankAgreement`.
 
-A maximum of vectors is a barrier, a broadcast (the others give -1), a vote and a set union at once, and carries no pickle.
+A maximum of vectors serves as barrier, broadcast (other ranks pass -1), vote and set union, and needs no pickle.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Together(Protocol):
-    """The ranks that save or load one checkpoint, and which attempt at the run they are."""
+    """The ranks that save or load one checkpoint, and their generation (attempt at the run)."""
 
     @property
     def rank(self) -> int: ...
@@ -22,12 +22,12 @@ class Together(Protocol):
     def generation(self) -> int: ...
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum over ranks; every rank gives as many values. Returns when all have."""
+        """Return the elementwise maximum over ranks, which all pass the same number of values; also a barrier."""
         ...
 
 
 class Alone:
-    """One process."""
+    """A single process."""
 
     rank = 0
     num_ranks = 1
@@ -38,12 +38,12 @@ class Alone:
 
 
 def from_first(together: Together, value: int) -> int:
-    """Rank 0's `value` (0 or more), on every rank."""
+    """Return rank 0's `value` (0 or more) on every rank."""
     return together.maximum([value if together.rank == 0 else -1])[0]
 
 
 def first_failed(together: Together, why: str) -> tuple[int, str] | None:
-    """The lowest rank that says `why` it failed, and what it says, on every rank; None where every rank gives an empty text.
+    """Return, on every rank, the lowest failed rank and its reason `why`; None if every rank passes an empty reason.
 
     >>> first_failed(Alone(), "no room"), first_failed(Alone(), "")
     ((0, 'no room'), None)

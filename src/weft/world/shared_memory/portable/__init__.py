@@ -1,1 +1,1 @@
-"""The transport without a C library: `channel` has the calls, `stream`, `job` and `message` the three ways, `memory` the segment."""
+"""The transport without a C library: `channel` has the calls, `slots`, `job` and `rings` the three methods, `segment` the memory layout."""

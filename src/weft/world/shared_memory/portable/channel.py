@@ -1,7 +1,7 @@
-"""The transport in Python and torch, for machines without a C compiler. The calls of `native`, a layout of its own, no atomic operations.
+"""The transport in Python and torch, for machines without a C compiler: the interface of `native`, its own layout, no atomic operations.
 
 In: contiguous tensors on the host. Out: results in place, or `PortableWork` to wait for. Each operation is a generator that yields the
-member it waits for; a waiting rank runs all generators of its process. Waiting sleeps longer and longer, to a millisecond, and never spins.
+member it waits for; a waiting rank runs all generators of its process. Waits sleep with back-off, up to a millisecond, and never spin.
 
 Not modelled: two calls that match by chance.
 """
@@ -34,36 +34,36 @@ _DTYPES = {
         (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     )
 }
-_OTHER = 31  # any other type, which is moved but not added
+_OTHER = 31  # any other type, which can be moved but not reduced
 
 
 class PortableEngine:
-    """What a waiting rank drives: all channels of this process."""
+    """All channels of this process, which a waiting rank advances."""
 
     def __init__(self) -> None:
         self.channels: weakref.WeakSet[PortableChannel] = weakref.WeakSet()
         self.lock = threading.RLock()
 
     def segment_bytes(self, size: int) -> int:
-        """Bytes of the segment of a group of `size`."""
+        """Return the bytes of the segment of a group of `size`."""
         return Layout(size).total
 
     def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> PortableChannel:
-        """The group of `ranks` on a segment that all of them have mapped."""
+        """Return the channel of `ranks` on a segment that all of them have mapped."""
         channel = PortableChannel(self, mapping, index, ranks, pids, timeout_s)
         with self.lock:
             self.channels.add(channel)
         return channel
 
     def progress(self) -> bool:
-        """Moves everything that can move; whether anything did."""
+        """Advance all channels; return whether anything progressed."""
         with self.lock:
             moved = [channel.progress() for channel in self.channels if channel.busy]
             return any(moved)
 
 
 class PortableWork:
-    """An operation under way."""
+    """A pending operation."""
 
     __slots__ = ("_channel", "blocked", "done", "keep")
 
@@ -74,31 +74,31 @@ class PortableWork:
         self.blocked = -1
 
     def wait(self) -> None:
-        """Returns when it has ended. Raises RuntimeError where a rank is gone, late, or called something else."""
+        """Return when it has ended. Raises RuntimeError if a rank has ended, is late, or made a mismatched call."""
         if not self.done:
             self._channel.finish(self)
 
     def end(self) -> None:
-        """It has ended."""
+        """Mark it as ended."""
         self.done = True
         self.keep = None
 
     def is_completed(self) -> bool:
-        """Whether it has ended; moves what can move."""
+        """Advance all operations; return whether this one has ended."""
         if not self.done:
             self._channel.engine.progress()
         return self.done
 
 
 class PortableChannel:
-    """One group of ranks; made by `PortableEngine.open`."""
+    """One group of ranks; created by `PortableEngine.open`."""
 
     def __init__(
         self, engine: PortableEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
     ) -> None:
         self.engine = engine
         self.size, self.index = len(ranks), index
-        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by who has the store
+        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by `setup`, which has the store
         self._timeout_s = timeout_s
         self._memory = Memory(mapping, index, ranks, pids)
         self._stream, self._job, self._message = Streams(self._memory), Jobs(self._memory), Messages(self._memory)
@@ -110,11 +110,11 @@ class PortableChannel:
         self._sends: list[deque[tuple[Steps, PortableWork]]] = [deque() for _ in ranks]
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this type can be added here, narrow ones in float32."""
+        """Return whether tensors of this type can be reduced here, narrow ones in float32."""
         return dtype in _DTYPES
 
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> PortableWork | None:
-        """Replaces `x` by the sum (maximum, minimum) over the members."""
+        """Replace `x` by the sum (maximum, minimum) over the members."""
         if x.dtype not in _DTYPES:
             raise RuntimeError(f"{x.dtype} cannot be added in shared memory")
         kind = self._kind("all_reduce", x, list(OPS).index(op))
@@ -124,13 +124,13 @@ class PortableChannel:
         return self._begin(self._streams, partial(self._stream.all_reduce, kind, x.reshape(-1), op), x, wait)
 
     def broadcast(self, x: Tensor, root: int, wait: bool = True) -> PortableWork | None:
-        """Replaces `x` by that of member `root`."""
+        """Replace `x` by that of member `root`."""
         kind, sizes = self._kind("broadcast", x, root), [x.nbytes if i == root else 0 for i in range(self.size)]
         steps = partial(self._stream.gather, kind, flat(x), flat(x), sizes, [0] * self.size, [root])
         return self._begin(self._streams, steps, x, wait)
 
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
-        """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
+        """Gather `x` of every member, of `sizes` elements, into flat `out`, member after member."""
         kind, pieces = self._kind("gather", x), [size * x.element_size() for size in sizes]
         place = self._job.find(out)
         if place is not None:
@@ -139,7 +139,7 @@ class PortableChannel:
         return self._begin(self._streams, steps, (out, x), wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
-        """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
+        """Reduce-scatter flat `x` into `out`, this member's shard of the sum; shards have `sizes` elements in the members' order."""
         kind, pieces = self._kind("reduce_scatter", x), [size * x.element_size() for size in sizes]
         place = self._job.find(x)
         if place is not None:
@@ -147,27 +147,27 @@ class PortableChannel:
         return self._begin(self._streams, partial(self._stream.reduce_scatter, kind, out.reshape(-1), flat(x), pieces), (out, x), wait)
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
-        """`sizes[r]` elements of flat `x` to member r, `arriving[r]` from it into flat `out`."""
+        """Send `sizes[r]` elements of flat `x` to member r, and receive `arriving[r]` from it into flat `out`."""
         kind, item = self._kind("exchange", x), x.element_size()
         steps = partial(self._stream.exchange, kind, flat(x), flat(out), [n * item for n in sizes], [n * item for n in arriving])
         return self._begin(self._streams, steps, (out, x), wait)
 
     def send(self, x: Tensor, to: int, tag: int) -> PortableWork:
-        """Starts a message to member `to`."""
+        """Start sending a message to member `to`."""
         work = self._begin(self._sends[to], partial(self._message.send, flat(x), to, tag), x, False)
         assert work is not None
         return work
 
     def close(self) -> None:
-        """Tells the others that this member takes part in nothing more."""
+        """Announce that this member leaves the group."""
         self._memory.leave()
 
     def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
+        """Register a buffer of which member i's is mapped at `all_mappings[i]`, until `own_mapping` is freed."""
         self._job.add_buffer(mine, all_mappings)
 
     def receive(self, x: Tensor, source: int, tag: int) -> PortableWork:
-        """Starts to receive a message from member `source`: the oldest of that tag."""
+        """Start receiving a message from member `source`: the oldest of that tag."""
         with self.engine.lock:
             work = PortableWork(self, x)
             work.blocked = source
@@ -175,21 +175,21 @@ class PortableChannel:
             self.progress()
         return work
 
-    # What follows runs under the engine's lock.
+    # The methods below run under the engine's lock.
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way."""
+        """True if an operation is pending."""
         return bool(self._streams or self._jobs or any(self._sends) or self._message.busy)
 
     def progress(self) -> bool:
-        """Moves what can move; whether anything did."""
+        """Advance all operations; return whether anything progressed."""
         moved = [_run(self._streams), *(_run(queue) for queue in self._sends if queue)]
         moved.append(self._run_jobs())
         return any([*moved, *(self._message.progress(source) for source in self._memory.others)])
 
     def finish(self, work: PortableWork) -> None:
-        """Waits for `work`."""
+        """Wait for `work`."""
         began = checked = time.monotonic()
         pause = 0.0
         while not work.done:
@@ -209,14 +209,14 @@ class PortableChannel:
                 pause = min(LONGEST_SLEEP_S, pause * 1.3 + 2e-6)
 
     def _check(self, work: PortableWork, waited_s: float) -> None:
-        """Raises for a member that is waited for and gone, or late."""
+        """Raise for an awaited member that has ended, left the group, or is late."""
         blocked = work.blocked
         if blocked >= 0:
             poll = select.poll()
             poll.register(self._exits[blocked], select.POLLIN)
             # It may have done its part before it ended.
             if (self._memory.left(blocked) or poll.poll(0)) and not (self.engine.progress() or work.done) and work.blocked == blocked:
-                raise self._memory.gone(blocked)  # who waits for this rank is told of that one
+                raise self._memory.gone(blocked)  # ranks that wait for this one get the same culprit
         if waited_s > self._timeout_s:
             raise self._memory.timeout_error(blocked, self._timeout_s)
 
@@ -241,7 +241,7 @@ class PortableChannel:
         return KINDS.index(name) | _DTYPES.get(x.dtype, _OTHER) << 8 | detail << 16
 
     def _run_jobs(self) -> bool:
-        # They are posted in order and end in order; each can do its part while an earlier one waits for others.
+        # Jobs are posted in order and end in order; each can do its part while an earlier one waits for peers.
         moved = [_advance(steps, work) for steps, work in list(self._jobs) if not work.done]
         while self._jobs and self._jobs[0][1].done:
             self._jobs.popleft()
@@ -255,7 +255,7 @@ def _end(memory: Memory, exits: Sequence[int]) -> None:
 
 
 def _advance(steps: Steps, work: PortableWork) -> bool:
-    """Runs an operation until it waits for somebody; whether it ended."""
+    """Run an operation until it waits for a member; return whether it ended."""
     blocked = next(steps, None)
     if blocked is None:
         work.end()

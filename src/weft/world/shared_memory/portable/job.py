@@ -1,4 +1,4 @@
-"""Collectives on shared buffers in Python: each member adds its piece of all members' tensors, or writes its piece to all.
+"""Collectives on shared buffers in Python: each member reduces its shard of all members' tensors, or writes its shard to all.
 
 In: tensors that lie in buffers which all members have mapped. Out: generators that yield the member they wait for.
 """
@@ -18,7 +18,7 @@ from weft.world.shared_memory.portable.segment import JOBS, WORDS, Memory, Steps
 
 
 class Jobs:
-    """The shared buffers of one group and what is done on them."""
+    """The shared buffers of one group and the collectives on them."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -27,18 +27,18 @@ class Jobs:
         self._count = 0
 
     def add_buffer(self, mine: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
-        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `mine` is freed."""
+        """Register a buffer of which member i's is mapped at `all_mappings[i]`, until `own_mapping` is freed."""
         number = self._count
         self._count += 1
-        # A tensor on `own` would keep it: the channel has only an address of this member's.
-        self._buffers[number] = [torch.frombuffer(one, dtype=torch.uint8) for i, one in enumerate(all_mappings) if i != self._memory.index]
+        # A tensor on `own_mapping` would keep it alive: only its address is stored.
+        self._buffers[number] = [torch.frombuffer(m, dtype=torch.uint8) for i, m in enumerate(all_mappings) if i != self._memory.index]
         start = segment.address(mine)
         entry = (start, start + len(mine), number)
         self._mine.append(entry)
         weakref.finalize(mine, partial(_forget, self._buffers, self._mine, entry)).atexit = False
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
-        """(number, offset) of the buffer that holds `x`."""
+        """Return (number, offset) of the buffer that contains `x`."""
         start = x.data_ptr()
         for first, stop, number in self._mine:
             if first <= start and start + x.nbytes <= stop:
@@ -56,16 +56,16 @@ class Jobs:
         op: str,
         number: int,
     ) -> Steps:
-        """A collective on a shared buffer: each member adds its piece of all members' tensors, or writes its piece to all."""
+        """Run a collective on a shared buffer: each member reduces its shard of all members' tensors, or writes its shard to all."""
         memory, done = self._memory, self._memory.at.done
         yield from self._announce(kind, place, full.nbytes, number)
-        views, others = [], iter(range(memory.size - 1))
+        views, peer_indices = [], iter(range(memory.size - 1))
         for r in range(memory.size):
             start = memory.words[self._at(r, number) + 4]
             views.append(
                 flat(full)
                 if r == memory.index
-                else self._buffers[memory.words[self._at(r, number) + 3]][next(others)][start : start + full.nbytes]
+                else self._buffers[memory.words[self._at(r, number) + 3]][next(peer_indices)][start : start + full.nbytes]
             )
         if name == "all_reduce":
             self._sum(full, views, op)
@@ -84,19 +84,19 @@ class Jobs:
                 yield r
 
     def _at(self, r: int, number: int) -> int:
-        """Where member r says what its job `number` is."""
+        """Return the index of the word at which member r's descriptor of job `number` begins."""
         return self._memory.at.descriptors + (number % JOBS * self._memory.size + r) * WORDS
 
     def _announce(self, kind: int, place: tuple[int, int], size: int, number: int) -> Steps:
-        """Says what this member's job is, and waits until all have said the same and this member's earlier ones are done."""
+        """Publish this member's job, and wait until all have published an equal one and this member's earlier jobs are done."""
         memory, done = self._memory, self._memory.at.done
         for r in memory.others:
             while memory.get(done + 8 * r) <= number - JOBS:
                 yield r
-        mine = self._at(memory.index, number)
+        own = self._at(memory.index, number)
         for i, word in enumerate((kind, size, *place), 1):
-            memory.words[mine + i] = word
-        memory.put(mine, number + 1)
+            memory.words[own + i] = word
+        memory.put(own, number + 1)
         for r in memory.others:
             at = self._at(r, number)
             while memory.get(at) != number + 1:
@@ -107,7 +107,7 @@ class Jobs:
             yield memory.others[0]
 
     def _sum(self, full: Tensor, views: list[Tensor], op: str) -> None:
-        """This member's share of a sum, into all members' tensors."""
+        """Reduce this member's shard, into all members' tensors."""
         item, count = full.element_size(), full.numel()
         low, high = (count * (self._memory.index + k) // self._memory.size * item for k in (0, 1))
         if high > low:
@@ -117,6 +117,6 @@ class Jobs:
                 part.copy_(total)
 
 
-def _forget(buffers: dict[int, list[Tensor]], mine: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> None:
-    mine.remove(entry)
+def _forget(buffers: dict[int, list[Tensor]], local_buffers: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> None:
+    local_buffers.remove(entry)
     buffers.pop(entry[2], None)

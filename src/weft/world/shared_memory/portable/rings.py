@@ -1,6 +1,6 @@
-"""Messages between two members in Python: a ring of bytes for each direction, matched by tag, then by order.
+"""Messages between two members in Python: a byte ring buffer for each direction, matched by tag, then by order.
 
-In: bytes of contiguous tensors. Out: `send`, a generator that yields the member it waits for, and receives that end as messages come.
+In: bytes of contiguous tensors. Out: `send`, a generator that yields the member it waits for, and receives that end as messages arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEAD_BYTES = 64  # of a message: bytes, tag
 
 
 class Messages:
-    """What is sent and received in one group."""
+    """The messages of one group."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -26,12 +26,12 @@ class Messages:
 
     @property
     def busy(self) -> bool:
-        """Whether a message is asked for."""
+        """True if a receive is pending."""
         return any(self._wanted) or any(self._taking)
 
     def receive(self, out: Tensor, source: int, tag: int, done: Callable[[], None]) -> None:
-        """The oldest message of `tag` from `source` into the bytes `out`; then `done()`."""
-        early = next((one for one in self._early[source] if one.tag == tag and one.done is None), None)
+        """Receive the oldest message of `tag` from `source` into the bytes `out`; then call `done()`."""
+        early = next((message for message in self._early[source] if message.tag == tag and message.done is None), None)
         if early is None:
             self._wanted[source].append((tag, out, done))
         elif early.data.numel() != out.numel():
@@ -41,7 +41,7 @@ class Messages:
             early.deliver(self._early[source])
 
     def send(self, x: Tensor, to: int, tag: int, number: int) -> Steps:
-        """The bytes `x` to member `to`."""
+        """Send the bytes `x` to member `to`."""
         pair = self._memory.index * self._memory.size + to
         ring = self._memory.at.rings + pair * RING_BYTES
         head = torch.tensor([x.numel(), tag, *[0] * 6], dtype=torch.int64).view(torch.uint8)
@@ -61,12 +61,12 @@ class Messages:
                 self._memory.put(self._memory.at.sent + pair, at + -(-size // HEAD_BYTES) * HEAD_BYTES)
 
     def progress(self, source: int) -> bool:
-        """Takes what has come from `source`; whether anything had."""
+        """Receive the bytes that have arrived from `source`; return whether there were any."""
         moved = False
         while True:
             if self._taking[source] is None:
                 pair = source * self._memory.size + self._memory.index
-                # What nobody has asked for yet stays in the ring: it would be copied twice.
+                # Messages without a posted receive stay in the ring: they would be copied twice.
                 if (
                     not self._wanted[source]
                     or self._memory.get(self._memory.at.sent + pair) == self._memory.words[self._memory.at.taken + pair]
@@ -114,7 +114,7 @@ class Messages:
 
 
 class _Early:
-    """A message that came before it was asked for."""
+    """A message that arrived before its receive was posted."""
 
     def __init__(self, tag: int, data: Tensor) -> None:
         self.tag, self.data = tag, data
@@ -123,7 +123,7 @@ class _Early:
         self.out = data
 
     def deliver(self, waiting: list[_Early]) -> None:
-        """Into the tensor of who asked for it, once both are there."""
+        """Copy it into the receiver's tensor, once both are there."""
         if self.full and self.done is not None:
             self.out.copy_(self.data)
             self.done()

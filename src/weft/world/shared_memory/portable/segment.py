@@ -1,7 +1,7 @@
-"""A segment as the Python transport sees it: counters in words of 8 bytes, then slots and rings. In: a mapping. Out: reads and writes.
+"""The Python transport's segment layout: counters in words of 8 bytes, then slots and rings. In: a mapping. Out: reads and writes.
 
-Every counter has one writer, is aligned, and is written after the data that it announces. x86 keeps that order; elsewhere taking a
-lock, before the store and after the load, is the barrier.
+Every counter has one writer, is aligned, and is written after the data that it announces. x86 keeps that order; elsewhere acquiring
+a lock, before the store and after the load, is the barrier.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ CHUNK_BYTES = 1 << 20
 RING_BYTES = 4 << 20
 DEPTH = 2
 JOBS = 64
-WORDS = 8  # of a chunk's head before the sizes, and of a job's descriptor
+WORDS = 8  # of a chunk's header before the sizes, and of a job's descriptor
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 KINDS = ("all_reduce", "gather", "reduce_scatter", "exchange", "broadcast")
 _NARROW = (torch.bfloat16, torch.float16)
 
-Steps = Iterator[int]  # of the members waited for
+Steps = Iterator[int]  # over the members waited for
 
 
 class Layout:
-    """Where things lie in a segment: counters in words of 8 bytes first, then slots and rings in bytes."""
+    """Offsets in a segment: counters in words of 8 bytes first, then slots and rings in bytes."""
 
     def __init__(self, size: int) -> None:
         n = size
-        self.written = 8  # word 0: 1 + the rank whose call did not match, or minus (1 + the rank that is gone)
+        self.written = 8  # word 0: 1 + the rank whose call did not match, or minus (1 + the rank that has ended)
         self.consumed = self.written + 8 * n
         self.done = self.consumed + n * n
         self.sent = self.done + 8 * n
@@ -47,7 +47,7 @@ class Layout:
 
 
 class Memory:
-    """A group's segment; this process is member `index`. `pids` are the members' processes."""
+    """One member's view of a group's segment; this process is member `index`. `pids` are the members' processes."""
 
     def __init__(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int]) -> None:
         self.index, self.size = index, len(ranks)
@@ -59,71 +59,71 @@ class Memory:
         self._barrier = threading.Lock()
 
     def put(self, at: int, value: int) -> None:
-        """Announces what was written before."""
+        """Write a counter, which publishes all earlier writes."""
         with self._barrier:
             pass
         self.words[at] = value
 
     def get(self, at: int) -> int:
-        """A counter of another member; what it announces may be read afterwards."""
+        """Read another member's counter; the data that it announces may be read afterwards."""
         value = self.words[at]
         with self._barrier:
             pass
         return value
 
     def slot(self, rank: int, number: int) -> tuple[int, Tensor]:
-        """The words and the bytes of chunk `number` of `rank`'s stream."""
+        """Return (index of the first header word, bytes) of chunk `number` of `rank`'s stream."""
         index = rank * DEPTH + number % DEPTH
         start = self.at.slots + index * CHUNK_BYTES
         return self.at.heads + index * self.at.head_words, self.data[start : start + CHUNK_BYTES]
 
     def who(self, index: int) -> str:
-        """A member, for people."""
+        """Return the name of a member in messages."""
         return named(self._ranks, self._pids, index) if index >= 0 else "another rank"
 
     def leave(self) -> None:
-        """This member takes part in nothing more."""
+        """Announce that this member leaves the group."""
         self.put(self.at.gone + self.index, 1)
 
     def left(self, index: int) -> bool:
-        """Whether that member has said so."""
+        """Return whether a member has left the group."""
         return self.get(self.at.gone + index) == 1
 
     def mismatch(self, index: int) -> RuntimeError:
-        """Breaks the group on all members, since the call of `index` is not this one's; the error to raise."""
+        """Break the group on all members since the call of `index` does not match; return the error to raise."""
         self.words[0] = index + 1
         return self.broken()
 
     def gone(self, index: int) -> RuntimeError:
-        """Breaks the group on all members, since `index` is gone; the error to raise."""
+        """Break the group on all members since `index` has ended; return the error to raise."""
         self.words[0] = -1 - index
         return self.broken()
 
     def timeout_error(self, index: int, timeout_s: float) -> RuntimeError:
-        """`index` has not come in time; the error to raise."""
+        """Return the error to raise when `index` is late."""
         return RuntimeError(timeout_message(timeout_s, self._ranks, self._pids, self.index, index))
 
     def broken(self) -> RuntimeError:
-        """Why the group is broken."""
+        """Return the error that says why the group is broken."""
         who = self.who(abs(self.words[0]) - 1)
         if self.words[0] < 0:
-            left = self.left(abs(self.words[0]) - 1)
-            return RuntimeError(f"connection closed by {who}" if left else f"remote process exited: {who}")
+            has_left = self.left(abs(self.words[0]) - 1)
+            return RuntimeError(f"connection closed by {who}" if has_left else f"remote process exited: {who}")
         return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: one of a single element is that with any stride, and no view of bytes."""
+    """Return the bytes of a contiguous tensor: one of a single element may have any stride, which a plain view refuses."""
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Where pieces begin that lie one after the other."""
+    """Return the start offsets of consecutive pieces."""
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def added(parts: Sequence[Tensor], op: str) -> Tensor:
-    """The sum in the order of `parts`, of narrow types in float32; rounded by who copies it."""
+    """Return the reduction in the order of `parts`, of narrow types in float32; the caller's copy rounds it."""
     narrow = parts[0].dtype in _NARROW
     total = parts[0].float() if narrow else parts[0]
     for part in parts[1:]:

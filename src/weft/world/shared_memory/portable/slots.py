@@ -1,6 +1,6 @@
-"""Collectives on private tensors in Python: chunk by chunk through slots that their writer owns, each taken by all others in order.
+"""Collectives on private tensors in Python: chunk by chunk through slots that their writer owns, each read by all others in order.
 
-In: contiguous tensors. Out: generators that yield the member they wait for and end when the result is there.
+In: contiguous tensors. Out: generators that yield the member they wait for and end when the result is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.world.shared_memory.portable.segment import CHUNK_BYTES, DEPTH, KINDS,
 
 
 class Streams:
-    """This member's and the others' streams in one group. All operations of a group run one after the other."""
+    """The members' streams of chunks in one group. All operations of a group run in sequence."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -21,7 +21,7 @@ class Streams:
         self._read = [0] * memory.size
 
     def _room(self) -> int:
-        """A member that has not yet taken what this one wrote into the next slot; -1 where there is room."""
+        """Return a member that has not yet read this member's previous chunk in the next slot; -1 if the slot is free."""
         lowest = self._written - DEPTH
         return next(
             (
@@ -35,21 +35,21 @@ class Streams:
     def _write(self, head: Sequence[int], parts: Sequence[tuple[int, Tensor]]) -> Steps:
         while (blocked := self._room()) >= 0:
             yield blocked
-        at, room = self._memory.slot(self._memory.index, self._written)
+        at, buffer = self._memory.slot(self._memory.index, self._written)
         for start, data in parts:
-            room[start : start + data.numel()].copy_(data)
+            buffer[start : start + data.numel()].copy_(data)
         for i, word in enumerate(head):
             self._memory.words[at + i] = word
         self._written += 1
         self._memory.put(self._memory.at.written + 8 * self._memory.index, self._written)
 
     def _arrived(self, rank: int, kind: int, number: int, size: int) -> tuple[bool, Tensor] | None:
-        """(is the last, bytes) of the next chunk of `rank`, if it is there; `size` is what its head must say."""
+        """Return (is the last, bytes) of the next chunk of `rank`, if it has arrived; its header must have this `size`."""
         if self._memory.get(self._memory.at.written + 8 * rank) <= self._read[rank]:
             return None
         at, data = self._memory.slot(rank, self._read[rank])
-        said = self._memory.words[at + 2] if kind & 255 != KINDS.index("exchange") else self._memory.words[at + WORDS + self._memory.index]
-        if (self._memory.words[at], self._memory.words[at + 1], said) != (number, kind, size):
+        sent = self._memory.words[at + 2] if kind & 255 != KINDS.index("exchange") else self._memory.words[at + WORDS + self._memory.index]
+        if (self._memory.words[at], self._memory.words[at + 1], sent) != (number, kind, size):
             raise self._memory.mismatch(rank)
         return bool(self._memory.words[at + 3]), data
 
@@ -63,32 +63,32 @@ class Streams:
                 yield r
 
     def all_reduce(self, kind: int, x: Tensor, op: str, number: int) -> Steps:
-        """Every member adds everything, chunk by chunk, in the members' order."""
+        """Reduce all members' chunks on every member, chunk by chunk, in the members' order."""
         step = CHUNK_BYTES // x.element_size()
         for start in range(0, max(1, x.numel()), step):
-            mine_view = x[start : start + step]
+            own_view = x[start : start + step]
             head = (number, kind, x.nbytes, int(start + step >= x.numel()))
-            yield from self._write(head, [(0, flat(mine_view))])
+            yield from self._write(head, [(0, flat(own_view))])
             yield from self._together(kind, number, x.nbytes)
-            if mine_view.numel():
+            if own_view.numel():
                 parts = [
-                    mine_view if r == self._memory.index else self._memory.slot(r, self._read[r])[1][: mine_view.nbytes].view(x.dtype)
+                    own_view if r == self._memory.index else self._memory.slot(r, self._read[r])[1][: own_view.nbytes].view(x.dtype)
                     for r in range(self._memory.size)
                 ]
-                mine_view.copy_(added(parts, op))
+                own_view.copy_(added(parts, op))
             for r in self._memory.others:
                 self._consume(r)
 
     def gather(self, kind: int, x: Tensor, out: Tensor, sizes: list[int], starts: list[int], roots: list[int], number: int) -> Steps:
-        """The bytes `x` of each of `roots`, of `sizes`, into `out` at `starts`; with one root a broadcast."""
-        total, mine = sum(sizes), sizes[self._memory.index]
-        mine_view = out[starts[self._memory.index] : starts[self._memory.index] + mine]
-        if self._memory.index in roots and mine_view.data_ptr() != x.data_ptr():
-            mine_view.copy_(x)
-        chunks = max(1, -(-mine // CHUNK_BYTES)) if self._memory.index in roots else 0
+        """Gather the bytes `x` of each of `roots`, of `sizes`, into `out` at `starts`; with one root a broadcast."""
+        total, own_size = sum(sizes), sizes[self._memory.index]
+        own_view = out[starts[self._memory.index] : starts[self._memory.index] + own_size]
+        if self._memory.index in roots and own_view.data_ptr() != x.data_ptr():
+            own_view.copy_(x)
+        chunks = max(1, -(-own_size // CHUNK_BYTES)) if self._memory.index in roots else 0
 
         def write(index: int) -> Steps:
-            part = x[index * CHUNK_BYTES : min(mine, (index + 1) * CHUNK_BYTES)]
+            part = x[index * CHUNK_BYTES : min(own_size, (index + 1) * CHUNK_BYTES)]
             return self._write((number, kind, total, int(index + 1 == chunks)), [(0, part)])
 
         def take(r: int, done: int, data: Tensor) -> int:
@@ -106,24 +106,24 @@ class Streams:
         head: Callable[[int], tuple[int, int, int]],
         take: Callable[[int, int, Tensor], int],
     ) -> Steps:
-        """Write `chunks` chunks as room comes, and take those of `others` as they come: `take(member, bytes so far, chunk)` counts."""
-        wrote, arrived = 0, dict.fromkeys(others, 0)
-        while wrote < chunks or arrived:
-            moved = False
-            if wrote < chunks and self._room() < 0:
-                yield from write(wrote)
-                wrote += 1
-                moved = True
-            for r in list(arrived):
+        """Write `chunks` chunks as slots become free, and read those of `sources` by `take(member, bytes so far, chunk)` -> bytes."""
+        num_written, num_read = 0, dict.fromkeys(others, 0)
+        while num_written < chunks or num_read:
+            progressed = False
+            if num_written < chunks and self._room() < 0:
+                yield from write(num_written)
+                num_written += 1
+                progressed = True
+            for r in list(num_read):
                 message = self._arrived(r, *head(r))
                 if message is not None:
-                    arrived[r] += take(r, arrived[r], message[1])
+                    num_read[r] += take(r, num_read[r], message[1])
                     self._consume(r)
                     if message[0]:
-                        del arrived[r]
-                    moved = True
-            if not moved:
-                yield next(iter(arrived), self._room())
+                        del num_read[r]
+                    progressed = True
+            if not progressed:
+                yield next(iter(num_read), self._room())
 
     def _part_bytes(self) -> int:
         return CHUNK_BYTES // self._memory.size // 64 * 64
@@ -140,12 +140,12 @@ class Streams:
         yield from self._write((number, kind, total, int(index + 1 == chunks), 0, 0, 0, 0, *sizes), parts)
 
     def reduce_scatter(self, kind: int, out: Tensor, x: Tensor, sizes: list[int], number: int) -> Steps:
-        """This member's piece of the sum into `out`; `sizes` are the bytes of the pieces."""
-        width, mine, first = self._part_bytes(), sizes[self._memory.index], sum(sizes[: self._memory.index])
+        """Reduce this member's shard into `out`; `sizes` are the bytes of the shards."""
+        width, own_size, first = self._part_bytes(), sizes[self._memory.index], sum(sizes[: self._memory.index])
         for index in range(max(1, -(-max(sizes) // width))):
             yield from self._write_parts(kind, x, sizes, index, x.numel(), number)
             yield from self._together(kind, number, x.numel())
-            low, high = min(mine, index * width), min(mine, (index + 1) * width)
+            low, high = min(own_size, index * width), min(own_size, (index + 1) * width)
             if high > low:
                 at, item = self._memory.index * width, out.element_size()
                 parts = [
@@ -161,15 +161,15 @@ class Streams:
                 self._consume(r)
 
     def exchange(self, kind: int, x: Tensor, out: Tensor, sizes: list[int], arriving: list[int], number: int) -> Steps:
-        """`sizes[r]` bytes to member r, `arriving[r]` from it, in the members' order."""
-        width, here, there = self._part_bytes(), starts(sizes), starts(arriving)
+        """Send `sizes[r]` bytes to member r and receive `arriving[r]` from it, in the members' order."""
+        width, sent_at, received_at = self._part_bytes(), starts(sizes), starts(arriving)
         me = self._memory.index
-        out[there[me] : there[me] + arriving[me]].copy_(x[here[me] : here[me] + sizes[me]])
+        out[received_at[me] : received_at[me] + arriving[me]].copy_(x[sent_at[me] : sent_at[me] + sizes[me]])
         chunks = max(1, -(-max(sizes) // width))
 
         def take(r: int, done: int, data: Tensor) -> int:
             size = max(0, min(width, arriving[r] - done))
-            out[there[r] + done : there[r] + done + size].copy_(data[me * width : me * width + size])
+            out[received_at[r] + done : received_at[r] + done + size].copy_(data[me * width : me * width + size])
             return size
 
         yield from self._both_ways(

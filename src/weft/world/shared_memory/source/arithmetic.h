@@ -1,5 +1,5 @@
 /* Sums, maxima and minima of several ranks' numbers, in the order of ranks. d = a op b, where d may be a or b.
- * What is not a number (a != a) stays so in maxima and minima too, as torch has it. */
+ * NaN (a != a) propagates through maxima and minima too, as in torch. */
 
 #define PAIR(T, NAME, EXPRESSION)                                           \
     static void NAME(T *d, const T *p, const T *q, size_t n) {              \
@@ -50,7 +50,7 @@ static void narrow_f16(uint16_t *d, const float *s, size_t n) {
 }
 #endif
 
-/* Whether this build adds that type. */
+/* Returns whether this build can reduce that type. */
 int weft_adds(int dtype) {
 #ifndef __FLT16_MANT_DIG__
     if (dtype == F16) return 0;

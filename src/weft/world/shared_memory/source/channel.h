@@ -1,4 +1,4 @@
-/* What ranks share, what a rank keeps of a group, and how they signal. */
+/* The shared data of a group's ranks, a rank's private state of a group, and signalling. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
@@ -11,15 +11,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AHEAD 2 /* chunks that a rank writes before it adds the first of them, which its cache still holds then */
+#define AHEAD 2 /* chunks that a rank writes before it reduces the first of them, which is still in its cache then */
 #define GONE (1ull << 32)
-#define OUT (1ull << 33) /* not ended: it has left the group */
-#define LATE (1ull << 34) /* it has not come in time */
+#define OUT (1ull << 33) /* the rank has left the group, without ending */
+#define LATE (1ull << 34) /* the rank has timed out */
 #define DEPTH 4   /* slots of each rank's stream */
-#define JOBS 64   /* jobs under way in one group */
-#define BLOCK 2048 /* elements added at a time: they stay in the first-level cache */
+#define JOBS 64   /* pending jobs in one group */
+#define BLOCK 2048 /* elements reduced at a time: they stay in the first-level cache */
 #define PIECE (128u << 10) /* bytes of a job that one rank claims at a time */
-#define PART (256u << 10)  /* bytes of a message published at a time, so that the receiver copies beside the sender */
+#define PART (256u << 10)  /* bytes of a message published at a time, so that the receiver's copy overlaps the sender's */
 
 enum { F32, F64, BF16, F16, I64, I32, I16, I8, U8 };
 enum { SUM, MAX, MIN };
@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) _Atomic uint32_t event;
     _Alignas(64) _Atomic uint32_t sleepers;
-    _Alignas(64) _Atomic uint64_t broken; /* GONE, OUT or LATE, and 1 + the rank that is so or whose call did not match, once one was seen */
+    _Alignas(64) _Atomic uint64_t broken; /* 0, or GONE, OUT or LATE (or none of them: a mismatched call) and 1 + the rank at fault */
 } Head;
 
 typedef struct {
@@ -66,7 +66,7 @@ struct Op {
     int kind, dtype, reduce, root, peer, phases, state, posted, mine, ran;
     char *in, *out;
     uint64_t bytes, item, number, total, wrote, reduced, read, first_reduced, buffer, offset, tag, moved;
-    uint64_t *sizes, *starts, *arriving, *arrival, *begin; /* n each: leaving pieces, arriving pieces, where each rank's stream stood */
+    uint64_t *sizes, *starts, *arriving, *arrival, *begin; /* n each: sent pieces, received pieces, start of each rank's stream */
     unsigned char *ended;
 };
 

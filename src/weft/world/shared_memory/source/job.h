@@ -1,4 +1,4 @@
-/* Collectives on buffers that all ranks have mapped: whoever waits takes the next piece. */
+/* Collectives on buffers that all ranks have mapped: waiting ranks claim the next piece (work stealing). */
 
 static Descriptor *descriptor(Channel *c, uint64_t number, int r) { return c->descriptors + (number % JOBS) * c->n + r; }
 
@@ -9,7 +9,7 @@ static int post(Channel *c, Op *op) {
     Descriptor *d = descriptor(c, op->number, c->me);
     d->kind = op->kind | op->dtype << 8 | op->reduce << 16 | (uint64_t)op->root << 24;
     d->bytes = op->bytes, d->buffer = op->buffer, d->offset = op->offset;
-    if (c->me == 0) { /* nobody touches the job before rank 0 has posted it */
+    if (c->me == 0) { /* no rank accesses the job before rank 0 has posted it */
         put(&c->job[op->number % JOBS].next, (op->number + 1) << 24);
         put(&c->job[op->number % JOBS].done, (op->number + 1) << 24);
     }
@@ -61,7 +61,7 @@ static int run_job(Channel *c, Op *op) {
             for (int r = 0; r < c->n; r++) at[r] += op->starts[c->me];
             if (op->sizes[c->me]) add(&op->out, 1, at, c->n, op->sizes[c->me], op->item, op->dtype, op->reduce);
         } else if (op->kind == JOB_GATHER) {
-            for (int k = 1; k <= c->n; k++) { /* each begins with another rank's, so that they do not write to one at a time */
+            for (int k = 1; k <= c->n; k++) { /* each starts at a different rank, so that not all write to one at a time */
                 char *to = at[(c->me + k) % c->n] + op->starts[c->me];
                 if (to != op->in) memcpy(to, op->in, op->sizes[c->me]);
             }

@@ -68,7 +68,7 @@ static void run_receives(Channel *c, int from) {
     for (;;) {
         uint64_t tail = get(&c->taken[pair]), there = get(&c->sent[pair]) - tail;
         if (!p->inside) {
-            /* What nobody has asked for yet stays in the ring: it would be copied twice. */
+            /* Messages without a posted receive stay in the ring: they would be copied twice. */
             if (!there || !p->receives) return;
             Message m;
             ring_read(ring, c->ring, tail, (char *)&m, sizeof m);

@@ -1,13 +1,13 @@
-/* Memory that is gone through once: a copy whose target is not read soon, and the sum of what is there.
+/* Streaming memory access: a copy by non-temporal stores, whose target is not read soon, and the sum of memory.
  *
- * Four pages at a time: each is a stream of its own to the processor, which fetches ahead only within a page. */
+ * Four pages at a time: each is a stream of its own for the processor, which prefetches only within a page. */
 #if defined(__AVX512F__) || defined(__AVX__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
 enum { PAGE = 4096, LINE = 64, PAGES = 4 };
 
-/* One line, past the caches: a line that is written whole need not be read before. `to` lies at 64 bytes. */
+/* Writes one line by non-temporal stores: a line that is written whole need not be read before. `to` is aligned to 64 bytes. */
 static inline void put_line(char *to, const char *from) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
@@ -20,7 +20,7 @@ static inline void put_line(char *to, const char *from) {
 #endif
 }
 
-/* Modulo 2^64; bytes behind the last whole word count by themselves. */
+/* Returns the sum of 64-bit words modulo 2^64, plus the bytes behind the last whole word. */
 int64_t weft_sum_of_words(const char *from, uint64_t bytes) {
     enum { WORDS = LINE / 8 };
     uint64_t sums[PAGES][WORDS] = {{0}}, word, total = 0, at = 0;
@@ -38,10 +38,10 @@ int64_t weft_sum_of_words(const char *from, uint64_t bytes) {
     return (int64_t)total;
 }
 
-/* memcpy; what is stored after it is seen after it. Returns weft_sum_of_words of what was copied. */
+/* memcpy with release order: later stores become visible after it. Returns weft_sum_of_words of the copied memory. */
 int64_t weft_put(char *to, const char *from, uint64_t bytes) {
     enum { WORDS = LINE / 8 };
-    if ((uintptr_t)to % LINE) { /* its lines are not those of words */
+    if ((uintptr_t)to % LINE) { /* not aligned to lines */
         memcpy(to, from, bytes);
         return weft_sum_of_words(from, bytes);
     }

@@ -27,13 +27,13 @@ static void end_chunk(Channel *c, Op *op) {
     c->changed = 1;
 }
 
-#ifdef WEFT_TWIN_SKIPS_THE_BARRIER /* what a test must find out */
+#ifdef WEFT_TWIN_SKIPS_THE_BARRIER /* a bug that a test must detect */
 static int arrived(Channel *c, int r, uint64_t number) { return get(&c->written[r]) <= number || 1; }
 #else
 static int arrived(Channel *c, int r, uint64_t number) { return get(&c->written[r]) > number; }
 #endif
 
-/* Whether the chunk belongs to the call that this rank made; breaks the group otherwise. */
+/* Returns whether the chunk belongs to the call that this rank made; breaks the group otherwise. */
 static int fits(Channel *c, Op *op, int r, uint64_t number) {
     Chunk *s = slot(c, r, number);
     uint64_t kind = op->kind | op->dtype << 8 | op->reduce << 16 | op->phases << 20 | (uint64_t)op->root << 24;
@@ -49,7 +49,7 @@ static void consume(Channel *c, int r, uint64_t upto) {
     c->changed = 1;
 }
 
-/* The chunk `index` of this operation from all ranks is there, and right. */
+/* Returns whether chunk `index` of this operation has arrived from all ranks, and matches. */
 static int all_there(Channel *c, Op *op, uint64_t index) {
     for (int r = 0; r < c->n; r++)
         if (r != c->me && (!arrived(c, r, op->begin[r] + index) || !fits(c, op, r, op->begin[r] + index))) return 0;
@@ -58,7 +58,7 @@ static int all_there(Channel *c, Op *op, uint64_t index) {
 
 static uint64_t cut(uint64_t count, int n, int r) { return count / n * r + least(count % n, r); }
 
-/* Where rank r's piece of a chunk begins, in bytes; r = n gives the end of the last. */
+/* Returns the start of rank r's shard of a chunk, in bytes; for r = n the end of the last. */
 static uint64_t border(Channel *c, Op *op, uint64_t index, int r) {
     return cut(least(c->chunk, op->bytes - index * c->chunk) / op->item, c->n, r) * op->item;
 }
@@ -69,7 +69,7 @@ static void write_reduce(Channel *c, Op *op) {
         uint64_t size = border(c, op, op->wrote, c->n);
         if (op->phases == 1) {
             memcpy(room, from, size);
-        } else { /* nobody else needs the piece that this rank adds */
+        } else { /* no other rank needs the shard that this rank reduces */
             uint64_t start = border(c, op, op->wrote, c->me), stop = border(c, op, op->wrote, c->me + 1);
             memcpy(room, from, start);
             memcpy(room + stop, from + stop, size - stop);
@@ -78,7 +78,7 @@ static void write_reduce(Channel *c, Op *op) {
     }
 }
 
-/* Everybody adds everything: one wait, and the fewest bytes for two ranks. */
+/* Every rank reduces the whole tensor: one wait, and the fewest bytes for two ranks. */
 static int all_reduce_direct(Channel *c, Op *op) {
     char *from[c->n];
     write_reduce(c, op);
@@ -95,7 +95,7 @@ static int all_reduce_direct(Channel *c, Op *op) {
     return op->read == op->total;
 }
 
-/* Each adds its piece of the chunk, into its result and its slot; then all copy the others' pieces. Fewer bytes for many ranks. */
+/* Each rank reduces its shard of the chunk, into its result and its slot; then all copy the others' shards. Fewer bytes for many ranks. */
 static int all_reduce_pieces(Channel *c, Op *op) {
     char *from[c->n];
     for (int again = 1; again;) {
@@ -128,7 +128,7 @@ static int all_reduce_pieces(Channel *c, Op *op) {
     return op->read == op->total;
 }
 
-/* GATHER and BROADCAST: what a rank writes is the same for all others. */
+/* GATHER and BROADCAST: a rank writes the same data for all others. */
 static void write_whole(Channel *c, Op *op) {
     while (op->wrote < op->total && has_room(c)) {
         char *room = begin_chunk(c, op);
@@ -173,7 +173,7 @@ static int reduce_scatter(Channel *c, Op *op) {
     return op->read == op->total;
 }
 
-/* GATHER, EXCHANGE, BROADCAST: each other rank's chunks are taken as they come, until its last. */
+/* GATHER, EXCHANGE, BROADCAST: each other rank's chunks are read as they arrive, until its last. */
 static int take(Channel *c, Op *op) {
     uint64_t width = op->kind == EXCHANGE ? part(c) : c->chunk;
     int open = 0;
@@ -202,7 +202,7 @@ static int take(Channel *c, Op *op) {
 
 static int run_stream(Channel *c, Op *op) {
     if (!op->posted) {
-        /* The streams of others stand where the last operation left them, which is known only now. */
+        /* The positions of the other ranks' streams after the last operation are known only now. */
         memcpy(op->begin, c->read, 8 * c->n);
         op->begin[c->me] = c->my_written;
         op->first_reduced = c->total_reduced;

@@ -1,17 +1,17 @@
 /* Collectives and messages between processes of one host, through a segment that all of them have mapped.
  *
  * In: the segment, zeroed, and tensors as addresses. Out: results in the caller's memory. Every operation is a state machine that never
- * blocks; a waiting rank drives all operations of its process, so that no order of waiting among groups can stop two ranks for ever.
+ * blocks; a waiting rank advances all operations of its process, so that no order of waits among groups can deadlock two ranks.
  *
- * Three ways, by where the data lie:
+ * Three methods, by the place of the data:
  *   stream    a rank copies its data chunk by chunk into slots of its own; the others read them. Any private tensor.
- *   job       the tensor lies in a buffer that all have mapped: whoever has time adds a piece of all ranks' tensors and writes it to all.
- *   ring      a message between two ranks, one ring of bytes for each direction.
+ *   job       the tensor is in a buffer that all have mapped: any waiting rank reduces a piece of all ranks' tensors and writes it to all.
+ *   ring      a message between two ranks, one byte ring buffer for each direction.
  *
- * Summands are added in the order of ranks, bfloat16 and float16 in float32, so that all ranks hold the same bits, in every run.
+ * Summands are added in the order of ranks, bfloat16 and float16 in float32, so that all ranks get the same bits, in every run.
  * Only single-writer counters and the claims of jobs are shared; a store of a counter releases what was written before it.
  *
- * Not modelled: NUMA nodes, and threads within a rank. One lock per process keeps threads of one rank apart.
+ * Not modelled: NUMA nodes, and threads within a rank. One lock per process serialises the threads of one rank.
  */
 #define _GNU_SOURCE
 #include "channel.h"
@@ -36,7 +36,7 @@ static void lock(Engine *e) {
 }
 static void unlock(Engine *e) { atomic_flag_clear_explicit(&e->lock, memory_order_release); }
 
-/* This rank's view of a mapped segment. `pidfds`: a descriptor for each rank's process, -1 for this one. NULL without memory. */
+/* Returns this rank's view of a mapped segment. `pidfds`: a descriptor for each rank's process, -1 for this one. NULL without memory. */
 Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_t ring, const int *pidfds) {
     Layout l = layout(n, chunk, ring);
     Channel *c = calloc(1, sizeof *c);
@@ -53,14 +53,14 @@ Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_
     c->read = calloc(n, sizeof *c->read), c->peers = calloc(n, sizeof *c->peers), c->pidfds = calloc(n, sizeof *c->pidfds);
     if (!c->read || !c->peers || !c->pidfds) return NULL;
     memcpy(c->pidfds, pidfds, sizeof(int) * n);
-    lock(e); /* another thread may be going through them */
+    lock(e); /* another thread may be iterating over them */
     Channel **more = realloc(e->channels, sizeof(Channel *) * (e->num_channels + 1));
     if (more) e->channels = more, e->channels[e->num_channels++] = c;
     unlock(e);
     return more ? c : NULL;
 }
 
-/* Tells the others that this rank takes part in nothing more. Those that need it end as if its process had. */
+/* Announces that this rank leaves the group. Ranks that need it fail as if its process had ended. */
 void weft_leave(Channel *c) {
     lock(c->engine);
     put(&c->gone[c->me], 1);
@@ -72,7 +72,7 @@ static void drop(Op *op) {
     for (Op *next; op; op = next) next = op->next, free(op);
 }
 
-/* After weft_leave, when nobody waits any more: what is still under way is dropped, and the segment may be unmapped. */
+/* Frees the channel after weft_leave, when no thread waits: pending operations are dropped, and the segment may be unmapped. */
 void weft_close(Channel *c) {
     Engine *e = c->engine;
     lock(e);
@@ -91,7 +91,7 @@ void weft_close(Channel *c) {
     free(c->buffers), free(c->read), free(c->peers), free(c->pidfds), free(c);
 }
 
-/* Makes buffer number `number` known: `bases[r]` is where rank r's is mapped here. NULL forgets it. Returns 0 without memory. */
+/* Registers buffer number `number`: `bases[r]` is the address of rank r's here. NULL removes it. Returns 0 without memory. */
 int weft_buffer(Channel *c, int number, char **bases) {
     char **kept = bases ? malloc(sizeof(char *) * c->n) : NULL;
     if (bases && !kept) return 0;
@@ -115,7 +115,7 @@ int weft_buffer(Channel *c, int number, char **bases) {
     return known;
 }
 
-/* Whether anything moved. */
+/* Advances all operations of a channel; returns whether anything progressed. */
 static int progress(Channel *c) {
     while (c->stream && run_stream(c, c->stream)) {
         Op *op = c->stream;
@@ -150,8 +150,8 @@ static int busy(Channel *c) {
     return 0;
 }
 
-/* Whether `op` cannot end without something that rank r has not done yet: MISSING where it has not come, NEEDED where it has and may itself
- * wait for a third. */
+/* Returns whether `op` depends on work that rank r has not done yet: MISSING if r has not joined, NEEDED if it has and may itself wait
+ * for a third rank. */
 static int needs(Channel *c, Op *op, int r) {
     if (op->kind == SEND || op->kind == RECEIVE) return r == op->peer ? NEEDED : 0;
     if (op->kind >= JOB_ALL_REDUCE) {
@@ -168,7 +168,7 @@ static int needs(Channel *c, Op *op, int r) {
     return adds && first->phases == 2 && get(&c->reduced[r]) <= first->first_reduced + first->read ? NEEDED : 0;
 }
 
-/* A rank that `op` needs and that has ended, or left the group; -1 where there is none. */
+/* Returns a rank that `op` needs and that has ended, or left the group; -1 if there is none. */
 static int dead_peer(Channel *c, Op *op) {
     for (int r = 0; r < c->n; r++) {
         struct pollfd p = {c->pidfds[r], POLLIN, 0};
@@ -177,7 +177,7 @@ static int dead_peer(Channel *c, Op *op) {
     return -1;
 }
 
-/* DEAD, LEFT, MISMATCH or TIMED_OUT once any rank has seen that; PENDING before. */
+/* Returns DEAD, LEFT, MISMATCH or TIMED_OUT once any rank has detected that; PENDING before. */
 static int broken(Channel *c) {
     uint64_t who = atomic_load_explicit(&c->head->broken, memory_order_acquire);
     if (!who) return PENDING;
@@ -185,7 +185,7 @@ static int broken(Channel *c) {
     return who & GONE ? DEAD : who & OUT ? LEFT : who & LATE ? TIMED_OUT : MISMATCH;
 }
 
-/* Moves everything that can move: MOVED where something of `c` did, OTHERS where other groups have something under way. */
+/* Advances all channels: MOVED if an operation of `c` progressed, OTHERS if other groups have pending operations. */
 static int step(Engine *e, Channel *c) {
     int what = progress(c) ? MOVED : 0;
     for (int i = 0; i < e->num_channels; i++)
@@ -196,7 +196,7 @@ static int step(Engine *e, Channel *c) {
     return what;
 }
 
-/* DONE, or PENDING where it is still under way. */
+/* Returns DONE, or PENDING. */
 int weft_test(Op *op) {
     Engine *e = op->channel->engine;
     lock(e);
@@ -206,7 +206,7 @@ int weft_test(Op *op) {
     return state;
 }
 
-/* Whether another rank of the group was last seen on this core: it cannot go on while this one spins. Tells where this one is. */
+/* Returns whether another rank of the group last ran on this core: it cannot run while this one spins. Publishes this rank's core. */
 static int shares_core(Channel *c) {
     uint64_t core = (uint64_t)sched_getcpu() + 1;
     if (get(&c->core[c->me]) != core) put(&c->core[c->me], core);
@@ -215,7 +215,7 @@ static int shares_core(Channel *c) {
     return 0;
 }
 
-/* Waits until the operation has ended: DONE, TIMED_OUT, DEAD, LEFT or MISMATCH, with the rank of these in weft_culprit. */
+/* Waits until the operation has ended: DONE, TIMED_OUT, DEAD, LEFT or MISMATCH, with the rank at fault in weft_culprit. */
 int weft_wait(Op *op, double timeout_s) {
     Channel *c = op->channel;
     Engine *e = c->engine;
@@ -228,7 +228,7 @@ int weft_wait(Op *op, double timeout_s) {
         unlock(e);
         if (state != PENDING) return state;
         int64_t now = 0;
-        if (what & MOVED) { /* the other ranks are at it too: worth to stay awake for */
+        if (what & MOVED) { /* the other ranks are active too: worth spinning for */
             begin = 0;
             round = 0;
         }
@@ -251,7 +251,7 @@ int weft_wait(Op *op, double timeout_s) {
                 unlock(e);
                 if (state == DONE) return DONE;
                 if (missing) {
-                    breaks(c, dead, get(&c->gone[dead]) ? OUT : GONE); /* who waits for this rank is told of that one */
+                    breaks(c, dead, get(&c->gone[dead]) ? OUT : GONE); /* ranks that wait for this one get the same culprit */
                     return broken(c);
                 }
             }
@@ -263,7 +263,7 @@ int weft_wait(Op *op, double timeout_s) {
                 }
                 c->culprit = late;
                 if (most < MISSING) return TIMED_OUT;
-                breaks(c, late, LATE); /* those that wait for this rank are told of that one */
+                breaks(c, late, LATE); /* ranks that wait for this one get the same culprit */
                 return broken(c);
             }
         }
@@ -284,7 +284,7 @@ int weft_wait(Op *op, double timeout_s) {
 
 int weft_culprit(Channel *c) { return c->culprit; }
 
-/* After weft_wait or weft_test has said DONE. */
+/* Frees an operation after weft_wait or weft_test has returned DONE. */
 void weft_free(Op *op) { free(op); }
 
 static Op *new_op(Channel *c, int kind, int dtype, int reduce, int root) {
@@ -304,7 +304,7 @@ static void set_pieces(uint64_t *sizes, uint64_t *starts, const int64_t *given, 
 
 static uint64_t pieces_of(uint64_t bytes, uint64_t width) { return bytes ? (bytes + width - 1) / width : 1; }
 
-/* The operation in *made, or where `timeout_s` is above zero its end, freed and *made NULL. */
+/* Returns the pending operation in *made; if `timeout_s` is above zero, waits for its end, frees it and sets *made to NULL. */
 static int ended(Op *op, double timeout_s, Op **made) {
     *made = op;
     if (timeout_s <= 0) return PENDING;
@@ -317,7 +317,7 @@ static int ended(Op *op, double timeout_s, Op **made) {
 }
 
 /* Starts a collective on private memory. `bytes`: of the whole (ALL_REDUCE, BROADCAST); `sizes`: of the pieces, one for each rank;
- * `arriving`: of what comes from each rank (EXCHANGE). Waits for it, frees it and sets *made to NULL where `timeout_s` is above zero. */
+ * `arriving`: received from each rank (EXCHANGE). Waits for it, frees it and sets *made to NULL if `timeout_s` is above zero. */
 int weft_start(Channel *c, int kind, int dtype, int reduce, int root, int phases, char *in, char *out, uint64_t bytes, uint64_t item,
                const int64_t *sizes, const int64_t *arriving, double timeout_s, Op **made) {
     Op *op = new_op(c, kind, dtype, reduce, root);
@@ -348,14 +348,14 @@ int weft_start(Channel *c, int kind, int dtype, int reduce, int root, int phases
     return ended(op, timeout_s, made);
 }
 
-/* An all-reduce in place that is waited for: the same by fewer arguments, which cost a small one more than the sum itself.
+/* A blocking all-reduce in place: the same with fewer arguments, which cost a small one more than the sum itself.
  * `how`: the type, the operation above 8 bits, the phases above 16. */
 int weft_all_reduce(Channel *c, char *data, uint64_t bytes, uint64_t item, int how, double timeout_s) {
     Op *op;
     return weft_start(c, ALL_REDUCE, how & 255, how >> 8 & 255, 0, how >> 16, data, data, bytes, item, NULL, NULL, timeout_s, &op);
 }
 
-/* As weft_start, on buffer `buffer` from `offset` on, which is the whole; `in` or `out` is the private piece. */
+/* As weft_start, on buffer `buffer` from `offset` on, which has the whole; `in` or `out` is the private shard. */
 int weft_start_job(Channel *c, int kind, int dtype, int reduce, int root, int buffer, uint64_t offset, char *in, char *out, uint64_t bytes,
                    uint64_t item, const int64_t *sizes, double timeout_s, Op **made) {
     Op *op = new_op(c, kind, dtype, reduce, root);
