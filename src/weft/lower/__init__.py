@@ -1,1 +1,1 @@
-"""Plan and graph to one rank's local stages: local shapes, and explicit redistributions with their duals."""
+"""Lowering: from plan and graph to one rank's local stages, with explicit redistributions and their duals."""

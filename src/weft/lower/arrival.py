@@ -1,4 +1,4 @@
-"""Constants that are still on their way when a stage begins, and are waited for where they are first read."""
+"""Constants still in flight when a stage begins, waited for where they are first read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass
 class Arrival:
-    """What is to be done before such a constant can be read; nothing where all are there."""
+    """The pending wait for such constants; nothing once they have arrived."""
 
     finish: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Until all are there."""
+        """Wait for the constants."""
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
 
 
 def arrived(arrival: Arrival, x: Tensor) -> Tensor:
-    """`x` once it is there."""
+    """Return `x` after the wait."""
     arrival.wait()
     return x

@@ -1,7 +1,4 @@
-"""The groups of ranks that a stage talks over: of every axis that cuts something, and of parts of an axis whose ranks exchange heads.
-
-In: a graph's sharding, the mesh, the world. Out: groups by name.
-"""
+"""Process groups of a stage: one per sharded axis, and the inner and outer groups of an axis whose ranks exchange attention heads."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from weft.world.world import Group, World
 
 
 def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dict[str, Group]:
-    """This rank's group of each axis by its name; also those that `beside` and `apart` name."""
+    """Return this rank's group of each axis by name; also those that `inner_group_name` and `outer_group_name` name."""
     groups = {}
     for axis in sharding.sizes:
         ranks = mesh.group(world.rank, axis)
@@ -26,10 +23,10 @@ def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dic
 
 
 def beside(axis: str, n: int) -> str:
-    """The name of the group of n ranks of an axis that lie side by side."""
+    """Return the name of the inner group: n adjacent ranks of an axis."""
     return f"{n} of {axis}"
 
 
 def apart(axis: str, n: int) -> str:
-    """The name of the group of the ranks of an axis that have the same place among n that lie side by side."""
+    """Return the name of the outer group: ranks with equal index within their inner group of size n."""
     return f"{axis} by {n}"

@@ -1,1 +1,1 @@
-"""Operators that need more than themselves on a smaller tensor when a label is cut."""
+"""Kernels: operators that need more than the same operator on a smaller tensor when a label is sharded."""

@@ -194,7 +194,8 @@ def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Call a function that runs no operator, such as a property; a resulting tensor (gradient, data) is a shard as well."""
     kind = getattr(func, "__name__", "")
     if kind == "__set__":
-        _check_set(name, part, *args)
+        x, value = args
+        _check_set(name, part, x, value)
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and not isinstance(result, Cut):
         if tuple(result.shape) != tuple(part.shape):

@@ -86,7 +86,8 @@ class _Scaled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not functional.linear or not self._enabled:
             return func(*args, **dict(kwargs or {}))
-        return _linear(*args, **dict(kwargs or {}))
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
+        return _linear(named["input"], named["weight"], named.get("bias"))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
