@@ -1,7 +1,7 @@
-"""One operator's call on one rank. In: the operator, its arguments as nodes, and over which axes which of its labels is cut. Out: nodes.
+"""One operator call on one rank: from the operator, its argument nodes and its sharded labels to nodes of the local graph.
 
-`Call` knows what the ways to call an operator (`lower/special.py`) ask: which groups a cut talks over and for what, which part of a label
-this rank has, where its piece of a draw lies; and it emits calls as the operator was traced, under its own autocast.
+`Call` provides what lowering functions (`lower/operator_lowering.py`) need: groups of a sharded label by purpose, this rank's shard of a
+label, the site of its draw; and it emits calls under the autocast with which the operator was traced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.world.world import Group
 
 @dataclass(frozen=True)
 class Call:
-    """`args` and `kwargs` are the operator's own, with nodes where it reads tensors. `cut`: by axis the label that is cut over it."""
+    """`args` and `kwargs` are the operator's own, with nodes for tensors. `cut_labels`: by axis the label that is sharded over it."""
 
     low: Lowering
     nodes: Nodes
@@ -59,35 +59,35 @@ class Call:
 
     @property
     def operator(self) -> Callable[..., Any]:
-        """What torch calls it."""
+        """The torch operator."""
         return operator_of(self.op.target)
 
     def read(self, i: int) -> Spec:
-        """Its tensor number `i` as the whole model has it."""
+        """Return the global spec of input `i`."""
         return self.low.graph.tensors[self.op.inputs[i]]
 
     @property
     def made(self) -> Spec:
-        """Its first result as the whole model has it."""
+        """Global spec of the first output."""
         return self.low.graph.tensors[self.op.outputs[0]]
 
     @property
     def shape(self) -> list[int]:
-        """Of its first result, on this rank."""
+        """Local shape of the first output."""
         return list(self.low.sharding.shape(self.op.outputs[0], self.made.shape, at=self.low.at))
 
     @property
     def rule(self) -> Rule:
         rule = self.low.graph.fused.rules[self.op.name]
-        assert rule is not None, self.op.name  # only an operator with a rule is ever cut
+        assert rule is not None, self.op.name  # only an operator with a rule is ever sharded
         return rule
 
     def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of something else than the operator, as it is."""
+        """Emit a call of another function, unchanged."""
         return self.nodes.add(target, args, kwargs)
 
     def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A call of the operator, or of what stands for it, under the autocast that it was traced with."""
+        """Emit a call of the operator, or of its replacement, under the autocast with which it was traced."""
         op, low = self.op, self.low
         if low.precision.linears and self.record.product == "linear":
             target = self.scaled() or target
@@ -97,14 +97,14 @@ class Call:
         if not device or (dtype and device != low.device.type):
             return self.nodes.add(target, tuple(args), kwargs)
         within = bind(_autocast, device, getattr(torch, dtype)) if dtype else _full_precision
-        if isinstance(target, FunctionType) or dtype:  # no operator, so that generated code cannot name it
+        if isinstance(target, FunctionType) or dtype:  # no operator, so generated code cannot name it
             called = bind(within, target)
-            called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
+            called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recompute matches operators by name
             return self.nodes.add(called, tuple(args), kwargs)
         return self.nodes.add(within, (target, *args), kwargs)
 
     def scaled(self) -> Callable[..., Any] | None:
-        """A linear layer with operands of 8 bits, where it has sides for them; scales agree over the ranks that cut a row."""
+        """Return the float8 kernel of a linear layer whose sides fit it; scales agree over the ranks that shard a row."""
         weight = self.low.graph.tensors[self.op.inputs[1]]
         if not fits(weight.shape):
             return None
@@ -113,31 +113,31 @@ class Call:
         return kernel
 
     def scaled_over(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-        """The groups whose ranks have pieces of the rows of a linear layer's result, and of its gradient."""
+        """Return the groups that shard the contracted dimension of a linear layer, and those that shard that of its gradient."""
         labels = self.rule.inputs[1] or ()
         outputs = [axis for axis, label in self.cut.items() if labels and label == labels[0]]
-        inputs, others = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
-        return inputs, others
+        input_groups, output_groups = (tuple(self.low.groups[axis] for axis in axes) for axes in (self.contracted(), outputs))
+        return input_groups, output_groups
 
     def _product(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-        """A convolution whose windows are single elements, as one product over all samples and places."""
+        """Emit a 1x1 convolution as one product over all samples and positions."""
         reshape, permute, last = torch.ops.aten.reshape.default, torch.ops.aten.permute.default, len(self.read(0).shape) - 1
         (samples, channels, *places), sizes = read_shapes(self.op, self.low.graph.tensors, self.low.sharding, self.low.at)
         rows = self.add(reshape, self.add(permute, x, [0, *range(2, last + 1), 1]), [-1, channels])
         product = self.add(torch.ops.aten.linear.default, rows, self.add(reshape, weight, list(sizes[:2])), bias)
-        maps = self.add(permute, self.add(reshape, product, [samples, *places, -1]), [0, last, *range(1, last)])
-        return self.add(torch.ops.aten.contiguous.default, maps)
+        image = self.add(permute, self.add(reshape, product, [samples, *places, -1]), [0, last, *range(1, last)])
+        return self.add(torch.ops.aten.contiguous.default, image)
 
     def local(self) -> fx.Node:
-        """The operator; where windows slide along what is cut, on this rank's part."""
+        """Emit the operator; where windows slide along a sharded dimension, on this rank's shard."""
         return self.emit(self._target(), self.args, self.kwargs)
 
     def _target(self) -> Callable[..., Any]:
-        target, slides, cut = self.operator, self.record.windows, self.cut
-        if slides is None or not cut:
+        target, slides, cut_labels = self.operator, self.record.windows, self.cut
+        if slides is None or not cut_labels:
             return target
         rule, windows = self.rule, windows_of(self.op, self.low.graph.tensors)
-        axes = {label: axis for axis, label in cut.items() if rule.kernels.get(label) == HALO}
+        axes = {label: axis for axis, label in cut_labels.items() if rule.kernels.get(label) == HALO}
         if not axes:
             return target
         source, output = self.read(0).shape, self.made.shape
@@ -148,49 +148,49 @@ class Call:
             assert rule.inputs[0] is not None
             dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
             group = self.low.groups[axes[label]] if label in axes else None
-            here = (0, output[into]) if group is None else pieces(output[into], group.size)[group.index]
-            parts.append(Part(dim, source[dim], window, self._has(dim, axes.get(label)), here))
+            output_range = (0, output[into]) if group is None else pieces(output[into], group.size)[group.index]
+            parts.append(Part(dim, source[dim], window, self._has(dim, axes.get(label)), output_range))
         return bind(windowed, target, slides, tuple(parts))
 
     def _has(self, dim: int, axis: str | None) -> tuple[int, int]:
-        """The entries of a dimension of the first operand that this rank has where `axis` cuts it; without one, all."""
+        """Return the range of a dimension of the first operand that this rank holds if `axis` shards it; else all."""
         length = self.read(0).shape[dim]
         if axis is None:
             return 0, length
-        placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
-        assert is_shard(placed) or is_halo(placed)
-        start, count = part_of(placed, length, group.size, group.index)
+        placement, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
+        assert is_shard(placement) or is_halo(placement)
+        start, count = part_of(placement, length, group.size, group.index)
         return start, start + count
 
     def _shares(self, axis: str) -> tuple[float, ...]:
-        """The part that each rank along an axis has of the entries of the label that is cut there."""
+        """Return the fraction of the sharded label's entries that each rank of an axis holds."""
         (form, length), n = self._piece(axis), self.low.groups[axis].size
         if isinstance(form, Strided):
             length, form = form.size, form.run(n)
         return tuple((stop - start) / length for start, stop in form.ranges(length, n)) if form.lengths else (1 / n,) * n
 
     def _piece(self, axis: str) -> tuple[Shard | Strided, int]:
-        """How an operand lies that has the label which an axis cuts, and how long the dimension is."""
-        for value, row, need in zip(self.op.inputs, self.rule.inputs, self.low.sharding.needs[self.op.name], strict=True):
-            if row is not None and self.cut[axis] in row and is_piece(form := need[axis]):
+        """Return (placement, global length) of an operand with the label that an axis shards."""
+        for value, row, needed in zip(self.op.inputs, self.rule.inputs, self.low.sharding.needs[self.op.name], strict=True):
+            if row is not None and self.cut[axis] in row and is_piece(form := needed[axis]):
                 return form, self.low.graph.tensors[value].shape[form.dim]
-        raise AssertionError(f"{self.op.site} is cut over {axis}, and reads no pieces")
+        raise AssertionError(f"{self.op.site} is sharded over {axis}, but reads no shards")
 
     def begins(self, kernel: str) -> int:
-        """The first entry that this rank has of the dimension that `kernel` is for."""
+        """Return the first entry of this rank's shard of the dimension that needs `kernel`."""
         (axis,) = self._cut_for(kernel)
         form, length = self._piece(axis)
         assert is_shard(form)
         return form.part(length, self.low.groups[axis].size, self.low.groups[axis].index)[0]
 
     def queries(self) -> tuple[Range, ...] | None:
-        """Of attention whose queries are cut, the positions of those that this rank has."""
+        """Return the positions of this rank's queries of attention with sharded queries."""
         for axis in self._cut_for(QUERIES):
             return self._positions(0, axis)[self.low.groups[axis].index]
         return None
 
     def round(self) -> tuple[Group, tuple[tuple[Range, ...], ...], tuple[tuple[Range, ...], ...]] | None:
-        """Of attention whose keys go round: along which ranks, and the positions that each has of queries and of keys."""
+        """Return the group of ring attention, and the positions of queries and of keys of each rank."""
         for axis in self._cut_for(QUERIES):
             if not passed_round(self.low.sharding, self.op, self.rule, axis):
                 continue
@@ -198,33 +198,33 @@ class Call:
         return None
 
     def exchange(self) -> tuple[Group, Group] | None:
-        """Of attention whose keys go round and whose heads are exchanged: the ranks that exchange them, and those round which keys go."""
+        """Return the groups of ring attention with head exchange: ranks that exchange heads (Ulysses), and ranks of the ring."""
         for axis in self._cut_for(QUERIES):
             if (n := exchanged(self.low.sharding, self.op, self.rule, axis, self.read(0).shape)) > 1:
                 return self.low.groups[beside(axis, n)], self.low.groups[apart(axis, n)]
         return None
 
     def _positions(self, i: int, axis: str) -> tuple[tuple[Range, ...], ...]:
-        """The positions that each rank along an axis has of operand `i`, which is cut there."""
+        """Return the positions of operand `i`, sharded over an axis, that each rank holds."""
         form, n = self.low.sharding.needs[self.op.name][i][axis], self.low.groups[axis].size
         assert is_piece(form)
         return tuple(positions_of(form, self.read(i).shape[form.dim], n, rank) for rank in range(n))
 
     def share(self, axis: str) -> float:
-        """The part that this rank has."""
+        """Return this rank's fraction."""
         return self._shares(axis)[self.low.groups[axis].index]
 
     def statistics(self) -> Parts:
-        """The groups over which statistics of what is cut are taken, with each member's share."""
+        """Return the groups over which statistics of sharded dimensions are taken, with each member's fraction."""
         axes = [axis for axis in self._cut_for("statistics") if axis not in self.low.local_statistics]
         return tuple((self.low.groups[axis], self._shares(axis)) for axis in axes)
 
     def averages(self) -> list[str]:
-        """Axes over which what an average is taken of is cut."""
+        """Return axes that shard the dimensions of a mean."""
         return self._cut_for("average")
 
     def axes_of(self, label: str) -> list[str]:
-        """The axes over which a label is cut, each after those whose pieces it cuts once more."""
+        """Return the axes that shard a label, each after those whose shards it shards again."""
         return [axis for axis, cut in self.cut.items() if cut == label]
 
     def _cut_for(self, kernel: str) -> list[str]:
@@ -232,7 +232,7 @@ class Call:
         return [axis for axis, label in self.cut.items() if kernels.get(label) == kernel]
 
     def kernels(self) -> dict[str, tuple[Group, ...]]:
-        """By kernel that a cut needs, the groups of the axes that need it."""
+        """Return, by required kernel, the groups of the axes that need it."""
         names = self.rule.kernels if self.cut else {}
         groups: dict[str, tuple[Group, ...]] = {}
         for axis, label in self.cut.items():
@@ -241,36 +241,36 @@ class Call:
         return groups
 
     def contracted(self) -> list[str]:
-        """Axes over which what is cut is summed: it is in no result."""
+        """Return axes that shard a contracted label, which is in no output."""
         outputs = self.rule.outputs if self.cut else ()
         return [axis for axis, label in self.cut.items() if all(label not in out for out in outputs)]
 
     def where(self) -> Where:
-        """Which draw an operator makes, and where this rank's piece of it lies."""
+        """Return the site of an operator's draw: which draw, and this rank's shard of it."""
         output, low, number = self.made, self.low, self.low.drawing[self.op.name]
         labels = self.rule.outputs[0] if self.cut else ()
         cuts: list[tuple[int, int, int]] = []
-        runs: list[tuple[int, int, int, int]] = []
-        left, forms = list(output.shape), low.sharding.forms[self.op.outputs[0]]
-        # Heads that two axes cut are tensor ranks' pieces, cut once more among ranks that share a sequence (`weft.lower.local`).
+        strided_cuts: list[tuple[int, int, int, int]] = []
+        lengths, forms = list(output.shape), low.sharding.forms[self.op.outputs[0]]
+        # Heads sharded over two axes are tensor ranks' shards, sharded again over a context axis (`weft.lower.local`).
         for axis, label in sorted(self.cut.items(), key=lambda cut: axis_of(cut[0]).cuts_sequences):
             form, group = forms[axis], low.groups[axis]
             if label in labels and isinstance(form, Strided):
                 start, count = form.run(group.size).part(form.size, group.size, group.index)
-                runs.append((form.dim, form.size * form.inner, start * form.inner, count * form.inner))
+                strided_cuts.append((form.dim, form.size * form.inner, start * form.inner, count * form.inner))
             elif label in labels and (is_shard(form) or is_halo(form)):
-                start, left[form.dim] = part_of(form, left[form.dim], group.size, group.index)
-                cuts.append((form.dim, start, left[form.dim]))
-        place = Place(output.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None, tuple(runs))
+                start, lengths[form.dim] = part_of(form, lengths[form.dim], group.size, group.index)
+                cuts.append((form.dim, start, lengths[form.dim]))
+        place = Place(output.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None, tuple(strided_cuts))
         place = place.over(drawn_shape(self.op, low.graph.tensors))
-        part = 0  # which piece of a cut operator this rank has
+        part = 0  # index of this rank's shard of the operator
         for axis in self.cut:
             part = part * low.groups[axis].size + low.groups[axis].index
         return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, output.dtype))
 
 
 def argument_of(arg: Arg, nodes: Iterator[Any], device: torch.device) -> Any:
-    """An argument of an operator as torch takes it. `nodes`: what stands for the tensors that it reads, in order."""
+    """Return an argument of an operator for torch. `nodes`: nodes of its input tensors, in order."""
     if isinstance(arg, Ref):
         return next(nodes)
     if isinstance(arg, tuple):

@@ -1,7 +1,6 @@
-"""What every operator of a stage is lowered with, and the `torch.fx` graph that it is lowered to.
+"""Context of lowering: sharding, groups and options shared by all stages, and the `torch.fx` graph under construction.
 
-In: the sharding of the whole graph, and the group of each mesh axis. Out: `Lowering`, the same for all stages, which knows the forms that
-values cross between them in; `Nodes`, a graph under construction; and how a node is made to call what has a name.
+`Lowering` also determines in which placements values are sent between stages; `bind` turns a function with arguments into a node target.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from weft.plan.placement import D, Placement, R, crossing, shard
 from weft.plan.precision import PRECISIONS, Precision
 from weft.world.world import Group
 
-Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
+Variant = tuple[Placement, ...]  # a value's placement along every axis, in the order of `Lowering.axes`
 
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """Of a variable's gradient: axes over which it is summed here, and by how much it then counts."""
+    """Handling of a variable's gradient where it is read: axes over which to reduce it, and the factor of its share."""
 
     summed: tuple[str, ...] = ()
     share: float = 1.0
@@ -41,13 +40,13 @@ class Entering:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
-    whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
-    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `awaited`: constants
-    that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `local_statistics`:
-    axes along which each rank's statistics of batch norm are of its own samples. `precision`: how products are computed,
-    which autocast casts where it says so. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
-    over which this graph leaves summands. `pages`: of a decoder, where attention finds the keys of earlier tokens."""
+    """Everything shared by the lowering of all operators. `output_sample_dims`: of the model's outputs, the dimension of samples.
+    `gradient_shares`: of variables whose equal gradients several ranks sum, the fraction that counts. `from_other_meshes`: values from
+    stages with another mesh, whose gradient is returned replicated. `sample_folds`: location of samples in every draw. `awaited_constants`:
+    constants possibly in flight when a stage begins, for which `pending_constants` waits where they are first read. `local_statistics`:
+    axes along which batch norm statistics are per rank. `precision`: of products, with autocast where it says so. `local_reductions`: of
+    variables, gradient handling where nobody else reduces over the axes over which this graph leaves partial sums. `pages`: of a decoder,
+    the paged cache of earlier keys and values."""
 
     graph: Graph
     sharding: Sharding
@@ -64,7 +63,7 @@ class Lowering:
     precision: Precision = PRECISIONS["float32"]
     entering: Mapping[str, Entering] = field(default_factory=dict)
     pages: Pages | None = None
-    tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
+    tried: set[object] = field(default_factory=set)  # users' autograd functions with the shards on which they were checked
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,74 +71,74 @@ class Lowering:
 
     @property
     def at(self) -> dict[str, int]:
-        """This rank's place along each axis."""
+        """This rank's coordinate along each axis."""
         return {axis: self.groups[axis].index for axis in self.axes}
 
     def variant(self, forms: Mapping[str, Placement]) -> Variant:
         return tuple(forms[axis] for axis in self.axes)
 
     def lies(self, value: str) -> Variant:
-        """The form in which a value is there: as it is made; behind a region of branches, as it has left that."""
+        """Return the placements in which a value is available: as computed, or as it left a region of branches."""
         return self.variant(self.sharding.lies(value))
 
     def crossing(self, value: str) -> Variant:
-        """The form in which a value crosses to another stage: as it is there, summands summed and pieces of several runs put together."""
+        """Return the placements in which a value is sent to another stage: partial sums reduced and runs gathered."""
         return tuple(map(crossing, self.lies(value)))
 
     def arriving(self, value: str) -> Variant:
-        """The form in which a value comes from another stage."""
-        crossing = self.crossing(value)
-        return tuple(R if form is D else form for form in crossing) if value in self.apart else crossing
+        """Return the placements in which a value is received from another stage."""
+        sent = self.crossing(value)
+        return tuple(R if form is D else form for form in sent) if value in self.apart else sent
 
     def handed_out(self, value: str) -> Variant:
-        """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
+        """Return the placements in which user code gets an output: this rank's samples, replicated otherwise."""
         return tuple(self._local_rows(value, axis) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
 
     def _local_rows(self, value: str, axis: str) -> Placement:
-        """Of an output, this rank's samples."""
+        """Return the placement of an output's samples."""
         dim, n = self.rows[value], self.sharding.sizes[axis]
         length = self.graph.tensors[value].shape[dim]
         count = self.graph.granules[False].get((value, dim), length)
         return shard(dim, length, n, length // count if length % count == 0 else 1)
 
     def dtype(self, value: str) -> torch.dtype:
-        """Of a value as the run has it."""
+        """Return the dtype of a value in the run."""
         return getattr(torch, self.precision.products if value in self._narrow else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
 
     @cached_property
     def _narrow(self) -> frozenset[str]:
-        """Values that autocast makes narrow. On GPUs its lists are others, and what is not known to be narrow goes as it was traced."""
+        """Values that autocast narrows. GPUs have other lists; values not known to be narrow keep their traced dtype."""
         casted = autocast(self.graph).tensors if self.precision.products and self.device.type == "cpu" else {}
         return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property
     def ordinal(self) -> dict[str, int]:
-        """Number of each operator."""
+        """Index of each operator."""
         return {op.name: i for i, op in enumerate(self.graph.operators)}
 
     @cached_property
     def drawing(self) -> dict[str, int]:
-        """Of the operators that draw, number of each among them."""
+        """Index of each random operator among the random ones."""
         return {op.name: i for i, op in enumerate(op for op in self.graph.operators if draws(op))}
 
 
 class Nodes:
-    """The graph of a stage while it is made. Every node knows the layer that it stands in."""
+    """The graph of a stage under construction. Every node records its layer."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
+        self.part = (0, False)  # index of the run of operators of one layer, and whether it is a repeated layer
         self.layer = ""  # the layer itself
-        self.in_region = False  # among parallel branches, each of which one rank has
+        self.in_region = False  # inside of parallel branches, each on one rank
 
     def add(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A node that calls `target`."""
+        """Add a node that calls `target`."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["part"], node.meta["layer"], node.meta["in_region"] = self.part, self.layer, self.in_region
         return node
 
     def move(self, node: fx.Node, group: Group, source: Placement, target: Placement) -> fx.Node:
-        """A redistribution. Groups are bound, since generated code can only name numbers and text."""
+        """Add a redistribution. Groups are bound, since generated code can only name numbers and text."""
         return self.add(bind(redistribute, source=source, target=target, group=group), (node,))
 
 
@@ -149,7 +148,7 @@ def operator_of(target: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
-    """`functools.partial`, with the name that fx writes into the code it generates."""
+    """Bind arguments as `functools.partial` does, with a name that fx can write into generated code."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*first, *args, **named, **kwargs)

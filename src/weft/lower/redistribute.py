@@ -1,8 +1,7 @@
-"""Redistributions: a local tensor, brought to lie otherwise along one mesh axis; differentiable.
+"""Redistribution of a local tensor from one placement to another along a mesh axis; differentiable.
 
-In: a tensor of one rank, two placements and the group of the axis. Out: the tensor in the second placement. One autograd function serves
-all rows of the table of transitions: its backward is the row between the duals (`plan/transition.py`), so that communication in backward is
-right by construction, whatever the model does in between.
+One autograd function serves all rows of the table of transitions: its backward is the transition between the duals (`plan/transition.py`),
+so that communication in backward is correct by construction, whatever the model does in between.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from weft.world.world import Group
 
 
 class _Counted(torch.autograd.Function):
-    """Nothing forward, a part of the gradient backward."""
+    """Identity forward; scales the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
@@ -46,24 +45,24 @@ class _Counted(torch.autograd.Function):
 
 
 def counted(x: Tensor, share: float) -> Tensor:
-    """`x`, of whose gradient this rank counts a part, where all ranks that sum it have some."""
+    """Return `x`, with its gradient scaled by this rank's share where several ranks that sum it have the same."""
     return _Counted.apply(x, share) if x.is_floating_point() else x  # type: ignore[no-untyped-call]
 
 
 class _Redistributed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-        ctx.way, ctx.group = (dual(target), dual(source)), group
+        ctx.duals, ctx.group = (dual(target), dual(source)), group
         return moved(x, source, target, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, target = ctx.way
+        source, target = ctx.duals
         return moved(grad, source, target, ctx.group), None, None, None
 
 
 def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-    """One row of the table, forward only. Pieces without lengths are equal."""
+    """Redistribute by one transition, forward only. Shards without lengths are equal."""
     if any(isinstance(form, Strided) for form in (source, target)):
         return _in_positions(x, source, target, group)
     if any(isinstance(form, Shard) and form.runs for form in (source, target)):
@@ -72,7 +71,7 @@ def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tens
 
 
 def _in_order(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-    """A row of the table where pieces lie in the order of ranks."""
+    """Apply a transition where shards are in rank order."""
     match transition(source, target).collective, source, target:
         case "", Replicate() | Deferred(), Partial():
             return x / group.size
@@ -106,12 +105,12 @@ def _in_order(x: Tensor, source: Placement, target: Placement, group: Group) -> 
 
 
 def _in_runs(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-    """A row of the table where ranks have a piece of each of several runs: its row for pieces, of a tensor in which what a rank has lies
-    together."""
-    forms = [Shard(form.dim, form.lengths) if isinstance(form, Shard) else form for form in (source, target)]
+    """Apply a transition where ranks have a shard of each of several runs: that of plain shards, on a tensor where each rank's shards are
+    contiguous."""
+    plain = [Shard(form.dim, form.lengths) if isinstance(form, Shard) else form for form in (source, target)]
     if isinstance(target, Shard) and target.runs:
         x = torch.cat([x.narrow(target.dim, a, b - a) for spans in _spans(target, group.size) for a, b in spans], target.dim)
-    out = _in_order(x, forms[0], forms[1], group)
+    out = _in_order(x, plain[0], plain[1], group)
     if isinstance(source, Shard) and source.runs:
         starts, start = [], 0
         for spans in _spans(source, group.size):
@@ -127,24 +126,24 @@ def _spans(form: Shard, num_ranks: int) -> list[tuple[Range, ...]]:
 
 
 def _in_positions(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-    """A row of the table where positions of runs are cut: its row for shards, of a tensor in which runs, positions and what lies inside of
-    these are dimensions of their own, with positions in the order of ranks."""
-    cut, is_target = (source, False) if isinstance(source, Strided) else (target, True)
-    assert isinstance(cut, Strided)
-    held = cut.size if is_target else piece(cut.size, group.size, group.index)[1]
-    positions = shard(cut.dim + 1, cut.size, group.size)
-    x = x.reshape(*x.shape[: cut.dim], -1, held, cut.inner, *x.shape[cut.dim + 1 :])
+    """Apply a transition where positions of runs are sharded: that of plain shards, on a tensor with runs, positions and inner entries as
+    separate dimensions, positions in rank order."""
+    strided, is_target = (source, False) if isinstance(source, Strided) else (target, True)
+    assert isinstance(strided, Strided)
+    num_positions = strided.size if is_target else piece(strided.size, group.size, group.index)[1]
+    positions = shard(strided.dim + 1, strided.size, group.size)
+    x = x.reshape(*x.shape[: strided.dim], -1, num_positions, strided.inner, *x.shape[strided.dim + 1 :])
     if is_target:
-        x = _ordered(x, cut, group.size, by_rank=True)
-        out = moved(x, _behind(source, cut), positions, group)
+        x = _ordered(x, strided, group.size, by_rank=True)
+        out = moved(x, _behind(source, strided), positions, group)
     else:
-        out = moved(x, positions, _behind(target, cut), group)
-        out = _ordered(out, cut, group.size, by_rank=False)
-    return out.reshape(*out.shape[: cut.dim], -1, *out.shape[cut.dim + 3 :])
+        out = moved(x, positions, _behind(target, strided), group)
+        out = _ordered(out, strided, group.size, by_rank=False)
+    return out.reshape(*out.shape[: strided.dim], -1, *out.shape[strided.dim + 3 :])
 
 
 def _behind(placement: Placement, cut: Strided) -> Placement:
-    """A placement of a tensor in which the dimension that is cut has become three."""
+    """Return a placement of the tensor in which the sharded dimension has become three."""
     match placement:
         case Shard(dim, lengths, runs) if dim > cut.dim:
             return Shard(dim + 2, lengths, runs)
@@ -154,10 +153,10 @@ def _behind(placement: Placement, cut: Strided) -> Placement:
 
 
 def _ordered(x: Tensor, cut: Strided, num_ranks: int, by_rank: bool) -> Tensor:
-    """Positions in the order of the ranks that have them, or from that in their own."""
+    """Reorder positions from their own order to that of the ranks that hold them (zigzag), or back."""
     if not cut.zigzag:
         return x
-    ranges = [(a, b) for both in zigzag(cut.size, num_ranks) for a, b in both if a < b]
+    ranges = [(a, b) for halves in zigzag(cut.size, num_ranks) for a, b in halves if a < b]
     if not by_rank:
         starts, start = {}, 0
         for a, b in ranges:
@@ -173,46 +172,46 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _among_zeros(x: Tensor, dim: int, size: int, window: Range) -> Tensor:
-    """What is a window of a dimension of `size`, zero elsewhere."""
+    """Return a window of a dimension of `size`, zero elsewhere."""
     out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
     out.narrow(dim, window[0], window[1] - window[0]).copy_(x)
     return out
 
 
 def _fetched(x: Tensor, dim: int, held: tuple[Range, ...], wanted: tuple[Range, ...], group: Group) -> Tensor:
-    """The sum, over ranks, of what they hold (`held`, by rank) of the entries of `dim` that this rank wants."""
+    """Return the sum, over ranks, of the entries of `dim` that this rank wants; `held`: by rank, the entries it holds."""
 
     def overlap(a: Range, b: Range) -> Range:
         start = max(a[0], b[0])
         return start, max(start, min(a[1], b[1]))
 
-    mine, want = held[group.index], wanted[group.index]
+    own_range, wanted_range = held[group.index], wanted[group.index]
     sent, shapes = [], []
     for rank in range(group.size):
-        start, stop = (0, 0) if rank == group.index else overlap(mine, wanted[rank])
-        sent.append(x.narrow(dim, min(max(start - mine[0], 0), x.shape[dim]), stop - start))
-        start, stop = (0, 0) if rank == group.index else overlap(held[rank], want)
+        start, stop = (0, 0) if rank == group.index else overlap(own_range, wanted[rank])
+        sent.append(x.narrow(dim, min(max(start - own_range[0], 0), x.shape[dim]), stop - start))
+        start, stop = (0, 0) if rank == group.index else overlap(held[rank], wanted_range)
         shapes.append([*x.shape[:dim], stop - start, *x.shape[dim + 1 :]])
-    arrived = group.exchange(sent, shapes)
-    spans = [overlap(one, want) for one in held]
+    received = group.exchange(sent, shapes)
+    spans = [overlap(range_, wanted_range) for range_ in held]
     start, stop = spans[group.index]
-    arrived[group.index] = x.narrow(dim, min(max(start - mine[0], 0), x.shape[dim]), stop - start)
+    received[group.index] = x.narrow(dim, min(max(start - own_range[0], 0), x.shape[dim]), stop - start)
     filled = [span for span in spans if span[0] < span[1]]
-    if [want[0], *(stop for _, stop in filled)] == [*(start for start, _ in filled), want[1]]:  # one after another, as pieces are
-        return torch.cat(arrived, dim)
-    out = x.new_zeros((*x.shape[:dim], want[1] - want[0], *x.shape[dim + 1 :]))
-    for (start, stop), part in zip(spans, arrived, strict=True):
+    if [wanted_range[0], *(stop for _, stop in filled)] == [*(start for start, _ in filled), wanted_range[1]]:  # consecutive, as shards are
+        return torch.cat(received, dim)
+    out = x.new_zeros((*x.shape[:dim], wanted_range[1] - wanted_range[0], *x.shape[dim + 1 :]))
+    for (start, stop), part in zip(spans, received, strict=True):
         if stop > start:
-            out.narrow(dim, start - want[0], stop - start).add_(part)
+            out.narrow(dim, start - wanted_range[0], stop - start).add_(part)
     return out
 
 
 def redistribute(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
-    """`x`, which lies as `source` over `group`, as `target`.
+    """Return `x`, placed as `source` over `group`, placed as `target`.
 
     Integers and other tensors without a gradient take the same path forward.
     """
-    if x.is_complex():  # gloo carries no complex numbers, but pairs of real ones
+    if x.is_complex():  # gloo does not support complex numbers; send pairs of reals
         pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group)
         return torch.view_as_complex(pairs.contiguous())
     return _Redistributed.apply(x, source, target, group)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,8 +1,8 @@
-"""Regions of parallel branches on one rank: in which order operators stand, and the exchanges by which values enter and leave.
+"""Regions of parallel branches on one rank: the order of operators, and the exchanges by which values enter and leave.
 
-In: a stage's operators and the regions of its sharding. Out: runs of operators, each of one region or of none, in a legal order; and
-`exchanged`, which takes values from pieces of the samples to their owners or back, all in one collective, whose backward is the same the
-other way round. A rank has an empty tensor in place of what another owns, so that autograd comes to both exchanges on every rank alike.
+Operators are grouped into runs, each of one region or of none, in topological order. `exchange_region_values` sends values from sample
+shards to their owners or back in one collective, whose backward is the reverse. A rank has an empty tensor in place of a value that another
+owns, so that autograd reaches both exchanges on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Run = tuple[Owners | None, list[Operator]]
 
 
 def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
-    """The operators, those of a region together: behind all that the region reads, before all that reads what leaves it."""
+    """Return the operators with those of a region together: after all inputs of the region, before all readers of its outputs."""
     of = {name: region for region in regions for name in region.ranks}
     producer = {value: op for op in operators for value in op.outputs}
     members: dict[int, list[Operator]] = {}
@@ -40,8 +40,8 @@ def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
             at = todo[-1]
             region = of.get(at.name)
             unit = [at] if region is None else members[id(region)]
-            names = {one.name for one in unit}
-            first = next((p for one in unit for v in one.inputs if (p := producer.get(v)) and p.name not in done | names), None)
+            names = {member.name for member in unit}
+            first = next((p for member in unit for v in member.inputs if (p := producer.get(v)) and p.name not in done | names), None)
             if at.name in done:
                 todo.pop()
             elif first is not None:
@@ -59,53 +59,53 @@ def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Way:
-    """One value on its way: its whole shape on a rank, in which pieces of the samples it lies outside, its owner, its dtype."""
+    """The transfer of one value: its full local shape, its sample shards outside the region, its owner, its dtype."""
 
     shape: tuple[int, ...]
     form: Shard
     owner: int
     dtype: torch.dtype
-    learns: bool  # whether its gradient travels back
+    learns: bool  # whether its gradient is sent back
 
     def piece(self, n: int, index: int) -> tuple[int, ...]:
-        """The shape of the piece of rank `index` of n."""
+        """Return the shape of the shard of rank `index` of n."""
         dim = self.form.dim
         return (*self.shape[:dim], self.form.part(self.shape[dim], n, index)[1], *self.shape[dim + 1 :])
 
 
 def _exchange(enters: bool, xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
-    """From pieces (None: zeros) to whole values on their owners, empty on other ranks; or the other way."""
+    """Send shards (None: zeros) to full values on their owners, empty on other ranks; or the reverse."""
     received = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
     for dtype in dict.fromkeys(way.dtype for way in ways):
-        mine = {i: way for i, way in enumerate(ways) if way.dtype is dtype}
-        for i, x in (_to_owners if enters else _from_owners)(xs, mine, dtype, group).items():
+        of_dtype = {i: way for i, way in enumerate(ways) if way.dtype is dtype}
+        for i, x in (_to_owners if enters else _from_owners)(xs, of_dtype, dtype, group).items():
             received[i] = x
     return received
 
 
 def _to_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: torch.dtype, group: Group) -> dict[int, Tensor]:
-    """From pieces to whole values, of those that this rank owns."""
-    n, me = group.size, group.index
+    """Send shards; return full values that this rank owns."""
+    n, own_rank = group.size, group.index
     sent: list[list[Tensor]] = [[] for _ in range(n)]
     for i, way in ways.items():
-        sent[way.owner].append(_given(xs[i], way.piece(n, me), dtype, group))
-    owned = {i: way for i, way in ways.items() if way.owner == me}
-    arrived = _sent(sent, [[way.piece(n, j) for way in owned.values()] for j in range(n)], dtype, group)
-    return {i: torch.cat([parts[k] for parts in arrived], way.form.dim) for k, (i, way) in enumerate(owned.items())}
+        sent[way.owner].append(_given(xs[i], way.piece(n, own_rank), dtype, group))
+    owned = {i: way for i, way in ways.items() if way.owner == own_rank}
+    received = _sent(sent, [[way.piece(n, j) for way in owned.values()] for j in range(n)], dtype, group)
+    return {i: torch.cat([parts[k] for parts in received], way.form.dim) for k, (i, way) in enumerate(owned.items())}
 
 
 def _from_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: torch.dtype, group: Group) -> dict[int, Tensor]:
-    """From whole values on their owners to pieces."""
-    n, me = group.size, group.index
+    """Send full values from their owners; return shards."""
+    n, own_rank = group.size, group.index
     sent: list[list[Tensor]] = [[] for _ in range(n)]
     for i, way in ways.items():
-        if way.owner == me:
+        if way.owner == own_rank:
             value = _given(xs[i], way.shape, dtype, group)
             for j, (start, stop) in enumerate(way.form.ranges(way.shape[way.form.dim], n)):
                 sent[j].append(value.narrow(way.form.dim, start, stop - start))
-    of = [[i for i, way in ways.items() if way.owner == j] for j in range(n)]
-    arrived = _sent(sent, [[ways[i].piece(n, me) for i in those] for those in of], dtype, group)
-    return {i: part for those, parts in zip(of, arrived, strict=True) for i, part in zip(those, parts, strict=True)}
+    values_of_rank = [[i for i, way in ways.items() if way.owner == j] for j in range(n)]
+    received = _sent(sent, [[ways[i].piece(n, own_rank) for i in values] for values in values_of_rank], dtype, group)
+    return {i: part for values, parts in zip(values_of_rank, received, strict=True) for i, part in zip(values, parts, strict=True)}
 
 
 def _given(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: Group) -> Tensor:
@@ -115,24 +115,24 @@ def _given(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: 
 def _sent(
     sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, group: Group
 ) -> list[list[Tensor]]:
-    """`sent[j]` to rank j, all in one; from every rank tensors of `shapes`."""
-    flat = [torch.cat([x.reshape(-1) for x in those]) if those else torch.empty(0, dtype=dtype, device=group.device) for those in sent]
-    arrived = group.exchange(flat, [[sum(prod(shape) for shape in those)] for those in shapes])
+    """Send `sent[j]` to rank j, all in one collective; return tensors of `shapes` from every rank."""
+    flat = [torch.cat([x.reshape(-1) for x in group_items]) if group_items else torch.empty(0, dtype=dtype, device=group.device) for group_items in sent]
+    received = group.exchange(flat, [[sum(prod(shape) for shape in group_items)] for group_items in shapes])
     by_rank = []
-    for x, those in zip(arrived, shapes, strict=True):
-        parts = torch.split(x, [prod(shape) for shape in those]) if those else ()
-        by_rank.append([part.view(shape) for part, shape in zip(parts, those, strict=True)])
+    for x, group_items in zip(received, shapes, strict=True):
+        parts = torch.split(x, [prod(shape) for shape in group_items]) if group_items else ()
+        by_rank.append([part.view(shape) for part, shape in zip(parts, group_items, strict=True)])
     return by_rank
 
 
 class _Exchanged(torch.autograd.Function):
-    """Values that enter a region, or leave it. `anchor`: what is kept of a pass, so that layers that are computed again are so on all ranks
-    at one time; with a gradient of its own it brings autograd here on ranks that own nothing."""
+    """Values that enter a region, or leave it. `anchor`: a saved tensor, so that layers are recomputed on all ranks at the same time; its
+    own gradient requirement brings autograd here on ranks that own nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, enters: bool, ways: Sequence[Way], group: Group, *xs: Tensor | None) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.enters, ctx.ways, ctx.group, ctx.beside = enters, ways, group, len(xs) - len(ways)
+        ctx.enters, ctx.ways, ctx.group, ctx.num_extra = enters, ways, group, len(xs) - len(ways)
         ctx.save_for_backward(anchor)
         received = _exchange(enters, xs[: len(ways)], ways, group)
         ctx.mark_non_differentiable(*(x for x, way in zip(received, ways, strict=True) if not way.learns))
@@ -141,18 +141,18 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        # What enters is alike on every rank; of what leaves the owner alone has more than a place.
-        asked = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
-        gradients: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.beside)
-        back = _exchange(not ctx.enters, [grads[i] for i in asked], [ctx.ways[i] for i in asked], ctx.group)
-        for i, x in zip(asked, back, strict=True):
+        # Entering values are the same on every rank; of leaving ones the owner alone has more than an empty tensor.
+        indices = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
+        gradients: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.num_extra)
+        received = _exchange(not ctx.enters, [grads[i] for i in indices], [ctx.ways[i] for i in indices], ctx.group)
+        for i, x in zip(indices, received, strict=True):
             gradients[i] = x if ctx.enters or ctx.ways[i].owner == ctx.group.index else None
         return None, None, None, None, *gradients
 
 
 def exchanged(enters: bool, ways: Sequence[Way], group: Group, *xs: Tensor | None) -> tuple[Tensor, ...]:
-    """From pieces to owners where values enter a region, from owners (None elsewhere) to pieces where they leave it. What comes behind the
-    values of `ways` is not sent: it binds this exchange to another."""
+    """Send values from shards to owners where they enter a region, from owners (None elsewhere) to shards where they leave it. Tensors
+    after those of `ways` are not sent: they order this exchange after another."""
     anchor = torch.empty(0, requires_grad=not enters)
     outputs: tuple[Tensor, ...] = _Exchanged.apply(anchor, enters, ways, group, *xs)  # type: ignore[no-untyped-call]
     return outputs

@@ -1,8 +1,7 @@
-"""How an operator is called that is more than itself: where a cut needs a kernel, where it is random, where it writes a buffer.
+"""Lowering of operators that need more than a local call: sharded labels that need a kernel, random draws, writes to buffers.
 
-In: a `Call`. Out: the node of its result. An operator's record may have a word for how it is lowered; `BY_WORD` says what that is. What a
-way has nothing to say about is called by the next: what draws, what a cut needs a kernel for, what is averaged or added after a sum, and at
-last the operator as it stands.
+An operator's record may name its lowering function in `LOWERINGS`. Where a function returns nothing, the next one is tried: random draws,
+kernels of sharded labels, means, biases added after a reduction, views, and at last the operator as it is.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ Way = Callable[[Call], fx.Node | None]
 
 
 def called(call: Call, writes: bool) -> fx.Node:
-    """The node of the operator's result. `writes`: it updates a buffer in place."""
+    """Return the node of the operator's output. `writes`: it updates a buffer in place."""
     if call.op.function is not None:
         return _function(call, call.op.function)
     if writes:
         return call.nodes.add(bind(write_buffer, call.operator, call.low.draw), tuple(call.args), call.kwargs)
-    ways = (BY_WORD.get(call.record.lowering), _drawn, _dense, _by_kernel, _averaged, _biased, _shaped)
-    for way in ways:
-        node = way(call) if way is not None else None
+    functions = (BY_WORD.get(call.record.lowering), _drawn, _dense, _by_kernel, _averaged, _biased, _shaped)
+    for function in functions:
+        node = function(call) if function is not None else None
         if node is not None:
             return node
     return call.local()
 
 
 def _function(call: Call, captured: Function) -> fx.Node:
-    """A function with a backward of the user's own, which is first tried on pieces as large as this rank's."""
+    """Lower a user's autograd function, after checking it on shards as large as this rank's."""
     low, op, cut = call.low, call.op, call.cut
     rows = low.sharding.needs[op.name]
-    places = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
-    cuts = [(axis, low.sharding.sizes[axis], places[axis]) for axis in cut]
+    shard_dims = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
+    cuts = [(axis, low.sharding.sizes[axis], shard_dims[axis]) for axis in cut]
     specs = tuple(low.graph.tensors[v] for v in op.inputs)
     key = (captured, specs, str(cuts))
     if cuts and key not in low.tried:
@@ -114,7 +113,7 @@ def _ring(call: Call, ring: Ring) -> fx.Node:
 
 
 def _pick_heads(call: Call) -> None:
-    """Of keys and values that are whole where queries are cut by heads, those that this rank's queries read."""
+    """Select, from replicated keys and values of attention sharded by query heads, those that this rank's queries read."""
     rows, rule = call.low.sharding.needs[call.op.name], call.rule if call.cut else None
     for axis, label in call.cut.items():
         if rule is None or rule.inputs[0] is None or label not in rule.inputs[0][-3:-2]:
@@ -150,23 +149,23 @@ def _instance_norm(call: Call) -> fx.Node | None:
 
 
 def _in_groups(call: Call) -> None:
-    """A convolution of as many groups as this rank has."""
+    """Set a convolution's number of groups to this rank's."""
     if "groups" in call.kernels():
         call.args[6] = call.args[6] * call.shape[1] // call.made.shape[1]
 
 
 def _in_rows(call: Call) -> fx.Node:
-    """It reads memory, and what stands here lies in memory as it was traced: in rows."""
+    """Make the input contiguous, as traced: the operator reads memory directly."""
     return call.emit(call.operator, [call.add(torch.ops.aten.contiguous.default, call.args[0]), *call.args[1:]], call.kwargs)
 
 
 def _in_pairs(call: Call) -> fx.Node:
-    """A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place."""
+    """Clone the input: a parameter may begin anywhere in a shared buffer, a complex number only at an even offset."""
     return call.emit(call.operator, [call.add(torch.ops.aten.clone.default, call.args[0])], call.kwargs)
 
 
 def _part(call: Call) -> fx.Node | None:
-    """Parts of a dimension of which this rank has a piece of each run: its own pieces of those that a part is."""
+    """Lower slices of a dimension sharded by runs: this rank's shards of the runs in each slice."""
     op, low = call.op, call.low
     axis = next((axis for axis, label in call.cut.items() if (op.name, label) in low.graph.fused.labels), "")
     if not axis or call.record.along is None:
@@ -184,7 +183,7 @@ def _part(call: Call) -> fx.Node | None:
 
 
 def _units(call: Call) -> fx.Node | None:
-    """A recurrence of which this rank has some of the hidden units."""
+    """Lower a recurrence with sharded hidden units."""
     op, low = call.op, call.low
     axes, recurrence = call.axes_of(UNITS), call.record.recurrence
     if not axes or recurrence is None:
@@ -226,8 +225,8 @@ def _targets(call: Call) -> fx.Node | None:
 
 
 def _experts_here(call: Call, number: int) -> tuple[str, int, int]:
-    """(axis over which `number` experts are spread, "" where they are not; the first of this rank; how many it has). Of several such axes
-    each cuts the pieces of those before it once more, and all ranks have the same tokens."""
+    """Return (axis over which `number` experts are sharded or "", first local expert, number of local experts). Of several such axes each
+    shards the shards of those before it again, and all ranks have the same tokens."""
     axes, first = call.axes_of(EXPERT), 0
     for axis in axes:
         start, number = piece(number, call.low.groups[axis].size, call.low.groups[axis].index)
@@ -237,12 +236,12 @@ def _experts_here(call: Call, number: int) -> tuple[str, int, int]:
 
 def _to_experts(call: Call) -> fx.Node | None:
     x, which, experts = call.args
-    axis, first, here = _experts_here(call, experts)
+    axis, first, num_local = _experts_here(call, experts)
     if not axis:
         return None
-    if is_shard(call.low.sharding.needs[call.op.name][0][axis]):  # its ranks have other tokens
+    if is_shard(call.low.sharding.needs[call.op.name][0][axis]):  # ranks of an expert axis have different tokens
         return call.add(bind(to_ranks, call.low.groups[axis]), x, which, experts)
-    return call.add(call.operator, x, which, experts, first, here)
+    return call.add(call.operator, x, which, experts, first, num_local)
 
 
 def _of_experts(call: Call) -> fx.Node:
@@ -285,7 +284,7 @@ def _drawn(call: Call) -> fx.Node | None:
 
 
 def _dense(call: Call) -> None:
-    """Gradients lie in buffers with others, which are dense."""
+    """Force dense gradients: they are stored in dense buffers with others."""
     at = call.record.sparse_at
     if at is not None and len(call.args) > at:
         call.args[at] = False
@@ -306,7 +305,7 @@ def _by_kernel(call: Call) -> fx.Node | None:
 
 
 def _averaged(call: Call) -> fx.Node | None:
-    """An average over a part of what is averaged: this rank's share of the whole one."""
+    """Lower a mean over a sharded dimension: this rank's share of the global mean."""
     axes = call.averages()
     if not axes:
         return None
@@ -314,7 +313,7 @@ def _averaged(call: Call) -> fx.Node | None:
 
 
 def _biased(call: Call) -> fx.Node | None:
-    """A sum over ranks whose bias is added once, after it."""
+    """Lower a reduction over ranks whose bias is added once, after it."""
     position, args, axes = call.record.bias, call.args, call.contracted()
     if position is None or len(args) <= position or args[position] is None or not axes:
         return None
@@ -322,17 +321,17 @@ def _biased(call: Call) -> fx.Node | None:
     partial_sum = call.local()
     form = call.low.sharding.forms[call.op.outputs[0]]
     for axis in axes:
-        if form[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
+        if form[axis] is P:  # reduced later: every rank adds its share of the bias
             bias = call.add(torch.ops.aten.div.Tensor, bias, call.low.sharding.sizes[axis])
         else:
             partial_sum = call.nodes.move(partial_sum, call.low.groups[axis], P, R)
-    behind = len(call.made.shape) - 2 if call.record.kind == "convolution" else 0  # dimensions that follow the features
-    bias = call.add(torch.ops.aten.reshape.default, bias, [-1] + [1] * behind) if behind else bias
+    num_trailing = len(call.made.shape) - 2 if call.record.kind == "convolution" else 0  # dimensions that follow the features
+    bias = call.add(torch.ops.aten.reshape.default, bias, [-1] + [1] * num_trailing) if num_trailing else bias
     return call.add(_add_bias, partial_sum, bias)
 
 
 def _shaped(call: Call) -> fx.Node | None:
-    """What is given the shape of its result, which here is that of this rank's part."""
+    """Lower an operator with a shape argument, which becomes that of this rank's shard."""
     shapers = {"reshape": torch.ops.aten.reshape.default, "expand": torch.ops.aten.expand.default}
     shaper = shapers.get(call.record.moves)
     ragged, value = call.low.graph.ragged, call.op.outputs[0]
@@ -341,7 +340,7 @@ def _shaped(call: Call) -> fx.Node | None:
 
 
 def _complex_scatter(target: Callable[..., Tensor], x: Tensor, source: Tensor, dim: int = 0, *rest: Any, **kwargs: Any) -> Tensor:
-    """`slice_scatter` and `select_scatter` of complex numbers, which have no derivative in torch: those of their two parts."""
+    """Compute `slice_scatter` and `select_scatter` of complex numbers, which torch cannot differentiate, on their real pairs."""
     parts = target(torch.view_as_real(x), torch.view_as_real(source.to(x.dtype)), dim % x.dim(), *rest, **kwargs)
     return torch.view_as_complex(parts.contiguous())
 

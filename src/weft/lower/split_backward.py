@@ -1,12 +1,11 @@
-"""Backward in two parts: gradients of activations first, gradients of weights later, when there is time (Qi et al. 2023).
+"""Split backward, as zero-bubble schedules need: input gradients first, weight gradients later (Qi et al. 2023).
 
-In: a lowered stage and its trainable parameters. Out: the same stage, in which every operator that is linear in a weight (a product, a
-convolution, a look-up) treats that weight as a constant and notes what its gradient needs: the operator's input and the gradient
-of its output. `DelayedWeightGradients.deliver` makes the weight gradients from such notes.
+In a lowered stage every operator that is linear in a trainable weight (a product, a convolution, a look-up) treats that weight as a
+constant and notes its input and output gradient. `DelayedWeightGradients.deliver` computes the weight gradients from such notes.
 
-Nothing is cut out of autograd's graph, so views, shared parameters, several outputs and recomputation need no care: a weight that is read
-through a view gets its gradient through that view, one that is read twice gets the sum, and whatever is not noted (biases, norms, weights
-that are moved between ranks first) is differentiated with the activations. Not modelled: second derivatives.
+Autograd's graph is not modified, so views, shared parameters, several outputs and recompute need no care: a weight that is read through a
+view gets its gradient through that view, one that is read twice gets the sum, and all else (biases, norms, weights that are redistributed
+first) is differentiated with the activations. Not modeled: second derivatives.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Note(NamedTuple):
-    """What one operator of one microbatch leaves for its weight gradient."""
+    """The input and output gradient of one operator of one microbatch, for its weight gradient."""
 
     site: int
     x: Tensor
@@ -33,7 +32,7 @@ class Note(NamedTuple):
 
 
 class Into(Protocol):
-    """Where weight gradients go."""
+    """Destination of weight gradients."""
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to a parameter's."""
@@ -42,7 +41,7 @@ class Into(Protocol):
         """Add the product of two matrices to a parameter's gradient."""
 
 
-# Of the operator's input, the gradient of its output, the weight (for its shape) and the operator's arguments.
+# Arguments: the operator's input, its output gradient, the weight (for its shape) and the operator's arguments.
 Formula = Callable[[Tensor, Tensor, Tensor, "list[Any]"], Tensor]
 
 
@@ -69,13 +68,13 @@ def _convolution(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Te
 
 
 def _padded_by_name(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
-    """Padding "same" or "valid": what is odd of "same" is added after the last element, as torch does."""
+    """Return the gradient with padding "same" or "valid"; an odd remainder of "same" is added at the end, as in torch."""
     dims = weight.dim() - 2
     stride, padding, dilation, groups = _with_defaults(args[3:], [1, "valid", 1, 1])
-    wide = [d * (k - 1) if padding == "same" else 0 for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
-    if any(n % 2 for n in wide):
-        x = torch.nn.functional.pad(x, [p for n in reversed(wide) for p in (0, n % 2)])
-    return _convolution(x, grad, weight, [None, None, None, stride, [n // 2 for n in wide], dilation, groups])
+    totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
+    if any(n % 2 for n in totals):
+        x = torch.nn.functional.pad(x, [p for n in reversed(totals) for p in (0, n % 2)])
+    return _convolution(x, grad, weight, [None, None, None, stride, [n // 2 for n in totals], dilation, groups])
 
 
 def _transposed(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
@@ -86,7 +85,7 @@ def _transposed(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Ten
 
 
 def _of_convolution(x: Tensor, grad: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
-    if x.dim() < weight.dim():  # one image, without a batch
+    if x.dim() < weight.dim():  # one image without a batch dimension
         x, grad = x.unsqueeze(0), grad.unsqueeze(0)
     gradient: Tensor = aten.convolution_backward.default(grad, x, weight, None, *options, [False, True, False])[1]
     return gradient
@@ -107,7 +106,7 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-# The names that records (`weft.ops.record.WeightGradient`) call them by.
+# By the names in records (`weft.ops.record.WeightGradient`).
 FORMULAS: dict[str, Formula] = {
     "linear": _linear, "product": _matmul, "stacked": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
     "transposed": _transposed, "rows": _embedding,
@@ -116,7 +115,7 @@ FORMULAS: dict[str, Formula] = {
 
 @dataclass(frozen=True)
 class _Site:
-    """One operator whose weight gradient is late: its formula, its constant arguments, and how it sees the parameter `name`."""
+    """One operator with a delayed weight gradient: formula, constant arguments, and its view of the parameter `name`."""
 
     name: str
     parameter: Tensor
@@ -125,7 +124,7 @@ class _Site:
     args: list[Any]
 
     def factors(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Two matrices whose product is the gradient of the parameter, where it is one."""
+        """Return two matrices whose product is the parameter's gradient, where it is one."""
         if self.views or x.dtype is not self.parameter.dtype or grad.dtype is not x.dtype:
             return None
         if self.formula is _linear:
@@ -133,7 +132,7 @@ class _Site:
         return (_rows(x).t(), _rows(grad)) if self.formula is _matmul else None
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the parameter."""
+        """Return the parameter's gradient."""
         if x.is_floating_point() and x.dtype is not grad.dtype:
             x = x.to(grad.dtype)
         if not self.views:
@@ -141,17 +140,17 @@ class _Site:
             return gradient if gradient.dtype is self.parameter.dtype else gradient.to(self.parameter.dtype)
         with torch.enable_grad():
             read = self._in_shape().requires_grad_()
-            seen = self._through_views(read)
-        gradient = self.formula(x, grad, seen.detach(), self.args)
-        return torch.autograd.grad(seen, read, gradient.to(seen.dtype))[0]
+            viewed = self._through_views(read)
+        gradient = self.formula(x, grad, viewed.detach(), self.args)
+        return torch.autograd.grad(viewed, read, gradient.to(viewed.dtype))[0]
 
     @property
     def dims(self) -> int:
-        """Dimensions of the weight as the operator reads it."""
+        """Number of dimensions of the weight as the operator reads it."""
         return self._through_views(self._in_shape()).dim()
 
     def _in_shape(self) -> Tensor:
-        """The parameter; where its memory has been given back (ZeRO-3), a tensor of its shape: no formula reads values of it."""
+        """Return the parameter; if its memory is freed (ZeRO-3), a tensor of its shape: no formula reads its values."""
         if self.parameter.untyped_storage().nbytes():
             return self.parameter.detach()
         return self.parameter.new_empty(1).expand(self.parameter.shape)
@@ -164,38 +163,38 @@ class _Site:
 
 @dataclass
 class DelayedWeightGradients:
-    """The late weight gradients of one stage. `notes`: where operators that run now will leave their notes in backward."""
+    """The delayed weight gradients of one stage. `notes`: where operators run from now on leave their notes in backward."""
 
     sites: list[_Site] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    anchor: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))  # what makes an output differentiable for its note
+    anchor: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))  # makes outputs differentiable so that backward leaves notes
 
     @property
     def names(self) -> frozenset[str]:
-        """Parameters with late gradients; some may have other gradients that are not."""
+        """Parameters with delayed gradients; some may have other, immediate gradients."""
         return frozenset(site.name for site in self.sites)
 
     @torch.no_grad()
     def deliver(self, notes: list[Note], into: Into) -> None:
-        """Hand every parameter's gradient from these notes on, once, in the order in which the last of its notes was left."""
-        left: dict[str, int] = {}
+        """Deliver every parameter's gradient from these notes, once, in the order of its last note."""
+        num_remaining: dict[str, int] = {}
         for note in notes:
             name = self.sites[note.site].name
-            left[name] = left.get(name, 0) + 1
+            num_remaining[name] = num_remaining.get(name, 0) + 1
         sums: dict[str, Tensor] = {}
         notes.reverse()
         while notes:
             number, x, grad = notes.pop()
             site = self.sites[number]
-            left[site.name] -= 1
-            seen, is_last = sums.pop(site.name, None), not left[site.name]
-            factors = site.factors(x, grad) if seen is None and is_last else None
+            num_remaining[site.name] -= 1
+            partial_sum, is_last = sums.pop(site.name, None), not num_remaining[site.name]
+            factors = site.factors(x, grad) if partial_sum is None and is_last else None
             if factors is not None:
                 into.add_product(site.name, *factors)
                 continue
             gradient = site.gradient(x, grad)
-            if seen is not None:
-                gradient = seen + gradient
+            if partial_sum is not None:
+                gradient = partial_sum + gradient
             if is_last:
                 into.add(site.name, gradient)
             else:
@@ -203,7 +202,7 @@ class DelayedWeightGradients:
 
 
 class _Noted(torch.autograd.Function):
-    """Nothing forward; backward leaves a note of the input `x` and of the gradient that passes."""
+    """Identity forward; backward notes the input `x` and the gradient that passes."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, delayed: DelayedWeightGradients, site: int) -> Tensor:
@@ -222,14 +221,14 @@ class _Noted(torch.autograd.Function):
 def delay_weight_gradients(
     local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]], by_hooks: bool = False
 ) -> tuple[LocalStage, DelayedWeightGradients]:
-    """The stage with late weight gradients, and what delivers them.
+    """Return the stage with delayed weight gradients, and the object that delivers them.
 
-    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads. `by_hooks`: what is kept for
-    backward is neither computed again nor moved meanwhile; then notes are taken by hooks, at a third of the cost.
+    `parameters`: graph value -> (name, this rank's shard) of every trainable parameter that the stage reads. `by_hooks`: saved tensors are
+    neither recomputed nor offloaded meanwhile; then notes are taken by hooks, at a third of the cost.
     """
     delayed = DelayedWeightGradients()
     if not isinstance(local.module, fx.GraphModule):
-        return local, delayed  # a module that runs whole: all gradients come at once
+        return local, delayed  # not a graph: all gradients come at once
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = [node for node in local.module.graph.nodes if node.op == "placeholder"]
@@ -239,23 +238,23 @@ def delay_weight_gradients(
         copies[node] = copied = graph.node_copy(node, copies.__getitem__)
         site = _site_of(node, leaves)
         if site is not None:
-            how = _record(node).weight
-            assert how is not None
-            copied.target = _noting(node.target, how.weight, how.x, delayed, len(delayed.sites), by_hooks)
+            formula_record = _record(node).weight
+            assert formula_record is not None
+            copied.target = _noting(node.target, formula_record.weight, formula_record.x, delayed, len(delayed.sites), by_hooks)
             delayed.sites.append(site)
     graph.lint()
     return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), delayed
 
 
 def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Site | None:
-    how = _record(node).weight
-    formula = None if how is None else how.formulas.get(str(node.target).rpartition(".")[2])
-    if how is None or formula is None or node.kwargs:
+    formula_record = _record(node).weight
+    formula = None if formula_record is None else formula_record.formulas.get(str(node.target).rpartition(".")[2])
+    if formula_record is None or formula is None or node.kwargs:
         return None
     views: list[Callable[[Tensor], Tensor]] = []
-    at: Any = node.args[how.weight]
+    at: Any = node.args[formula_record.weight]
     args = node.args
-    if not isinstance(at, fx.Node) or not isinstance(args[how.x], fx.Node):
+    if not isinstance(at, fx.Node) or not isinstance(args[formula_record.x], fx.Node):
         return None
     while _is_view(_record(at)) and not at.kwargs and not any(isinstance(a, fx.Node) for a in at.args[1:]):
         views.append(_view(at))
@@ -264,16 +263,16 @@ def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Si
         return None
     name, parameter = leaves[at]
     site = _Site(name, parameter, tuple(reversed(views)), FORMULAS[formula], [None if isinstance(a, fx.Node) else a for a in args])
-    return site if site.dims == how.dims else None
+    return site if site.dims == formula_record.dims else None
 
 
 def _record(node: fx.Node) -> Op:
-    """What is known of the operator that a node calls; nothing where it calls none."""
+    """Return the record of the operator that a node calls; an empty one where it calls none."""
     return record_of_target(str(node.target))
 
 
 def _is_view(record: Op) -> bool:
-    """Whether what is made is part of a weight, or all of it in another shape."""
+    """Return whether the output is part of a weight, or all of it in another shape."""
     return record.kind == "view" and (record.moves in ("reshape", "part") or record.turn is not None)
 
 
@@ -299,6 +298,6 @@ def _noting(
         out: Tensor = _Noted.apply(y, args[x], delayed.anchor, delayed, site)  # type: ignore[no-untyped-call]
         return out
 
-    noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
+    noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recompute matches operators by name
     noted.__module__ = __name__
     return noted
