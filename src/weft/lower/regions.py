@@ -116,12 +116,12 @@ def _sent(
     sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, group: Group
 ) -> list[list[Tensor]]:
     """Send `sent[j]` to rank j, all in one collective; return tensors of `shapes` from every rank."""
-    flat = [torch.cat([x.reshape(-1) for x in group_items]) if group_items else torch.empty(0, dtype=dtype, device=group.device) for group_items in sent]
-    received = group.exchange(flat, [[sum(prod(shape) for shape in group_items)] for group_items in shapes])
+    flat = [torch.cat([x.reshape(-1) for x in items]) if items else torch.empty(0, dtype=dtype, device=group.device) for items in sent]
+    received = group.exchange(flat, [[sum(prod(shape) for shape in items)] for items in shapes])
     by_rank = []
-    for x, group_items in zip(received, shapes, strict=True):
-        parts = torch.split(x, [prod(shape) for shape in group_items]) if group_items else ()
-        by_rank.append([part.view(shape) for part, shape in zip(parts, group_items, strict=True)])
+    for x, items in zip(received, shapes, strict=True):
+        parts = torch.split(x, [prod(shape) for shape in items]) if items else ()
+        by_rank.append([part.view(shape) for part, shape in zip(parts, items, strict=True)])
     return by_rank
 
 

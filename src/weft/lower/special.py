@@ -49,9 +49,9 @@ def called(call: Call, writes: bool) -> fx.Node:
         return _function(call, call.op.function)
     if writes:
         return call.nodes.add(bind(write_buffer, call.operator, call.low.draw), tuple(call.args), call.kwargs)
-    functions = (BY_WORD.get(call.record.lowering), _drawn, _dense, _by_kernel, _averaged, _biased, _shaped)
-    for function in functions:
-        node = function(call) if function is not None else None
+    candidates = (BY_WORD.get(call.record.lowering), _drawn, _dense, _by_kernel, _averaged, _biased, _shaped)
+    for lower_call in candidates:
+        node = lower_call(call) if lower_call is not None else None
         if node is not None:
             return node
     return call.local()

@@ -167,7 +167,7 @@ class DelayedWeightGradients:
 
     sites: list[_Site] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    anchor: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))  # makes outputs differentiable so that backward leaves notes
+    anchor: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))  # makes outputs require a gradient
 
     @property
     def names(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Attention whose queries are cut: a rank has those of its positions, and all keys. In: those positions. Out: what they see."""
+"""Causal mask for attention with sharded queries: a rank has the queries of its positions, and all keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from weft.plan.placement import Range
 
 
 def seen(at: tuple[Range, ...], q: Tensor, k: Tensor) -> Tensor:
-    """Which keys queries at these positions see where attention is causal: those up to their own. bool [queries, keys]."""
-    mine = torch.cat([torch.arange(a, b, device=q.device) for a, b in at])
-    return mine.unsqueeze(-1) >= torch.arange(k.shape[-2], device=q.device)
+    """Return the causal mask of queries at these positions: keys up to their own. bool [queries, keys]."""
+    positions = torch.cat([torch.arange(a, b, device=q.device) for a, b in at])
+    return positions.unsqueeze(-1) >= torch.arange(k.shape[-2], device=q.device)

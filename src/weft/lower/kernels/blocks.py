@@ -1,10 +1,9 @@
-"""Attention of some queries to some keys, so that blocks merge to attention of all. In: a `Block`. Out: what it adds to each row, and its
-gradients.
+"""Blockwise attention with online softmax: attention of some queries to some keys, merged block by block, and its gradients.
 
-Rows keep the largest score so far and the sum of weights relative to it (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao 2023, arXiv
-2307.08691): exact also where a mask is the most negative number instead of minus infinity. Backward makes weights again from these two. A
-fused kernel of torch's computes a block that it suits, else products of as many rows at once as fit into `SCORES` scores. Not modelled: a
-gradient of the gradient.
+Rows carry the largest score so far and the sum of weights relative to it (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao 2023, arXiv
+2307.08691): exact also where a mask is the most negative number instead of minus infinity. Backward recomputes weights from these two. One
+of torch's fused kernels computes a block if it supports it, else products of as many rows at once as fit into `SCORES` scores. Not modeled:
+second derivatives.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from weft.lower.kernels.sample_positions import narrowed
 from weft.world import private
 from weft.world.attention_backend import products
 
-SCORES = 2**24  # that are there at once
+SCORES = 2**24  # scores in memory at once
 
 
 @dataclass(frozen=True)
 class Block:
     """Queries q [..., rows, width] and keys k, values v [..., columns, width], of which there may be fewer heads. `mask`: boolean, or added
-    to the scores, [..., rows or 1, columns or 1]. `causal`: each sees those up to its own place. `dropping`: which weights are dropped."""
+    to the scores, [..., rows or 1, columns or 1]. `causal`: each query sees keys up to its own index. `dropout`: of the weights."""
 
     q: Tensor
     k: Tensor
@@ -40,7 +39,7 @@ class Block:
 
     @property
     def fuses(self) -> bool:
-        """Whether torch has one kernel for it."""
+        """Flag: torch has a fused kernel for the block."""
         hides = self.mask is None or (self.mask.dtype is torch.bool and self.mask.dim() in (2, 4))
         ordinary = self.dropping is None and hides and self.q.dim() == 4 and self.q.shape[-1] == self.v.shape[-1]
         return ordinary and self.q.shape[0] == self.k.shape[0] and private.fuses_attention(self.q, self.mask is not None)
@@ -51,8 +50,8 @@ class Block:
 
 
 class Rows:
-    """What rows of queries have attended to so far. `out` [..., rows, width]: values times weights relative to the largest score `top`
-    [..., rows], which sum to `total`."""
+    """Online softmax state of query rows. `out` [..., rows, width]: sum of values times weights relative to the largest score `max_score`
+    [..., rows]; the weights sum to `weight_sum`."""
 
     def __init__(self, q: Tensor, width: int) -> None:
         wide = _wide(q)
@@ -61,29 +60,29 @@ class Rows:
         self.total = q.new_zeros(q.shape[:-1], dtype=wide)
 
     def add(self, start: int, out: Tensor, top: Tensor, total: Tensor) -> None:
-        """What a block found, of the rows from `start` on."""
+        """Merge the result of a block into the rows from `start` on."""
         count = top.shape[-1]
-        mine_out, mine_top, mine_total = (x.narrow(dim, start, count) for x, dim in ((self.out, -2), (self.top, -1), (self.total, -1)))
-        higher = torch.maximum(mine_top, top)
-        fade, new = (mine_top - higher).exp_(), (top - higher).exp_()
-        mine_out.mul_(fade.unsqueeze(-1)).addcmul_(out.to(mine_out.dtype), new.unsqueeze(-1))
-        mine_total.mul_(fade).addcmul_(total, new)
-        mine_top.copy_(higher)
+        old_out, old_top, old_total = (x.narrow(dim, start, count) for x, dim in ((self.out, -2), (self.top, -1), (self.total, -1)))
+        higher = torch.maximum(old_top, top)
+        fade, new = (old_top - higher).exp_(), (top - higher).exp_()
+        old_out.mul_(fade.unsqueeze(-1)).addcmul_(out.to(old_out.dtype), new.unsqueeze(-1))
+        old_total.mul_(fade).addcmul_(total, new)
+        old_top.copy_(higher)
 
     def done(self, dtype: torch.dtype) -> Tensor:
-        """Attention of all that was added; zeros where a row has seen nothing."""
+        """Return the attention output of all blocks added; zeros for a row without visible keys."""
         return (self.out / self.total.masked_fill(self.total == 0, 1.0).unsqueeze(-1)).to(dtype)
 
 
 def attend(rows: Rows, start: int, block: Block) -> None:
-    """Adds a block to the rows from `start` on."""
+    """Add a block to the rows from `start` on."""
     if block.fuses:
         with products(block.q, block.k):
             out, top = private.attention(block.q, block.k, block.v, _added(block), block.causal, block.factor)
         total = torch.ones_like(top)
-        if block.mask is not None:  # the kernel says 0 of rows that see nothing
-            blind = ~block.mask.any(-1)
-            top, total = top.masked_fill(blind, torch.finfo(top.dtype).min), total.masked_fill(blind, 0.0)
+        if block.mask is not None:  # the kernel returns 0 for rows without visible keys
+            is_fully_masked = ~block.mask.any(-1)
+            top, total = top.masked_fill(is_fully_masked, torch.finfo(top.dtype).min), total.masked_fill(is_fully_masked, 0.0)
         rows.add(start, out, top, total)
         return
     for first, part in _parts(block):
@@ -98,7 +97,7 @@ def attend(rows: Rows, start: int, block: Block) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What rows have seen in all, for backward: `out` and its gradient [..., rows, width]; `top` and `total` as `Rows` has them."""
+    """Final state of rows, for backward: `out` and its gradient [..., rows, width]; `max_score` and `weight_sum` as in `SoftmaxState`."""
 
     out: Tensor
     grad: Tensor
@@ -111,9 +110,9 @@ class Seen:
 
 
 def differentiate(block: Block, seen: Seen, of_q: Tensor, of_k: Tensor, of_v: Tensor, of_mask: Tensor | None) -> None:
-    """Adds a block's gradients to those of its queries, keys, values and (what is added to the scores) mask.
+    """Add a block's gradients to those of its queries, keys, values and (added to the scores) mask.
 
-    Weights w are those of the whole row, and the gradient of a score is w (gradient · value - gradient · out) (Dao et al. 2022).
+    Weights w are those of the full row, and the gradient of a score is w (gradient · value - gradient · out) (Dao et al. 2022).
     """
     if block.fuses:
         total = seen.total.masked_fill(seen.total == 0, 1.0).log_().add_(seen.top)
@@ -121,23 +120,23 @@ def differentiate(block: Block, seen: Seen, of_q: Tensor, of_k: Tensor, of_v: Te
             gradients = private.attention_backward(
                 seen.grad, (block.q, block.k, block.v), seen.out, total, _added(block), block.causal, block.factor
             )
-        for into, more in zip((of_q, of_k, of_v), gradients, strict=True):
-            into.add_(more)
+        for into, block_gradient in zip((of_q, of_k, of_v), gradients, strict=True):
+            into.add_(block_gradient)
         return
     wide, factor = _wide(block.q), block.factor
     for first, part in _parts(block):
-        count, mine = part.q.shape[-2], seen.narrow(first, part.q.shape[-2])
-        q, k, v, grad = (x.to(wide) for x in (part.q, _repeated(part.k, part.q), _repeated(part.v, part.q), mine.grad))
-        shares = mine.total.masked_fill(mine.total == 0, 1.0).unsqueeze(-1)
-        weights = _scores(part).sub_(mine.top.unsqueeze(-1)).exp_().div_(shares)
+        count, row_state = part.q.shape[-2], seen.narrow(first, part.q.shape[-2])
+        q, k, v, grad = (x.to(wide) for x in (part.q, _repeated(part.k, part.q), _repeated(part.v, part.q), row_state.grad))
+        weight_sums = row_state.total.masked_fill(row_state.total == 0, 1.0).unsqueeze(-1)
+        weights = _scores(part).sub_(row_state.top.unsqueeze(-1)).exp_().div_(weight_sums)
         of_weights = grad @ v.mT
         of_v.add_(_grouped((dropped_(weights.clone(), *part.dropping) if part.dropping else weights).mT @ grad, of_v))
         if part.dropping is not None:
             of_weights = dropped_(of_weights, *part.dropping)
-        of_scores = of_weights.sub_((grad * mine.out).sum(-1, keepdim=True)).mul_(weights)
+        of_scores = of_weights.sub_((grad * row_state.out).sum(-1, keepdim=True)).mul_(weights)
         if of_mask is not None:
-            there = of_mask if of_mask.shape[-2] == 1 else of_mask.narrow(-2, first, count)
-            there.add_(of_scores.sum_to_size(there.shape))
+            mask_rows = of_mask if of_mask.shape[-2] == 1 else of_mask.narrow(-2, first, count)
+            mask_rows.add_(of_scores.sum_to_size(mask_rows.shape))
         of_q.narrow(-2, first, count).add_(of_scores @ k, alpha=factor)
         of_k.add_(_grouped(of_scores.mT @ q, of_k), alpha=factor)
 
@@ -147,7 +146,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _parts(block: Block) -> Iterator[tuple[int, Block]]:
-    """(first row, block) of as many rows at once as fit."""
+    """Yield (first row, block) of as many rows at once as fit."""
     rows, columns = block.q.shape[-2], block.k.shape[-2]
     each = max(1, SCORES // max(1, prod(block.q.shape[:-2]) * columns))
     for first in range(0, rows, each):
@@ -172,19 +171,19 @@ def _scores(block: Block) -> Tensor:
 
 
 def _added(block: Block) -> Tensor | None:
-    """A boolean mask as what is added to the scores."""
+    """Return a boolean mask as an additive one."""
     if block.mask is None:
         return None
     return torch.zeros_like(block.mask, dtype=block.q.dtype).masked_fill_(~block.mask, -torch.inf)
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Heads of keys or values, as many as of queries."""
+    """Repeat heads of keys or values to as many as of queries."""
     return x if x.dim() < 4 or x.shape[-3] == q.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """Gradients of repeated heads, and of what is one for all samples, summed to what there is."""
+    """Sum gradients of repeated heads, and over broadcast dimensions."""
     if x.dim() > 3 and x.shape[-3] != like.shape[-3]:
         x = x.view(*x.shape[:-3], like.shape[-3], x.shape[-3] // like.shape[-3], *x.shape[-2:]).sum(-3)
     return x.sum_to_size(like.shape)

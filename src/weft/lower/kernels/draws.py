@@ -1,9 +1,9 @@
-"""What operators draw, as functions of the one stream of random numbers (`stream`): the same in a serial run and under every layout.
+"""Random operators as functions of one stream of random numbers (`stream`): equal draws in a serial run and under every layout.
 
-In: a key that belongs to (seed, step, which draw of the model), what is drawn, and the numbers of a piece's elements in the tensor of the
-whole batch. Out: that piece of what the whole batch draws.
+From a key of (seed, step, draw of the model) and the numbers of a shard's elements in the tensor of the whole batch to that shard of what
+the whole batch draws.
 
-Not modelled: what draws in the midst of an operator of its own (dropout between the layers of an LSTM, functions of the user's).
+Not modeled: draws inside of another operator (dropout between the layers of an LSTM, users' autograd functions).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.lower.kernels.random_stream import Key, dropped, dropped_, even, normal
 from weft.lower.kernels.sample_positions import Box
 
-# Operators of which this module knows what they draw, without overload; in place they have a `_` behind.
+# Operators whose draws this module implements, without overload; in-place variants end in `_`.
 SUPPORTED = frozenset(
     """
     dropout native_dropout feature_dropout alpha_dropout rand_like randn_like rand randn uniform normal normal_functional bernoulli
@@ -29,7 +29,7 @@ _SELU = 1.7580993408473766  # scale times alpha of Klambauer et al. 2017, as tor
 
 
 def named(operator: str) -> str:
-    """How `drawn` calls an operator, which has an overload behind it.
+    """Return the name by which `draw_values` knows an operator, from its name with overload.
 
     >>> named("rand_like.default"), named("bernoulli_.float"), named("bernoulli.p"), named("bernoulli.default"), named("normal_.default")
     ('rand_like', 'over bernoulli', 'over bernoulli', 'bernoulli', 'over normal')
@@ -43,15 +43,15 @@ def named(operator: str) -> str:
 def drawn(
     name: str, key: Key, box: Box, dtype: torch.dtype, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """What an operator of SUPPORTED draws, by its name of `named`, at `box`, which is of `model.drawn.drawn_shape`.
+    """Return the draw of an operator of SUPPORTED, by its `draw_name`, at `box`, which is of `random_draws.drawn_shape`.
 
-    Tensors in `args` are pieces already.
+    Tensors in `args` are shards already.
     """
 
     def uniform(wanted: torch.dtype = torch.float64) -> Tensor:
         return even(key, box, device, wanted)
 
-    def given(position: int, key: str, default: Any) -> Any:
+    def argument(position: int, key: str, default: Any) -> Any:
         return args[position] if len(args) > position else kwargs.get(key, default)
 
     match name:
@@ -60,18 +60,18 @@ def drawn(
         case "randn" | "randn_like":
             values = normal(key, box, device)
         case "uniform":
-            low, high = given(1, "from", 0.0), given(2, "to", 1.0)
+            low, high = argument(1, "from", 0.0), argument(2, "to", 1.0)
             values = low + (high - low) * uniform(dtype)
-        case "over normal":  # of a tensor that is overwritten
-            values = normal(key, box, device) * given(2, "std", 1.0) + given(1, "mean", 0.0)
-        case "normal":  # of two tensors, of which one may be a number
-            values = normal(key, box, device) * given(1, "std", 1.0) + given(0, "mean", 0.0)
+        case "over normal":  # in place
+            values = normal(key, box, device) * argument(2, "std", 1.0) + argument(1, "mean", 0.0)
+        case "normal":  # of two tensors, one of which may be a number
+            values = normal(key, box, device) * argument(1, "std", 1.0) + argument(0, "mean", 0.0)
         case "over bernoulli":
-            values = uniform() < given(1, "p", 0.5)
+            values = uniform() < argument(1, "p", 0.5)
         case "bernoulli":
             values = uniform() < args[0]
         case "exponential":
-            values = -torch.log1p(-uniform()) / given(1, "lambd", 1.0)
+            values = -torch.log1p(-uniform()) / argument(1, "lambd", 1.0)
         case "randint" | "randint_like":
             numbers = [x for x in args if isinstance(x, int) and not isinstance(x, bool)]
             low, high = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
@@ -79,14 +79,14 @@ def drawn(
         case "randperm":
             values = uniform().argsort()
         case "multinomial":
-            values = _chosen(args[0], args[1], bool(given(2, "replacement", False)), uniform())
+            values = _chosen(args[0], args[1], bool(argument(2, "replacement", False)), uniform())
         case _:
             raise AssertionError(name)
     return values.to(dtype)
 
 
 def _chosen(weights: Tensor, count: int, repeats: bool, uniform: Tensor) -> Tensor:
-    """`count` indices for every row of weights, by their cumulative sum where one may come again, else by exponential races."""
+    """Return `count` indices for every row of weights, by their cumulative sum with replacement, else by exponential races."""
     weights = weights.double()
     if repeats:
         sums = weights.cumsum(-1)
@@ -95,9 +95,10 @@ def _chosen(weights: Tensor, count: int, repeats: bool, uniform: Tensor) -> Tens
 
 
 def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
-    """What torch's dropout called `name` makes of x: elements; channels ([N, C, ...]); elements set to SELU's least; a mask too.
+    """Apply torch's dropout called `name`: of elements; of channels ([N, C, ...]); alpha dropout (to SELU's minimum); with the mask
+    returned.
 
-    `box` is of `model.drawn.drawn_shape`.
+    `box` is of `random_draws.drawn_shape`.
     """
     if name == "dropout":
         return dropped(x, key, box, p)
@@ -107,14 +108,14 @@ def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
     mask = even(key, box, x.device) < 1.0 - p
     if name == "native_dropout":
         return dropped(x, key, box, p), mask
-    if p == 1.0:  # as torch: nothing is left, and there is no scale that would keep its variance
+    if p == 1.0:  # as torch: no scale would preserve the variance of zeros
         return x * 0.0
     scale = ((_SELU**2 * p + 1) * (1 - p)) ** -0.5
     return scale * torch.where(mask, x, -_SELU) + scale * _SELU * p
 
 
 class Dropping(NamedTuple):
-    """What is dropped: the key of a draw, the numbers of a piece's elements, and how likely each is dropped."""
+    """A dropout: the key of a draw, the numbers of a shard's elements, and the drop probability."""
 
     key: Key
     box: Box
@@ -122,14 +123,14 @@ class Dropping(NamedTuple):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropping: Dropping) -> Tensor:
-    """softmax(q k^T scale + mask) v of queries [..., heads, S, d], with dropout of the weights. Keys may have fewer heads."""
+    """Return softmax(q k^T scale + mask) v of queries [..., heads, S, d], with dropout of the weights. Keys may have fewer heads."""
     if torch.is_autocast_enabled(q.device.type):
-        narrow = torch.get_autocast_dtype(q.device.type)
+        autocast_dtype = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
-            return attention(q.to(narrow), k.to(narrow), v.to(narrow), mask, causal, scale, dropping)
-    if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):  # as torch's own, which composes it too
-        wide = None if mask is None or mask.dtype is torch.bool else mask.float()
-        return attention(q.float(), k.float(), v.float(), mask if wide is None else wide, causal, scale, dropping).to(q.dtype)
+            return attention(q.to(autocast_dtype), k.to(autocast_dtype), v.to(autocast_dtype), mask, causal, scale, dropping)
+    if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):  # as torch, which composes it too
+        wide_mask = None if mask is None or mask.dtype is torch.bool else mask.float()
+        return attention(q.float(), k.float(), v.float(), mask if wide_mask is None else wide_mask, causal, scale, dropping).to(q.dtype)
     if k.dim() > 3 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
@@ -138,13 +139,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
-    scores = scores.softmax(-1)  # let go of what it is made of
+    scores = scores.softmax(-1)  # frees the scores before softmax
     out: Tensor = _Weighed.apply(scores, v, dropping)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Weighed(torch.autograd.Function):
-    """Dropout of weights, times values. What was dropped is drawn again in backward, so that only the weights are kept."""
+    """Dropout of weights, times values. Backward redraws the mask, so that only the weights are saved."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, v: Tensor, dropping: Dropping) -> Tensor:

@@ -1,11 +1,11 @@
-"""Rows of tokens sent to the ranks that have their experts, and back; as many to each as the tokens ask for.
+"""Expert parallelism: all-to-all dispatch of tokens to the ranks of their experts, and combine; message sizes depend on data.
 
-In: this rank's tokens and which experts each is sent to. Out: the rows of this rank's experts, of all ranks' tokens, sorted by expert; and
-what of it brings them back. A token goes once to each rank that has any of its experts, and what these make of it is summed there, with
-the token's weights, so that it comes back once. Counts are exchanged first. Backward takes the same ways.
+Dispatch returns the rows of this rank's experts, of all ranks' tokens, sorted by expert, and the routes by which combine returns them. A
+token is sent once to each rank with any of its experts; their outputs are summed there with the token's weights, so that it returns once.
+Counts are exchanged first. Backward takes the same routes.
 
-Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens that came here, V tokens sent from here,
-C choices of this rank's tokens, D model.
+Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens received, V tokens sent, C choices of
+this rank's tokens, D model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from weft.world.group import Group
 
 @dataclass(frozen=True)
 class _Way:
-    """`token_V`: which token each that is sent is; `sent` and `came`: how many to and from each rank. `choice_C`: choices in order of their
-    experts; `asked` and `asks`: how many are of each rank's experts, and of this rank's in each rank's tokens. Of the rows here: `row_M` is
-    the token that came, `sort_M` the choice."""
+    """`token_V`: index of each sent token; `num_tokens_sent` and `num_tokens_received`: by rank. `choice_C`: choices sorted by expert;
+    `num_choices_sent` and `num_choices_received`: choices of each rank's experts, and of this rank's in each rank's tokens. Of the local
+    rows: `row_M` is the received token, `sort_M` the choice."""
 
     token_V: Tensor
     choice_C: Tensor
@@ -36,13 +36,13 @@ class _Way:
     asks: list[int]
 
     def pack(self) -> Tensor:
-        """As one tensor, which goes along beside the rows."""
+        """Return the routes as one tensor, which is passed along with the rows."""
         sizes = [len(self.token_V), *self.sent, *self.came, *self.asked, *self.asks]
         return torch.cat((self.choice_C, self.token_V, self.row_M, self.sort_M, self.choice_C.new_tensor(sizes)))
 
     @classmethod
     def unpack(cls, way: Tensor, choices: int, rows: int, ranks: int) -> _Way:
-        """What `pack` made, of so many choices, rows and ranks."""
+        """Return the routes from what `pack` returned, of so many choices, rows and ranks."""
         body, sizes = way[: -4 * ranks - 1], way[-4 * ranks - 1 :].tolist()
         choice, token, row, sort = torch.split(body, [choices, sizes[0], rows, rows])
         return cls(token, choice, row, sort, *(sizes[1 + i * ranks : 1 + (i + 1) * ranks] for i in range(4)))
@@ -53,12 +53,12 @@ def _exchange(group: Group, x: Tensor, sent: list[int], came: list[int]) -> Tens
 
 
 def _summed(x: Tensor, at: Tensor, size: int) -> Tensor:
-    """The sum of the rows that belong to each of `size`."""
+    """Return the sums of rows by index, of `size` indices."""
     return x.new_zeros((size, *x.shape[1:])).index_add_(0, at, x)
 
 
 class _There(torch.autograd.Function):
-    """Tokens ND to the ranks of their experts, a row MD for each expert there."""
+    """Send tokens ND to the ranks of their experts, with a row MD for each expert there."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, way: _Way, group: Group) -> Tensor:
@@ -73,7 +73,7 @@ class _There(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """Rows MD times their weights, summed for each token here, and then for each token at home, ND."""
+    """Sum weighted rows MD for each token on the expert's rank, then for each token on its own rank, ND."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weight_NT: Tensor, way: _Way, group: Group) -> Tensor:
@@ -95,39 +95,39 @@ class _Back(torch.autograd.Function):
 
 
 def to_ranks(group: Group, x_ND: Tensor, which_NT: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows MD of this rank's experts, the expert of each, the way back): how many rows there are follows from all ranks' tokens."""
+    """Return (rows MD of this rank's experts, the expert of each, the routes); the number of rows depends on all ranks' tokens."""
     parts = [piece(experts, group.size, rank) for rank in range(group.size)]
-    first, mine = parts[group.index]
+    first, num_local = parts[group.index]
     ids_C, choice_C = torch.sort(which_NT.reshape(-1), stable=True)
     token_C = choice_C // which_NT.shape[1]
     counts = torch.bincount(ids_C, minlength=experts)
     asked = [int(counts[start : start + n].sum()) for start, n in parts]
     tokens, slots = [], []
     for token in torch.split(token_C, asked):  # of each rank's experts
-        once, slot = torch.unique(token, return_inverse=True)
-        tokens.append(once)
+        unique_token, slot = torch.unique(token, return_inverse=True)
+        tokens.append(unique_token)
         slots.append(slot)
-    sent = [len(once) for once in tokens]
-    told = [torch.cat((counts[start : start + n], counts.new_tensor([many]))) for (start, n), many in zip(parts, sent, strict=True)]
-    here = torch.stack(group.exchange(told, [(mine + 1,)] * group.size))  # [rank, expert], and tokens
-    here, came = here[:, :-1], here[:, -1]
-    asks = here.sum(1).tolist()
-    slot = _exchange(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(here.sum(1))
-    numbers = torch.arange(first, first + mine, device=ids_C.device).repeat(group.size)
-    ids, sort = torch.sort(numbers.repeat_interleave(here.reshape(-1)), stable=True)
+    sent = [len(unique_token) for unique_token in tokens]
+    counts_sent = [torch.cat((counts[start : start + n], counts.new_tensor([total]))) for (start, n), total in zip(parts, sent, strict=True)]
+    counts_received = torch.stack(group.exchange(counts_sent, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
+    counts_received, came = counts_received[:, :-1], counts_received[:, -1]
+    asks = counts_received.sum(1).tolist()
+    slot = _exchange(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(counts_received.sum(1))
+    numbers = torch.arange(first, first + num_local, device=ids_C.device).repeat(group.size)
+    ids, sort = torch.sort(numbers.repeat_interleave(counts_received.reshape(-1)), stable=True)
     way = _Way(torch.cat(tokens), choice_C, slot[sort], sort, sent, came.tolist(), asked, asks)
     return _There.apply(x_ND, way, group), ids, way.pack()  # type: ignore[no-untyped-call]
 
 
 def from_ranks(group: Group, rows_MD: Tensor, way: Tensor, weight_NT: Tensor, experts: int) -> Tensor:
-    """What this rank's tokens got from the experts of all ranks, ND. `way`: of `to_ranks`."""
+    """Return the outputs of all ranks' experts for this rank's tokens, ND. `way`: of `dispatch_to_ranks`."""
     packed = _Way.unpack(way, weight_NT.numel(), len(rows_MD), group.size)
     out_ND: Tensor = _Back.apply(rows_MD, weight_NT, packed, group)  # type: ignore[no-untyped-call]
     return out_ND
 
 
 def product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int, shares: int) -> Tensor:
-    """The products of a rank's experts, `first` of them the first. `shares`: of ranks that each make a summand, which share the bias."""
+    """Return the products of a rank's experts from `first` on. `shares`: of ranks that each compute a partial sum and share the bias."""
     device = rows.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -1,7 +1,6 @@
-"""The largest or least element over dimensions that are cut: each rank's own, and the extreme of those.
+"""Maximum or minimum over sharded dimensions: each rank's own, then the extreme of those.
 
-In: this rank's piece. Out: what the operator makes of the whole tensor, on every rank. The gradient is shared evenly among all elements
-that have the extreme, on whichever rank they lie, as torch has it.
+The gradient is shared evenly among all elements equal to the extreme, on whichever rank they are, as in torch.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from weft.world.world import Group
 
 
 class _Extreme(torch.autograd.Function):
-    """Besides its result forward makes no tensor as large as x."""
+    """Besides its output forward allocates no tensor as large as x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], keeps: bool, largest: bool, groups: tuple[Group, ...]) -> Tensor:
-        of = torch.amax if largest else torch.amin
-        values = of(x, dims, keepdim=True)
+        reduce_op = torch.amax if largest else torch.amin
+        values = reduce_op(x, dims, keepdim=True)
         for group in groups:
-            values = of(group.all_gather(values.unsqueeze(0), 0), 0)
+            values = reduce_op(group.all_gather(values.unsqueeze(0), 0), 0)
         ctx.save_for_backward(x, values)
         ctx.dims, ctx.groups = dims, groups
         return values if keeps else values.squeeze(dims)
@@ -38,7 +37,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def extreme(groups: tuple[Group, ...], largest: bool, x: Tensor, dims: list[int] | None = None, keeps: bool = False) -> Tensor:
-    """`amax` (or `amin`) of `x` over `dims` (default: all of them), some of which are cut over `groups`."""
+    """Return `amax` (or `amin`) of `x` over `dims` (default: all of them), some of which are sharded over `groups`."""
     over = [d % x.dim() for d in dims] if dims else list(range(x.dim()))
     out: Tensor = _Extreme.apply(x, over, keeps, largest, groups)  # type: ignore[no-untyped-call]
     return out

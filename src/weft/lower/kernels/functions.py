@@ -1,7 +1,4 @@
-"""A function with a backward of the user's own, on one rank's tensors: its own `apply`, so that backward is the user's.
-
-In: the `Function` that was captured, and this rank's tensors. Out: what it makes of them.
-"""
+"""A user's autograd function on one rank's tensors: its own `apply`, so that backward is the user's."""
 
 from __future__ import annotations
 
@@ -19,13 +16,14 @@ from weft.model.graph import Function
 
 
 def function(captured: Function, device: torch.device, scale: float = 1.0) -> Callable[..., tuple[Tensor, ...]]:
-    """What calls it with its tensors. `device`: where it is told one; `scale`: of what it makes, where that is a mean over a cut label."""
+    """Return a callable of the function's tensors. `device`: replaces device arguments; `scale`: of its output, if that is a mean over a
+    sharded label."""
     call = call_of(captured)
 
-    def here(a: object) -> object:
+    def localized(a: object) -> object:
         return device if isinstance(a, torch.device) else torch.float64 if captured.wide and a is torch.float32 else a
 
-    call = replace(call, arguments=tuple(map(here, call.arguments)), keywords=tuple((k, here(a)) for k, a in call.keywords))
+    call = replace(call, arguments=tuple(map(localized, call.arguments)), keywords=tuple((k, localized(a)) for k, a in call.keywords))
     cls = _wide(captured.cls) if captured.wide else captured.cls
 
     def called(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,12 +39,12 @@ def function(captured: Function, device: torch.device, scale: float = 1.0) -> Ca
 
 @cache
 def _wide(cls: Any) -> Any:
-    """The class with its code in float64."""
+    """Return the class with its code in float64."""
 
     def under(name: str, code: Callable[..., Any]) -> Any:
         def wide(*args: Any, **kwargs: Any) -> Any:
-            # As in the serial run, where torch's modes of functions do not reach what autograd calls.
-            with Double() if name in ("backward", "vjp") else doubled(True):  # type: ignore[no-untyped-call]  # torch's has no types
+            # As in the serial run, where torch function modes do not apply to code called by autograd.
+            with Double() if name in ("backward", "vjp") else doubled(True):  # type: ignore[no-untyped-call]  # untyped in torch
                 return code(*args, **kwargs)
 
         return staticmethod(wide)

@@ -1,8 +1,7 @@
-"""Operators that slide windows, on a rank's piece of an image: what a window reads beyond the image is padded here, the rest has come.
+"""Sliding-window operators on a rank's shard of an image, after the halo exchange: pad what a window reads beyond the image.
 
-In: the operator, this rank's `Part` of each dimension that is cut, the operator's arguments, of which the first is the window that this
-rank reads. Out: the piece of the result that a rank makes, equal to that piece of the whole result. Exact for any kernel, stride, dilation,
-padding and uneven pieces.
+From this rank's `WindowShard` of each sharded dimension and the operator's arguments, whose first is the range that this rank reads, to its
+shard of the output, equal to that of the unsharded operator. Exact for any kernel, stride, dilation, padding and unequal shards.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weft.ops.sliding_window import Range, Resample, Sliding, Spreading, Window
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of dimension `dim`, `size` long: the entries `read` that this rank has, and the entries `output` of the result that it makes."""
+    """In dimension `dim` of `size` entries: the `input_range` that this rank holds, and the `output_range` that it computes."""
 
     dim: int
     size: int
@@ -32,11 +31,11 @@ class Part:
 
 
 def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, *args: Any) -> Tensor:
-    """`target(x, *args)`, on this rank's parts: of the dimensions that are cut, and of all that are resampled."""
-    kinds = {type(part.window) for part in parts}
-    if kinds == {Spreading}:
+    """Return `target(x, *args)` on this rank's shards of the sharded dimensions, and of all resampled ones."""
+    window_types = {type(part.window) for part in parts}
+    if window_types == {Spreading}:
         return _spread(target, parts, x, *args)
-    if kinds == {Resample}:
+    if window_types == {Resample}:
         return _resampled(parts, x)
     if windows.padding is None:
         sizes = {part.dim: part.output[1] - part.output[0] for part in parts}
@@ -45,7 +44,7 @@ def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Pa
 
 
 def _pads(parts: Sequence[Part], x: Tensor) -> list[int]:
-    """How far what is read lies short of what windows reach, in the order that `F.pad` takes."""
+    """Return how far windows extend beyond what is read, in the order that `F.pad` takes."""
     pads = [0] * (2 * x.dim())
     for part in parts:
         low, high = part.window.needs(*part.output, part.size)
@@ -58,40 +57,40 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
     at = windows.padding
     assert at is not None
     fill, dims, pads = windows.fill, {part.dim for part in parts}, _pads(parts, x)
-    if at == 1:  # padding by itself: that of the other dimensions, beside what is missing here
+    if at == 1:  # constant padding: of the other dimensions, plus what is missing here
         options, rank = list(args[0]), x.dim()
-        mine = [0 if rank - 1 - i // 2 in dims else p for i, p in enumerate(options)]
+        other_pads = [0 if rank - 1 - i // 2 in dims else p for i, p in enumerate(options)]
         number = args[windows.fill_at - 1] if windows.fill_at is not None and len(args) >= windows.fill_at else None
-        return F.pad(x, [a + b for a, b in zip((*mine, *[0] * (2 * rank - len(mine))), pads, strict=True)], value=number or 0.0)
+        return F.pad(x, [a + b for a, b in zip((*other_pads, *[0] * (2 * rank - len(other_pads))), pads, strict=True)], value=number or 0.0)
     spatial = x.dim() - 2
     padding = args[at - 1] if len(args) >= at else 0
-    if isinstance(padding, str):  # "same": each dimension by its own kernel, of which the end has the larger half
-        reach = [d * (k - 1) if padding == "same" else 0 for k, d in zip(args[0].shape[2:], _each(args, 5, spatial, 1), strict=True)]
-        for i, total in enumerate(reach):
+    if isinstance(padding, str):  # "same": by the kernel of each dimension; the larger half is at the end
+        totals = [d * (k - 1) if padding == "same" else 0 for k, d in zip(args[0].shape[2:], _each(args, 5, spatial, 1), strict=True)]
+        for i, total in enumerate(totals):
             if i + 2 not in dims:
                 pads[2 * (spatial - 1 - i) : 2 * (spatial - 1 - i) + 2] = [total // 2, total - total // 2]
         target, padding = getattr(torch.ops.aten, f"conv{spatial}d").default, 0
-    rest = [0 if i + 2 in dims else p for i, p in enumerate(_tuple(padding, spatial))]
+    other_padding = [0 if i + 2 in dims else p for i, p in enumerate(_tuple(padding, spatial))]
     args = [*args, *_defaults(windows, spatial)[len(args) : at]]
-    args[at - 1] = rest
+    args[at - 1] = other_padding
     out = target(F.pad(x, pads, value=fill) if any(pads) else x, *args)
-    counted = windows.counts is None or len(args) < windows.counts or args[windows.counts - 1] or any(args[windows.counts :])
-    if not counted:
-        for part in parts:  # where padding does not count, the divisor at the edge of the image is smaller
+    counts_padding = windows.counts is None or len(args) < windows.counts or args[windows.counts - 1] or any(args[windows.counts :])
+    if not counts_padding:
+        for part in parts:  # without padding, the divisor at the border of the image is smaller
             out = out * out.new_tensor(_larger(part)).view([-1 if i == part.dim else 1 for i in range(out.dim())])
     return out
 
 
 @cache
 def _larger(part: Part) -> tuple[float, ...]:
-    """By how much the mean of each entry that is made is larger where what is padded does not count. Each step asks the same."""
+    """Return the factor of each output mean if padding does not count. Cached: equal in each step."""
     assert isinstance(part.window, Sliding)
     return tuple(part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.output))
 
 
 def _defaults(windows: Windows, dims: int) -> list[Any]:
-    """Arguments behind the tensor, up to the padding, where a call leaves them out: of a convolution (weight, bias, stride, padding), of a
-    pool (kernel, stride, padding)."""
+    """Return default arguments after the tensor, up to the padding: of a convolution (weight, bias, stride, padding), of a pool (kernel,
+    stride, padding)."""
     return [None, None, [1] * dims, 0] if windows.padding == 4 else [None, [], 0]
 
 
@@ -106,13 +105,13 @@ def _each(args: Sequence[Any], position: int, count: int, default: int) -> list[
 
 def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *options: Any) -> Tensor:
     weight, bias, spatial = options[0], options[1] if len(options) > 1 else None, x.dim() - 2
-    cut = {part.dim: part for part in parts}
-    padding = [0 if i + 2 in cut else p for i, p in enumerate(_each(options, 4, spatial, 0))]
-    more = [0 if i + 2 in cut else p for i, p in enumerate(_each(options, 5, spatial, 0))]
+    shard_of_dim = {part.dim: part for part in parts}
+    padding = [0 if i + 2 in shard_of_dim else p for i, p in enumerate(_each(options, 4, spatial, 0))]
+    output_padding = [0 if i + 2 in shard_of_dim else p for i, p in enumerate(_each(options, 5, spatial, 0))]
     groups = options[5] if len(options) > 5 else 1
-    out = target(x, weight, None, _each(options, 3, spatial, 1), padding, more, groups, _each(options, 7, spatial, 1))
+    out = target(x, weight, None, _each(options, 3, spatial, 1), padding, output_padding, groups, _each(options, 7, spatial, 1))
     pads = [0] * (2 * out.dim())
-    for part in parts:  # what falls on other ranks' entries goes, and entries on which nothing falls are zero
+    for part in parts:  # drop contributions to other ranks' entries; entries without any are zero
         assert isinstance(part.window, Spreading)
         first = part.window.first_made(part.read[0])
         pads[2 * (out.dim() - 1 - part.dim)] = first - part.output[0]
@@ -122,11 +121,11 @@ def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *op
 
 
 def _resampled(parts: Sequence[Part], x: Tensor) -> Tensor:
-    """Each dimension by its own two taps."""
+    """Interpolate each dimension with its own two taps."""
     for part in parts:
         low, high, weights = _taps(part)
         first = x.index_select(part.dim, torch.tensor(low, device=x.device))
-        if not any(weights):  # a neighbour's value
+        if not any(weights):  # nearest neighbor
             x = first
             continue
         weight = x.new_tensor(weights).view([-1 if i == part.dim else 1 for i in range(x.dim())])
@@ -136,7 +135,7 @@ def _resampled(parts: Sequence[Part], x: Tensor) -> Tensor:
 
 @cache
 def _taps(part: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Of each entry that is made both neighbours among those that are read, and the weight of the second. Each step asks the same."""
+    """Return both neighbors of each output entry among those read, and the weight of the second. Cached: equal in each step."""
     assert isinstance(part.window, Resample)
     low, high, weights = zip(*(part.window.taps(entry, part.size) for entry in range(*part.output)), strict=True)
     return tuple(i - part.read[0] for i in low), tuple(i - part.read[0] for i in high), weights

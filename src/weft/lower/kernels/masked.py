@@ -1,6 +1,6 @@
-"""`x.masked_scatter(mask, source)` of samples that are cut: a rank's places take what lies in the source behind what earlier ranks take.
+"""`x.masked_scatter(mask, source)` with sharded samples: a rank's elements come after those that earlier ranks take from the source.
 
-In: this rank's samples of x and mask, and the whole source. Out: this rank's samples. The source gets this rank's summand of its gradient.
+Inputs are this rank's samples of x and mask, and the full source, which gets this rank's partial sum of its gradient.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from weft.world.world import Group
 
 
 def masked_scatter(group: Group, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """`x_N...` and `mask_N...` (which may broadcast to x behind its samples) are cut over `group`, in order; `source` is whole."""
-    places = mask.expand_as(x)
-    counts = group.all_gather(places.sum().reshape(1), 0)
-    before = counts[: group.index].sum()
+    """Return x with the mask's elements from `source`; `x_N...` and `mask_N...` (broadcastable) are sharded over `group` in rank order."""
+    is_target = mask.expand_as(x)
+    counts = group.all_gather(is_target.sum().reshape(1), 0)
+    num_before = counts[: group.index].sum()
     flat = source.reshape(-1)
-    taken = (torch.arange(x.numel(), device=x.device) + before).clamp(max=flat.numel() - 1)
-    return x.masked_scatter(places, flat[taken])
+    indices = (torch.arange(x.numel(), device=x.device) + num_before).clamp(max=flat.numel() - 1)
+    return x.masked_scatter(is_target, flat[indices])

@@ -1,11 +1,11 @@
-"""One stream of random numbers: a word of 64 bits for every element of every draw, a function of a key and the element's number alone.
+"""Counter-based random numbers: a 64-bit word for every element of every draw, a function of a key and the element's number only.
 
-In: a key (seed, step, which draw), the numbers of a piece's elements. Out: their words, numbers in [0, 1), and dropout. SplitMix64 (Steele,
-Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the element's number, with a second key word between its
-products, so that two draws are no shifted copies of one another.
+Words, uniform and normal numbers, and dropout, from a key (seed, step, which draw) and the numbers of a shard's elements. SplitMix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the element's number, with a second key word
+between its products, so that no two draws are shifted copies of one another.
 
-On the host a C library draws (compiled on first use, see `weft.world.native_build`); on other devices, and where there is no compiler,
-torch's operators on int64 give the same bits.
+On the host a C library draws (compiled on first use, see `weft.world.native_build`); on other devices, and without a compiler, torch's
+operators on int64 give the same bits.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from weft.world.native_build import built
 
 SOURCE = Path(__file__).with_name("stream.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
-MOST = 16  # dimensions, as in the source
-SMALL = 32768  # elements for which another thread is not worth its start
+MOST = 16  # dimensions, as in the C source
+SMALL = 32768  # elements per thread below which another thread does not pay
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _KINDS = {torch.bfloat16: 16, torch.float32: 32, torch.float64: 64}
-_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a number's significand; 53 of all others
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # bits of the significand; 53 for all others
 
 
 class Key(NamedTuple):
-    """Two words of 64 bits."""
+    """Two 64-bit words."""
 
     first: int
     second: int
 
 
 def key_of(*numbers: int) -> Key:
-    """The key that belongs to some whole numbers.
+    """Return the key of some whole numbers.
 
     >>> key_of(0, 1, 2) == key_of(0, 1, 2), key_of(0, 1) == key_of(1, 0)
     (True, False)
@@ -55,7 +55,7 @@ def key_of(*numbers: int) -> Key:
 
 
 def words(key: Key, box: Box, device: torch.device) -> Tensor:
-    """A word for every element, as int64, in the piece's shape."""
+    """Return a word for every element, as int64, in the shard's shape."""
     shape = [math.prod(count for count, _ in steps) for steps in box.dims]
     library = native() if device.type == "cpu" else None
     if library is None:
@@ -66,30 +66,30 @@ def words(key: Key, box: Box, device: torch.device) -> Tensor:
 
 
 def even(key: Key, box: Box, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Evenly distributed numbers in [0, 1): as many binary digits as the dtype has, those of a wider dtype cut off."""
+    """Return uniform numbers in [0, 1): as many bits as the dtype has, truncated from those of a wider dtype."""
     digits = _DIGITS.get(dtype, 53)
     return _shifted(words(key, box, device), 64 - digits).to(dtype).mul_(2.0**-digits)
 
 
 def normal(key: Key, box: Box, device: torch.device) -> Tensor:
-    """Normal numbers in float64: the inverse of their distribution at the middle of each of 2^52 equal parts."""
+    """Return normal numbers in float64: the inverse distribution function at the middle of each of 2^52 equal parts."""
     middle = _shifted(words(key, box, device), 12).to(torch.float64).add_(0.5)
     return torch.erfinv(middle.mul_(2.0**-51).sub_(1.0)).mul_(math.sqrt(2.0))
 
 
 def bound_of(chance: float) -> int:
-    """What a word's upper 53 bits lie below where `even` is less than `chance`."""
+    """Return the bound on a word's upper 53 bits that corresponds to uniform numbers less than `chance`."""
     return math.ceil(min(max(chance, 0.0), 1.0) * 2.0**53)
 
 
 def dropped(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
-    """x / (1 - p) where `even` is less than 1 - p, 0 elsewhere. Its gradient draws again, so that no mask is kept."""
+    """Return x / (1 - p) where the uniform number is less than 1 - p, 0 elsewhere. Backward redraws, so that no mask is saved."""
     out: Tensor = _Dropped.apply(x, key, box, p)  # type: ignore[no-untyped-call]
     return out
 
 
 def dropped_(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
-    """The same in place, of what has no gradient."""
+    """Apply the same in place, without a gradient."""
     return _drop(x, key, box, p, True)
 
 
@@ -114,7 +114,7 @@ def _drop(x: Tensor, key: Key, box: Box, p: float, inside: bool = False) -> Tens
     order: Sequence[int] = range(x.dim())
     out = x if inside else torch.empty_like(x)
     if not x.is_contiguous():
-        order = sorted(order, key=x.stride, reverse=True)  # as it lies in memory
+        order = sorted(order, key=x.stride, reverse=True)  # in memory order
         if not x.permute(order).is_contiguous() or out.stride() != x.stride():
             x, order = x.contiguous(), range(x.dim())
             out = torch.empty_like(x)
@@ -137,13 +137,13 @@ def _draw(library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | N
 
 @cache
 def scale_of(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as a mask of this dtype would hold it."""
+    """Return 1 / (1 - p) rounded to this dtype."""
     return float(torch.tensor(1.0 / (1.0 - p), dtype=dtype)) if p < 1.0 else 0.0
 
 
 @cache
 def _numbers(box: Box, order: tuple[int, ...]) -> Any:
-    """Counts and distances of all dimensions in the order of memory, those that follow one another put together."""
+    """Return counts and distances of all dimensions in memory order, with adjacent ones merged."""
     jumps = joined(step for dim in order for step in box.dims[dim])
     array = c_int64 * MOST
     numbers = _Numbers(box.base % (1 << 64), len(jumps), array(*(n for n, _ in jumps)), array(*(step for _, step in jumps)))
@@ -152,10 +152,10 @@ def _numbers(box: Box, order: tuple[int, ...]) -> Any:
 
 @cache
 def native(folder: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | None:
-    """The C library; None where it cannot be compiled."""
+    """Return the C library; None where it cannot be compiled."""
     try:
         library = ctypes.CDLL(str(built("stream", [SOURCE], SOURCE, FLAGS, compiler, folder)))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home directory
         return None
     library.weft_draw.restype = None
     library.weft_draw.argtypes = [
@@ -165,10 +165,10 @@ def native(folder: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | No
 
 
 def _words(key: Key, box: Box, device: torch.device) -> Tensor:
-    """As the C library's, by torch's operators; flat."""
+    """Return the C library's words by torch's operators; flat."""
     number = torch.tensor(_signed(box.base), dtype=torch.int64, device=device)
-    for count, apart in (step for steps in box.dims for step in steps):
-        number = number.unsqueeze(-1) + torch.arange(count, dtype=torch.int64, device=device) * apart
+    for count, distance in (step for steps in box.dims for step in steps):
+        number = number.unsqueeze(-1) + torch.arange(count, dtype=torch.int64, device=device) * distance
     z = number.reshape(-1) * _signed(_GOLDEN) + _signed(key.first)
     z = (z ^ _shifted(z, 30)) * _signed(_FIRST)
     z = (z ^ _shifted(z, 27) ^ _signed(key.second)) * _signed(_SECOND)
@@ -176,7 +176,7 @@ def _words(key: Key, box: Box, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted to the right without its sign."""
+    """Shift right without sign extension."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

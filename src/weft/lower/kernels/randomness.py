@@ -1,9 +1,9 @@
-"""Operators that draw random numbers: what an element draws depends on (seed, step, which draw of the model, the element's number in the
-tensor of the whole batch), and on nothing else.
+"""Layout-independent random operators: an element's draw depends only on (seed, step, which draw of the model, the element's number in the
+tensor of the whole batch).
 
-So a run has one loss under every layout and in any number of microbatches; ranks that hold the same tensor draw the same, and a recomputed
-forward draws what the first one drew. What draws in the midst of an operator of its own (dropout between the layers of an LSTM, a function
-of the user's) draws for (seed, step, microbatch, operator, piece).
+So a run has the same loss under every layout and with any number of microbatches; ranks with the same tensor draw the same, and a
+recomputed forward draws what the first one did. Draws inside of another operator (dropout between the layers of an LSTM, a user's autograd
+function) depend on (seed, step, microbatch, operator, shard).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from weft.lower.kernels.statistics import Later
 
 @dataclass
 class Draw:
-    """What random draws, and writes to buffers, depend on besides tensors; the executor moves `step` and `microbatch` on."""
+    """State that random draws, and writes to buffers, depend on besides tensors; the executor advances `step` and `microbatch`."""
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
-    recomputing: bool = False  # buffers are not written a second time
-    samples: Sequence[Samples | None] = ()  # of the batch, that each microbatch has; all where it is the batch
-    later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
+    recomputing: bool = False  # then buffers are not written again
+    samples: Sequence[Samples | None] = ()  # samples of the batch in each microbatch; empty where there is one
+    later: dict[int, Later] = field(default_factory=dict)  # buffers written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     _keyed: tuple[int, int] = (-1, -1)  # seed and step of `_keys`
     _keys: dict[int, Key] = field(default_factory=dict)
     _boxes: dict[tuple[Place, Samples | None], Box] = field(default_factory=dict)
 
     def key(self, number: int) -> Key:
-        """The key of a draw in this step."""
+        """Return the key of a draw in this step."""
         if self._keyed != (self.seed, self.step):
             self._keyed, self._keys = (self.seed, self.step), {}
         key = self._keys.get(number)
@@ -46,7 +46,7 @@ class Draw:
         return key
 
     def box(self, place: Place) -> Box:
-        """The numbers of a piece's elements in this microbatch."""
+        """Return the numbers of a shard's elements in this microbatch."""
         samples = self.samples[self.microbatch] if self.microbatch < len(self.samples) else None
         box = self._boxes.get((place, samples))
         if box is None:
@@ -54,7 +54,7 @@ class Draw:
         return box
 
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
-        """A generator in the state that belongs to this operator, microbatch, step and piece."""
+        """Return a generator seeded for this operator, microbatch, step and shard."""
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
@@ -67,7 +67,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Which draw it is: the operator's place in the graph and the rank's part of it; among those that draw, its number; its piece."""
+    """Site of a draw: index of the operator and of the rank's shard of it; index among random operators; its shard of the draw."""
 
     operator: int
     part: int
@@ -77,20 +77,20 @@ class Where:
 
 
 def dropout(x: Tensor, p: float, draw: Draw, where: Where) -> Tensor:
-    """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
+    """Apply dropout: each element is retained with probability 1 - p and scaled by 1 / (1 - p)."""
     return x if p == 0.0 else dropped(x, draw.key(where.number), draw.box(where.place), p)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, drawing: tuple[Draw, Where]
 ) -> Tensor:
-    """Scaled dot-product attention with dropout on its weights. Keys may have fewer heads."""
-    draw, where = drawing
-    return draws.attention(q, k, v, mask, causal, scale, draws.Dropping(draw.key(where.number), draw.box(where.place), p))
+    """Return scaled dot-product attention with dropout of its weights. Keys may have fewer heads."""
+    draw, site = drawing
+    return draws.attention(q, k, v, mask, causal, scale, draws.Dropping(draw.key(site.number), draw.box(site.place), p))
 
 
 def drawn(target: Callable[..., Any], draw: Draw, where: Where, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator that draws."""
+    """Run any other random operator."""
     name = target.__name__.partition(".")[0]
     if name.removesuffix("_") not in draws.SUPPORTED:
         return _borrowing(target, draw, where, args, kwargs)
@@ -102,9 +102,9 @@ def drawn(target: Callable[..., Any], draw: Draw, where: Where, *args: Any, **kw
 
 
 def _borrowing(target: Callable[..., Any], draw: Draw, where: Where, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`target` with torch's global generators borrowed and put back."""
-    lie = [x.device if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
-    devices = list({d for d in lie if isinstance(d, torch.device) and d.type == "cuda"})
+    """Run `target` with torch's global generators seeded for it, and restored afterwards."""
+    device_candidates = [x.device if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+    devices = list({d for d in device_candidates if isinstance(d, torch.device) and d.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(draw.generator(torch.device("cpu"), where.operator, where.part).initial_seed())
         return target(*args, **kwargs)
