@@ -37,8 +37,7 @@ class Exchange:
 
 
 def exchange_of(beside: Group, apart: Group, ring: Ring, masks_rows: bool) -> Exchange:
-    """Return the exchange for a ring of all ranks where those of the inner group `beside` exchange heads, and keys go around those
-    `apart`."""
+    """Return the exchange for a ring where ranks of the inner group `beside` exchange heads, and keys go around those `apart`."""
     assert ring.group is not None
     indices = [ring.group.ranks.index(rank) for rank in beside.ranks]
     first, n = indices[0], len(indices)

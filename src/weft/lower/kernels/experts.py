@@ -108,8 +108,8 @@ def to_ranks(group: Group, x_ND: Tensor, which_NT: Tensor, experts: int) -> tupl
         tokens.append(unique_token)
         slots.append(slot)
     sent = [len(unique_token) for unique_token in tokens]
-    counts_sent = [torch.cat((counts[start : start + n], counts.new_tensor([total]))) for (start, n), total in zip(parts, sent, strict=True)]
-    counts_received = torch.stack(group.exchange(counts_sent, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
+    outgoing = [torch.cat((counts[start : start + n], counts.new_tensor([size]))) for (start, n), size in zip(parts, sent, strict=True)]
+    counts_received = torch.stack(group.exchange(outgoing, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
     counts_received, came = counts_received[:, :-1], counts_received[:, -1]
     asks = counts_received.sum(1).tolist()
     slot = _exchange(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(counts_received.sum(1))

@@ -40,8 +40,8 @@ class Pages:
     def begin(self, runs: Sequence[Run], device: torch.device) -> None:
         """Set the rows of the next step."""
         self.runs = runs
-        positions_of_runs = [torch.arange(run.first, run.first + run.end - run.begin) for run in runs]
-        places = [run.pages[positions // self.size] * self.size + positions % self.size for run, positions in zip(runs, positions_of_runs, strict=True)]
+        spans = [torch.arange(run.first, run.first + run.end - run.begin) for run in runs]
+        places = [run.pages[rows // self.size] * self.size + rows % self.size for run, rows in zip(runs, spans, strict=True)]
         self.places = torch.cat([torch.empty(0, dtype=torch.int64), *places]).to(device)
 
     @property
@@ -61,8 +61,7 @@ class Pages:
 
 
 def paged_attention(pages: Pages, site: str, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention of queries [1, heads, rows, width] to the keys of their sequences up to their positions; 0 for rows without
-    token."""
+    """Return attention of queries [1, heads, rows, width] to their sequences' keys up to their positions; 0 for rows without token."""
     keys, values = pages.store(site, k, v)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     within = torch.arange(pages.size, device=q.device)

@@ -1,9 +1,9 @@
-"""Recurrent layers and cells whose hidden units are cut: a rank has its units' part of every gate.
+"""Recurrent layers and cells with sharded hidden units: a rank has its units' part of every gate.
 
-In: what torch's operator is called with, of which weights, biases and states are this rank's pieces. Out: what that makes, of this rank's
-units; the sequence of outputs whole where that is asked for. Each step gathers the hidden state, which the next step's products read,
-and its backward scatters the sum of that state's gradients: those of the next step and those of whoever reads the output. So a layer's
-output is whole for the next layer without a byte more. Not modelled: projections, dropout between layers, packed sequences.
+Arguments are those of torch's operator, with weights, biases and states sharded; the output sequence is gathered if requested. Each step
+gathers the hidden state, which the next step's products read, and its backward reduce-scatters that state's gradients: those of the next
+step and those of the output's readers. So a layer's output is available to the next layer at no further cost. Not modeled: projections,
+dropout between layers, packed sequences.
 
 Shape letters: B samples, S steps, H hidden units, L layers times directions.
 """
@@ -22,7 +22,7 @@ from weft.plan.placement import D, Shard
 from weft.world.world import Group
 
 States = tuple[Tensor, ...]
-# (gates of the input, gates of the hidden state, this rank's states) -> its states behind the step, the hidden one first
+# (input gates, hidden gates, this rank's states) -> its states after the step, the hidden one first
 Step = Callable[[Tensor, Tensor, States], States]
 
 
@@ -47,7 +47,7 @@ STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tan
 
 
 def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As autocast has the operands of such operators."""
+    """Cast operands as autocast does for recurrent operators."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -56,59 +56,59 @@ def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def layers(group: Group, form: Shard, kind: str, gathers: bool, *args: Any) -> tuple[Tensor, ...]:
-    """Layers over a sequence. `form`: how states lie along units, of (L, B, H); `gathers`: whether all have the whole output."""
-    x, states, weights, has_biases, num_layers, _, _, both, samples_first = args
+    """Run layers over a sequence. `form`: unit sharding of states (L, B, H); `gathers`: return the output of all units."""
+    x, states, weights, has_biases, num_layers, _, _, is_bidirectional, samples_first = args
     states = list(states) if isinstance(states, list | tuple) else [states]
     count = len(states)
-    x, *rest = _cast([x, *states, *weights])
-    states, weights = rest[:count], rest[count:]
-    each, directions, time = 4 if has_biases else 2, 2 if both else 1, 1 if samples_first else 0
+    x, *states_and_weights = _cast([x, *states, *weights])
+    states, weights = states_and_weights[:count], states_and_weights[count:]
+    each, directions, time = 4 if has_biases else 2, 2 if is_bidirectional else 1, 1 if samples_first else 0
     last: list[States] = []
-    mine: list[Tensor] = []
+    local_outputs: list[Tensor] = []
     for number in range(num_layers * directions):
         if number % directions == 0:
-            read, outs, mine = x, [], []
+            read, outs, local_outputs = x, [], []
         weights_here = [*weights[number * each : (number + 1) * each], None, None][:4]
         reverse = number % directions == 1
         goes_on = gathers or number < (num_layers - 1) * directions
         begin = tuple(s[number] for s in states)
         all_steps, steps, end = _over_steps((group, form), STEPS[kind], read, begin, weights_here, time, reverse, goes_on)
         outs.append(all_steps)
-        mine.append(steps)
+        local_outputs.append(steps)
         last.append(end)
         if len(outs) == directions and goes_on:
-            x = torch.cat(outs, dim=-1) if both else outs[0]
-    out = x if gathers else torch.cat(mine, dim=-1) if both else mine[0]
+            x = torch.cat(outs, dim=-1) if is_bidirectional else outs[0]
+    out = x if gathers else torch.cat(local_outputs, dim=-1) if is_bidirectional else local_outputs[0]
     return (out, *(torch.stack([end[i] for end in last]) for i in range(count)))
 
 
 def _over_steps(
     ranks: tuple[Group, Shard], step: Step, x: Tensor, states: States, weights: Sequence[Any], time: int, reverse: bool, goes_on: bool
 ) -> tuple[Tensor, Tensor, States]:
-    """One layer in one direction: (outputs of all units where they are read, outputs of this rank's, its states at the end)."""
+    """Run one layer in one direction: return (outputs of all units where they are read, this rank's outputs, its final states)."""
     group, form = ranks
     w_input, w_hidden, b_input, b_hidden = weights
-    gates, lies = F.linear(x, w_input, b_input), Shard(1, form.lengths)
-    everything, local = [], []
-    hidden = redistribute(states[0], lies, D, group)
+    gates, unit_shard = F.linear(x, w_input, b_input), Shard(1, form.lengths)
+    gathered, local = [], []
+    hidden = redistribute(states[0], unit_shard, D, group)
     for t in range(x.shape[time]):
         at = x.shape[time] - 1 - t if reverse else t
         states = step(gates.select(time, at), F.linear(hidden, w_hidden, b_hidden), states)
         if goes_on or t + 1 < x.shape[time]:
-            hidden = redistribute(states[0], lies, D, group)
-        everything.append(hidden)
+            hidden = redistribute(states[0], unit_shard, D, group)
+        gathered.append(hidden)
         local.append(states[0])
-    turn = -1 if reverse else 1
-    mine = torch.stack(local[::turn], dim=time)
-    return torch.stack(everything[::turn], dim=time) if goes_on else mine, mine, states
+    stride = -1 if reverse else 1
+    local_steps = torch.stack(local[::stride], dim=time)
+    return torch.stack(gathered[::stride], dim=time) if goes_on else local_steps, local_steps, states
 
 
 def cell(kind: str, first: int, length: int, *args: Any) -> Tensor | tuple[Tensor, ...]:
-    """One step. `first`, `length`: this rank's units of the hidden state, which comes whole."""
+    """Run one step. `first`, `length`: this rank's units of the hidden state, which is replicated."""
     x, states, w_input, w_hidden, *biases = args
     b_input, b_hidden = (*biases, None, None)[:2]
-    several = isinstance(states, list | tuple)
-    hidden, *others = states if several else [states]
-    state = (hidden.narrow(1, first, length), *others)
-    stepped = STEPS[kind](F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden), state)
-    return stepped if several else stepped[0]
+    has_several_states = isinstance(states, list | tuple)
+    hidden, *other_states = states if has_several_states else [states]
+    state = (hidden.narrow(1, first, length), *other_states)
+    new_states = STEPS[kind](F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden), state)
+    return new_states if has_several_states else new_states[0]

@@ -1,10 +1,10 @@
-"""Ring attention: queries and keys are cut, keys and values go round the ranks, and none ever holds them whole.
+"""Ring attention: queries and keys are sharded, keys and values go around the ring of ranks, and no rank ever holds all of them.
 
-In: this rank's queries [..., queries, width], keys and values, and which positions each rank has. Out: attention of its queries to all keys
-(Liu, Zaharia and Abbeel 2023, arXiv 2310.01889). While a block is computed (`blocks`) the next one is on its way. Backward goes round once
-more; what a block's readers add up of its gradient follows it, and goes home from the last of them. What no query sees is not computed,
-and a block goes no further than to the last rank that sees any of it. Where p is what a rank has of keys and values, and n ranks see all,
-a rank sends (n-1)p forward, and backward that and (n-1)p of gradients, float32 at least. Not modelled: a gradient of the gradient.
+From this rank's queries [..., queries, width], keys and values, and the positions of each rank, to attention of its queries to all keys
+(Liu, Zaharia and Abbeel 2023, arXiv 2310.01889). While a block is computed (`attention_blocks`) the next one is in flight. Backward goes
+around again; the sum of a block's gradients follows it, and returns home from the last reader. Fully masked tiles are not computed, and a
+block goes no further than to the last rank that needs it. With p bytes of keys and values per rank, and n ranks that need all, a rank sends
+(n-1)p forward, and backward that and (n-1)p of gradients, float32 at least. Not modeled: second derivatives.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from weft.plan.placement import Range
 from weft.world.group import Group
 from weft.world.pending import Work
 
-KEYS, GRADIENTS, HOME = 1, 2, 3  # tags
+KEYS, GRADIENTS, HOME = 1, 2, 3  # message tags
 Ranges = tuple[Range, ...]
 
 
 class Part(NamedTuple):
-    """`rows` of a rank's queries from `row` on and `columns` of a block of keys from `column` on, which is at `key` in all. `causal`: each
-    sees those up to its own place. `first`: the position of the first query, where each sees keys up to its own position."""
+    """A tile: `rows` of a rank's queries from `row` on and `columns` of a block of keys from `column` on, which are global keys from `key`
+    on. `causal`: each query sees keys up to its own index. `first`: position of the first query, where each sees keys up to its own
+    position."""
 
     row: int
     rows: int
@@ -46,8 +47,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """`queries` and `keys`: the positions that each rank has of them; without a `group`, this rank alone, with all keys. `drawing`: what is
-    dropped, where anything is."""
+    """`queries` and `keys`: positions of each rank; without a `group`, this rank alone, with all keys. `draw`: the dropout, if any."""
 
     group: Group | None
     queries: tuple[Ranges, ...]
@@ -67,20 +67,20 @@ class Ring:
 
     @cached_property
     def blocks(self) -> tuple[tuple[tuple[Part, ...], ...], ...]:
-        """The same in as few parts as can be, where nothing is asked of them by position: no mask, nothing that is dropped."""
+        """Merged tiles, for use without a mask and without dropout, which address tiles by position."""
         unmasked = tuple((Part(0, self.length(owner), 0, self.length(owner), 0, causal=True),) for owner in range(len(self.keys)))
         return tuple(
-            tuple(unmasked[owner] if self.causal and mine == self.keys[owner] else _joined(parts) for owner, parts in enumerate(row))
-            for mine, row in zip(self.queries, self.parts, strict=True)
+            tuple(unmasked[owner] if self.causal and queries == self.keys[owner] else _joined(parts) for owner, parts in enumerate(row))
+            for queries, row in zip(self.queries, self.parts, strict=True)
         )
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[Part, ...], ...], ...]:
-        """[rank][owner]: the parts of a rank's queries and of an owner's keys that see one another."""
-        return tuple(tuple(tuple(_parts(mine, theirs, self.causal)) for theirs in self.keys) for mine in self.queries)
+        """[rank][owner]: the visible tiles of a rank's queries and an owner's keys."""
+        return tuple(tuple(tuple(_parts(queries, keys, self.causal)) for keys in self.keys) for queries in self.queries)
 
     def length(self, owner: int) -> int:
-        """Keys that a rank has."""
+        """Return the number of keys of a rank."""
         return sum(stop - start for start, stop in self.keys[owner])
 
 
@@ -100,7 +100,7 @@ def _parts(queries: Ranges, keys: Ranges, causal: bool) -> Iterator[Part]:
 
 
 def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Parts that lie one behind another, and of which all is seen, as one.
+    """Merge adjacent tiles without masks.
 
     >>> _joined((Part(0, 2, 0, 3, 8), Part(2, 2, 0, 3, 8)))
     (Part(row=0, rows=4, column=0, columns=3, key=8, causal=False, first=None),)
@@ -108,7 +108,7 @@ def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
-        if last is None or any(one.causal or one.first is not None for one in (last, part)):
+        if last is None or any(tile.causal or tile.first is not None for tile in (last, part)):
             merged.append(part)
         elif (last.column, last.columns, last.row + last.rows) == (part.column, part.columns, part.row):
             merged[-1] = last._replace(rows=last.rows + part.rows)
@@ -120,7 +120,7 @@ def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def reaches(needed: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """By owner: how many ranks its keys are passed on, to the last that needs any. `needed[rank][owner]`.
+    """Return by owner the number of hops of its keys, to the last rank that needs any. `needed[rank][owner]`.
 
     >>> reaches([[True, False, False], [True, True, False], [False, True, True]])
     (1, 1, 0)
@@ -130,23 +130,23 @@ def reaches(needed: Sequence[Sequence[bool]]) -> tuple[int, ...]:
 
 
 class Trip(NamedTuple):
-    """What a rank computes of each owner's keys, and how far each owner's go."""
+    """The tiles that a rank computes of each owner's keys, and the number of hops of each owner's keys."""
 
     parts: tuple[tuple[Part, ...], ...]
     reach: tuple[int, ...]
 
 
 def planned(ring: Ring, mask: Tensor | None) -> Trip:
-    """Without a mask what positions say; with one, what it lets through, of which all ranks tell one another."""
-    mine = ring.parts[ring.index]
+    """Return the schedule: without a mask from positions; with one from its visible entries, which all ranks exchange."""
+    tiles = ring.parts[ring.index]
     if mask is None:
-        parts = mine if ring.drawing is not None else ring.blocks[ring.index]
+        parts = tiles if ring.drawing is not None else ring.blocks[ring.index]
         return Trip(parts, reaches([[bool(parts) for parts in row] for row in ring.parts]))
     if ring.group is None:
-        return Trip(mine, (0,))
-    lets = [[bool(_lets(_of_mask(part, mask)).any()) for part in parts] for parts in mine]
-    needed = torch.tensor([[any(row) for row in lets]], dtype=torch.uint8, device=ring.group.device)
-    blocks = tuple(tuple(part for part, let in zip(parts, row, strict=True) if let) for parts, row in zip(mine, lets, strict=True))
+        return Trip(tiles, (0,))
+    visible = [[bool(_lets(_of_mask(part, mask)).any()) for part in parts] for parts in tiles]
+    needed = torch.tensor([[any(row) for row in visible]], dtype=torch.uint8, device=ring.group.device)
+    blocks = tuple(tuple(part for part, keep in zip(parts, row, strict=True) if keep) for parts, row in zip(tiles, visible, strict=True))
     return Trip(blocks, reaches(ring.group.all_gather(needed).tolist()))
 
 
@@ -160,12 +160,12 @@ def _of_mask(part: Part, mask: Tensor) -> Tensor:
 
 
 class _Round:
-    """Keys and values on their way round: those of `owner` are here."""
+    """Keys and values on their way around the ring: those of `owner` are here."""
 
     def __init__(self, ring: Ring, trip: Trip, k: Tensor, v: Tensor) -> None:
         self.ring, self.trip, self.like = ring, trip, (k, v)
         self.step, self.here, self.coming = 0, (k, v), k.new_empty(0)
-        self.flat: Tensor | None = None  # what is here, as one message
+        self.flat: Tensor | None = None  # the keys and values here, as one message
         self.works: list[Work] = []
         if ring.group is not None:
             ring.group.connect_pairs([(i, (i + 1) % ring.size) for i in range(ring.size)])
@@ -176,22 +176,22 @@ class _Round:
 
     @property
     def there(self) -> bool:
-        """Whether any of its queries need what is here, or anybody's behind it, so that it has come."""
+        """Flag: this step's keys have been received, as this rank or a later one needs them."""
         return self.step <= self.trip.reach[self.owner]
 
     def send(self) -> None:
-        """Start to pass on what is here, which may still be read, and to receive the next."""
+        """Start to send the keys here, which may still be read, and to receive the next."""
         group, owner = self.ring.group, self.owner
         assert group is not None
-        before, after, following = (group.index - 1) % group.size, (group.index + 1) % group.size, (owner - 1) % group.size
+        previous_rank, next_rank, next_owner = (group.index - 1) % group.size, (group.index + 1) % group.size, (owner - 1) % group.size
         self.works = []
-        if self.step < self.trip.reach[following]:
-            self.coming = self.like[0].new_empty(sum(_size(x, self.ring.length(following)) for x in self.like))
-            self.works.append(group.irecv(self.coming, before, KEYS))
+        if self.step < self.trip.reach[next_owner]:
+            self.coming = self.like[0].new_empty(sum(_size(x, self.ring.length(next_owner)) for x in self.like))
+            self.works.append(group.irecv(self.coming, previous_rank, KEYS))
         if self.step < self.trip.reach[owner]:
             if self.flat is None:
                 self.flat = torch.cat([x.reshape(-1) for x in self.here])
-            self.works.append(group.isend(self.flat, after, KEYS))
+            self.works.append(group.isend(self.flat, next_rank, KEYS))
 
     def receive(self) -> None:
         for work in self.works:
@@ -213,12 +213,12 @@ def _unpacked(flat: Tensor, like: Sequence[Tensor], length: int) -> tuple[Tensor
 
 
 class _Gradients:
-    """Gradients of keys and values on their way: what their readers add up follows them, and goes home from the last."""
+    """Gradients of keys and values on their way around the ring: the sum over readers follows them, and returns home from the last."""
 
     def __init__(self, ring: Ring, trip: Trip, k: Tensor, v: Tensor) -> None:
         self.ring, self.trip, self.like = ring, trip, (k, v)
         self.wide = torch.float64 if k.dtype is torch.float64 else torch.float32
-        self.sent: list[tuple[Work, Tensor]] = []  # home, where nobody waits for it before all else is done
+        self.sent: list[tuple[Work, Tensor]] = []  # sends to owners, waited for at the end
         self.passed: tuple[Work, Tensor] | None = None
         self.before: tuple[Work, Tensor] | None = None
         if ring.group is not None:
@@ -229,14 +229,14 @@ class _Gradients:
         return self.like[0].new_zeros(sum(_size(x, length) for x in self.like), dtype=self.wide)
 
     def expect(self, step: int, owner: int) -> None:
-        """Begin to receive what those before have added up of an owner's keys, which are here in `step`."""
+        """Start to receive the sum of earlier ranks for an owner's keys, which are here in `step`."""
         self.before = None
         if self.ring.group is not None and 2 <= step <= self.trip.reach[owner]:
-            into = self.empty(owner)
-            self.before = self.ring.group.irecv(into, (self.ring.index - 1) % self.ring.size, GRADIENTS), into
+            buffer = self.empty(owner)
+            self.before = self.ring.group.irecv(buffer, (self.ring.index - 1) % self.ring.size, GRADIENTS), buffer
 
     def pass_on(self, step: int, owner: int, mine: Tensor) -> None:
-        """Add what this rank has found, and send it on, or home."""
+        """Add this rank's gradient, and send the sum on, or home."""
         group, reach = self.ring.group, self.trip.reach[owner]
         assert group is not None
         if self.before is not None:
@@ -251,12 +251,12 @@ class _Gradients:
             self.sent.append((group.isend(mine, owner, HOME), mine))
 
     def home(self, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's own keys' and values', with what it found itself."""
+        """Return the gradients of this rank's own keys and values, including those of other ranks."""
         group, reach = self.ring.group, self.trip.reach[self.ring.index]
         if group is not None and reach:
-            into = torch.empty_like(mine)
-            group.irecv(into, (group.index + reach) % group.size, HOME).wait()
-            mine += into
+            buffer = torch.empty_like(mine)
+            group.irecv(buffer, (group.index + reach) % group.size, HOME).wait()
+            mine += buffer
         for work, _ in (*self.sent, *([self.passed] if self.passed is not None else [])):
             work.wait()
         of_k, of_v = _unpacked(mine, self.like, self.ring.length(self.ring.index))
@@ -264,28 +264,29 @@ class _Gradients:
 
 
 def causal(at: Ranges, keys: int, scale: float | None = None) -> Ring:
-    """Causal attention of queries at these positions to so many keys, all of them here: blocks without a mask, which fused kernels know.
+    """Return a ring of this rank alone: causal attention of queries at these positions to so many keys, in tiles without a mask for fused
+    kernels.
 
     >>> [(p.rows, p.columns, p.causal) for p in causal(((0, 2), (6, 8)), 8).blocks[0][0]]
     [(2, 2, True), (2, 6, False), (2, 2, True)]
     """
-    borders = sorted({0, keys, *(border for both in at for border in both if border < keys)})
+    borders = sorted({0, keys, *(border for range_ in at for border in range_ if border < keys)})
     return Ring(None, (at,), (tuple(pairwise(borders)),), True, scale)
 
 
 def ring_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The operator on this rank's positions. `mask`: rows of its queries or one, for all keys or one; boolean, or added to the scores."""
+    """Run the operator on this rank's positions. `mask`: rows of its queries or one, all keys or one; boolean, or added to the scores."""
     if torch.is_autocast_enabled(q.device.type):
-        narrow = torch.get_autocast_dtype(q.device.type)
+        autocast_dtype = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
-            return ring_attention(ring, q.to(narrow), k.to(narrow), v.to(narrow), mask)
+            return ring_attention(ring, q.to(autocast_dtype), k.to(autocast_dtype), v.to(autocast_dtype), mask)
     out: Tensor = _Ring.apply(q, k, v, mask, ring)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """What blocks are made of."""
+    """Source of blocks."""
 
     ring: Ring
     q: Tensor
@@ -311,18 +312,18 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
         trip, dropping = planned(ring, mask), None
         if ring.drawing is not None:
-            draw, where = ring.drawing
-            dropping = Dropping(draw.key(where.number), draw.box(where.place), ring.p)
+            draw, site = ring.drawing
+            dropping = Dropping(draw.key(site.number), draw.box(site.place), ring.p)
         reads = _Reads(ring, q, mask, dropping)
-        rows, going = Rows(q, v.shape[-1]), _Round(ring, trip, k, v)
+        rows, keys_in_ring = Rows(q, v.shape[-1]), _Round(ring, trip, k, v)
         for step in range(ring.size):
             last = step == ring.size - 1
             if not last:
-                going.send()
-            for part in trip.parts[going.owner]:
-                attend(rows, part.row, reads.block(part, going.here))
+                keys_in_ring.send()
+            for part in trip.parts[keys_in_ring.owner]:
+                attend(rows, part.row, reads.block(part, keys_in_ring.here))
             if not last:
-                going.receive()
+                keys_in_ring.receive()
         out = rows.done(q.dtype)
         ctx.save_for_backward(q, k, v, mask, out, rows.top, rows.total)
         ctx.rest = ring, trip, dropping
@@ -333,26 +334,26 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, top, total = ctx.saved_tensors
         ring, trip, dropping = ctx.rest
-        reads, seen = _Reads(ring, q, mask, dropping), Seen(out, grad, top, total)
-        coming, homing = _Round(ring, trip, k, v), _Gradients(ring, trip, k, v)
-        of_q, of_kv = torch.zeros_like(q, dtype=homing.wide), homing.empty(ring.index)
+        reads, outputs = _Reads(ring, q, mask, dropping), Seen(out, grad, top, total)
+        keys_in_ring, gradient_ring = _Round(ring, trip, k, v), _Gradients(ring, trip, k, v)
+        of_q, of_kv = torch.zeros_like(q, dtype=gradient_ring.wide), gradient_ring.empty(ring.index)
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for step in range(ring.size):
-            owner, last = coming.owner, step == ring.size - 1
-            homing.expect(step, owner)
+            owner, last = keys_in_ring.owner, step == ring.size - 1
+            gradient_ring.expect(step, owner)
             if not last:
-                coming.send()
-            if coming.there:
-                mine = homing.empty(owner) if step else of_kv
-                of_k, of_v = _unpacked(mine, (k, v), ring.length(owner))
+                keys_in_ring.send()
+            if keys_in_ring.there:
+                gradient = gradient_ring.empty(owner) if step else of_kv
+                of_k, of_v = _unpacked(gradient, (k, v), ring.length(owner))
                 for part in trip.parts[owner]:
                     piece = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
-                    into = of_q.narrow(-2, part.row, part.rows), piece[0], piece[1]
+                    targets = of_q.narrow(-2, part.row, part.rows), piece[0], piece[1]
                     of_part = None if of_mask is None else _of_mask(part, of_mask)
-                    differentiate(reads.block(part, coming.here), seen.narrow(part.row, part.rows), *into, of_part)
+                    differentiate(reads.block(part, keys_in_ring.here), outputs.narrow(part.row, part.rows), *targets, of_part)
                 if step:
-                    homing.pass_on(step, owner, mine)
+                    gradient_ring.pass_on(step, owner, gradient)
             if not last:
-                coming.receive()
-        of_k, of_v = homing.home(of_kv)
+                keys_in_ring.receive()
+        of_k, of_v = gradient_ring.home(of_kv)
         return of_q.to(q.dtype), of_k, of_v, of_mask, None

@@ -1,6 +1,6 @@
-"""A running sum along a dimension that is cut: each rank's own, behind the sum of what ranks before it have.
+"""Running sum along a sharded dimension: each rank's own, plus the totals of the ranks before it.
 
-In: this rank's piece, pieces in the order of ranks. Out: its piece of the running sum. Backward runs the other way.
+Shards are in rank order. Backward runs the other way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.world.world import Group
 
 
 class _Before(torch.autograd.Function):
-    """Of each rank's total `x_...1...` the sum over the ranks before it, and backward of the gradients over those behind it."""
+    """Exclusive prefix sum of each rank's total `x_...1...`; backward sums the gradients of later ranks."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, group: Group) -> Tensor:
@@ -27,7 +27,7 @@ class _Before(torch.autograd.Function):
 
 
 def running_sum(group: Group, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`cumsum` of `x` along `dim`, which is cut over `group`."""
+    """Return `cumsum` of `x` along `dim`, which is sharded over `group`."""
     sums = torch.cumsum(x, dim, dtype=dtype)
-    before: Tensor = _Before.apply(x.sum(dim, keepdim=True, dtype=sums.dtype), group)  # type: ignore[no-untyped-call]
-    return sums + before
+    offset: Tensor = _Before.apply(x.sum(dim, keepdim=True, dtype=sums.dtype), group)  # type: ignore[no-untyped-call]
+    return sums + offset

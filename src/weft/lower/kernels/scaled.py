@@ -1,11 +1,10 @@
-"""Linear layers whose operands have 8 bits and a scale for every row (Micikevicius et al. 2022; torchao's recipe of that name).
+"""float8 linear layers with one scale per row (Micikevicius et al. 2022; torchao's rowwise recipe).
 
-In: activations [..., K], weights [O, K]. Out: [..., O], and gradients. A row of what is multiplied, along the dimension that is summed,
-is divided by a power of two so that its largest element is just in range: x by rows and the weight by outputs forward; the gradient by
-rows and the weight by inputs for the gradient of x. Gradients have more range and less fraction (e5m2), all else e4m3. So no sample's
-numbers depend on another's, and microbatches and data ranks change nothing. Where ranks have pieces of a row they agree on its largest
-element. The gradient of the weight, which is summed over samples, is a product of 16 bits. Sides are padded to multiples of 16, as the
-units want it.
+From activations [..., K] and weights [O, K] to [..., O], and gradients. A row of an operand, along the contracted dimension, is divided by
+a power of two so that its largest element is just in range: x by rows and the weight by outputs forward; the gradient by rows and the
+weight by inputs for the gradient of x. Gradients have more range and less fraction (e5m2), all else e4m3. So no sample's numbers depend on
+another's, and microbatches and data ranks change nothing. Ranks with shards of a row agree on its largest element. The weight gradient,
+which is summed over samples, is a 16-bit product. Sides are padded to multiples of 16, as tensor cores require.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ SIDE = 16
 
 
 def fits(shape: Sequence[int]) -> bool:
-    """Whether a weight of this shape, whole, has sides for such products."""
+    """Return whether a weight of this global shape has sides that such products support."""
     return len(shape) == 2 and all(n % SIDE == 0 for n in shape)
 
 
 def scaled_linear(
     over_inputs: Sequence[Group], over_outputs: Sequence[Group], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias. `over_inputs`: groups whose ranks have pieces of K; `over_outputs`: of O."""
+    """Return x @ weight.T + bias. `over_inputs`: groups whose ranks have shards of K; `over_outputs`: of O."""
     with torch.autocast(x.device.type, enabled=False):
         out: Tensor = _Linear.apply(x.to(WIDE), weight, tuple(over_inputs), tuple(over_outputs))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(WIDE)
@@ -60,18 +59,18 @@ class _Linear(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, over: Sequence[Group], dtype: torch.dtype = DTYPE) -> Tensor:
-    """a [M, K] @ b.T [K, N], of which `over` groups' ranks have pieces of K; the sum of this rank's. `dtype`: of a."""
+    """Return a [M, K] @ b.T [K, N], the local partial sum, where ranks of the groups `over` have shards of K. `dtype`: of a."""
     largest = torch.cat([_largest(x) for x in (a, b)])
     for group in over:
         group.all_reduce(largest, op="max")
     of_a, of_b = (_scale(x, of).unsqueeze(1) for x, of in ((largest[: len(a)], dtype), (largest[len(a) :], DTYPE)))
-    narrow = [_padded((x / scale).to(of)) for x, scale, of in ((a, of_a, dtype), (b, of_b, DTYPE))]
-    wide = [functional.pad(scale, (0, 0, 0, -len(scale) % SIDE), value=1.0) for scale in (of_a, of_b)]
-    return private.scaled_product(narrow[0], narrow[1], wide[0], wide[1])[: len(a), : len(b)].contiguous()
+    operands = [_padded((x / scale).to(of)) for x, scale, of in ((a, of_a, dtype), (b, of_b, DTYPE))]
+    scales = [functional.pad(scale, (0, 0, 0, -len(scale) % SIDE), value=1.0) for scale in (of_a, of_b)]
+    return private.scaled_product(operands[0], operands[1], scales[0], scales[1])[: len(a), : len(b)].contiguous()
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Powers of two, so that scaling itself rounds nothing: the least with which the largest element is in range."""
+    """Return the least powers of two that bring the largest element in range; scaling then rounds nothing."""
     return torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(dtype).max))).clamp_(min=2.0**-126)
 
 
@@ -80,10 +79,10 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Both sides to a multiple of `SIDE`, with zeros."""
+    """Pad both sides to a multiple of `SIDE` with zeros."""
     rows, columns = (-n % SIDE for n in x.shape)
     if not rows and not columns:
         return x.contiguous()
-    room = torch.zeros((x.shape[0] + rows, x.shape[1] + columns), dtype=torch.uint8, device=x.device)
-    room[: x.shape[0], : x.shape[1]].copy_(x.view(torch.uint8))
-    return room.view(x.dtype)
+    buffer = torch.zeros((x.shape[0] + rows, x.shape[1] + columns), dtype=torch.uint8, device=x.device)
+    buffer[: x.shape[0], : x.shape[1]].copy_(x.view(torch.uint8))
+    return buffer.view(x.dtype)

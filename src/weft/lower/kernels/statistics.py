@@ -1,10 +1,10 @@
-"""Batch norm over a batch that is cut: statistics of the whole microbatch, equal to the serial model's.
+"""Synchronized batch norm over a sharded batch: statistics of the whole microbatch, equal to the serial model's.
 
-Every rank normalises its part by torch's own kernel, means and variances of the parts are gathered and put together (Chan et al. 1983: the
-variance of the whole is the mean of the parts' and the variance of their means, where E[x^2] - E[x]^2 would lose digits), and what was
-normalised by the part's is moved to the whole's. The running statistics that every rank keeps are those of the serial model. The gradient
-is written in the closed form that torch's own operator has: where few values are normalised it is what is left of terms that cancel, and
-differentiating the statistics would leave more rounding (and reduce twice). Its two sums by channel are torch's kernel's as well.
+Every rank normalizes its shard by torch's own kernel, means and variances of the shards are gathered and merged (Chan et al. 1983: the
+variance of the whole is the mean of the shards' and the variance of their means, where E[x^2] - E[x]^2 would lose digits), and the output
+is shifted and rescaled to the merged statistics. Running statistics of every rank are those of the serial model. The gradient is in the
+closed form of torch's operator: with few values it is a difference of nearly equal terms, and differentiating the statistics would leave
+more rounding (and reduce twice). Its two sums by channel are computed by torch's kernel as well.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch import Tensor
 
 from weft.world.world import Group
 
-_LEAST = 1e-30  # added to a part's variance, for the deviation of equal values: nothing beside any other variance
+_LEAST = 1e-30  # added to a shard's variance, in case all values are equal: negligible otherwise
 
 
 @dataclass(slots=True)
 class Later:
-    """What the microbatches of a step would write to one buffer, which is written after the step.
+    """Updates of one buffer by the microbatches of a step, written after the step.
 
-    `statistics`: by microbatch, (momentum, value) of each time it is averaged into. `writes`: by microbatch, writes that take nothing
-    from the batch (counts), so that each microbatch makes the same.
+    `statistics`: by microbatch, (momentum, value) of each update of a moving average. `writes`: by microbatch, writes independent of the
+    batch (counts), the same in each microbatch.
     """
 
     statistics: dict[int, list[tuple[float, Tensor]]] = field(default_factory=dict)
     writes: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget a step."""
+        """Discard a step's updates."""
         self.statistics.clear()
         self.writes.clear()
 
 
-Parts = tuple[tuple[Group, tuple[float, ...]], ...]  # the groups over which a tensor is cut, and the part of it that each member has
+Parts = tuple[tuple[Group, tuple[float, ...]], ...]  # groups over which a tensor is sharded, with each member's fraction
 
 
 def summed(x: Tensor, parts: Parts) -> Tensor:
-    """`x` summed over all groups, in place."""
+    """All-reduce `x` over all groups, in place."""
     for group, _ in parts:
         group.all_reduce(x)
     return x
 
 
 def together(mean: Tensor, var: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the whole from those of every rank's part; the same bits on all ranks."""
+    """Return mean and variance of the whole from those of every rank's shard; the same bits on all ranks."""
     for group, shares in parts:
         means, variances = group.all_gather(torch.stack((mean, var)).unsqueeze(1), 1)
         share = means.new_tensor(shares).unsqueeze(1)
@@ -60,8 +60,8 @@ def together(mean: Tensor, var: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
 
 
 class _Normalised(torch.autograd.Function):
-    """(x - mean) / deviation * weight + bias, with mean and deviation of x over all ranks (Ioffe and Szegedy 2015). Besides its result
-    neither pass makes a tensor as large as x; of x in 16 bits, which is what is kept, each computes on a float32 copy."""
+    """(x - mean) / deviation * weight + bias, with mean and deviation of x over all ranks (Ioffe and Szegedy 2015). Besides its output
+    neither pass allocates a tensor as large as x; a 16-bit x, which is what is saved, is processed as a float32 copy."""
 
     @staticmethod
     def forward(
@@ -84,36 +84,36 @@ class _Normalised(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, inverse)
         ctx.count, ctx.parts, ctx.has_bias = count, parts, bias is not None
         scale = inverse if weight is None else inverse * weight
-        moved = (rank_mean - mean) * scale
-        return out.mul_((scale / rank_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape)).to(x.dtype)
+        shift = (rank_mean - mean) * scale
+        return out.mul_((scale / rank_inverse).view(shape)).add_((shift if bias is None else shift + bias).view(shape)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         normal, weight, mean, inverse = ctx.saved_tensors
         shape, x, grad = _like(normal), _wide(normal), _wide(grad.contiguous())
-        # torch's kernel for what has been normalised by these: the sums of the gradient times that, and of the gradient.
-        # It is asked with weights, on which these sums do not depend: without, GPUs make none where channels lie side by side.
+        # torch's backward kernel for normalization by these: the sums of the gradient times the normalized values, and of the gradient.
+        # Called with weights, on which these sums do not depend: without, GPUs compute none for channels-last tensors.
         _, times, by_bias = torch.ops.aten.native_batch_norm_backward.default(
             grad, x, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, [False, True, True]
         )
-        mine = torch.stack((by_bias, times))
-        # Weight and bias get this rank's summands: their gradients are summed with all the others.
+        local_sums = torch.stack((by_bias, times))
+        # Weight and bias get this rank's partial gradients, which are reduced with all others.
         for_weight = times if weight is not None else None
         for_bias = by_bias if ctx.has_bias else None
-        both = summed(mine, ctx.parts) / ctx.count
+        means = summed(local_sums, ctx.parts) / ctx.count
         scale = inverse if weight is None else inverse * weight
-        rest = x - mean.view(shape) if x is normal else x.sub_(mean.view(shape))
-        rest.mul_(-(both[1] * inverse).view(shape)).add_(grad).sub_(both[0].view(shape)).mul_(scale.view(shape))
-        return rest.to(normal.dtype), for_weight, for_bias, None, None, None, None
+        x_gradient = x - mean.view(shape) if x is normal else x.sub_(mean.view(shape))
+        x_gradient.mul_(-(means[1] * inverse).view(shape)).add_(grad).sub_(means[0].view(shape)).mul_(scale.view(shape))
+        return x_gradient.to(normal.dtype), for_weight, for_bias, None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:
-    """What is narrower than float32 as float32."""
+    """Cast to float32 what is narrower."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _like(x: Tensor) -> list[int]:
-    """The shape in which what there is by channel stands beside NC..."""
+    """Return the shape that broadcasts one value per channel over NC..."""
     return [1, -1] + [1] * (x.dim() - 2)
 
 
@@ -127,14 +127,15 @@ def batch_norm(
     eps: float,
     parts: Parts,
 ) -> Tensor:
-    """Batch norm in training of `x_NC...`, cut over the groups of `parts` (samples, or positions of the image)."""
+    """Return batch norm in training of `x_NC...`, sharded over the groups of `parts` (samples, or positions of the image)."""
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
     out: Tensor = _Normalised.apply(x, weight, bias, running, momentum, eps, parts)  # type: ignore[no-untyped-call]
     return out
 
 
 def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, parts: Parts) -> Tensor:
-    """Group norm of `x_NC...` (Wu and He 2018), whose positions are cut over the groups of `parts`; an instance norm has a group a channel.
+    """Return group norm of `x_NC...` (Wu and He 2018), with positions sharded over the groups of `parts`; instance norm has one group per
+    channel.
 
     It is batch norm of one sample, with a channel for each group of each sample.
     """
