@@ -15,11 +15,11 @@ from hypothesis import settings
 from tests.support.durations import Recorder, mark
 
 if TYPE_CHECKING:
-    from weft.world.memory import Accounts
+    from shardwise.world.memory import Accounts
 
 # Times are not tested: a machine that has other work must not fail a test.
-settings.register_profile("weft", deadline=None)
-settings.load_profile("weft")
+settings.register_profile("shardwise", deadline=None)
+settings.load_profile("shardwise")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["WEFT_CACHE"] = "off"  # tests of tracing trace
+    os.environ["SHARDWISE_CACHE"] = "off"  # tests of tracing trace
     if config.getoption("--record") and not hasattr(config, "workerinput"):  # the process that hears of every test
         config.pluginmanager.register(Recorder())
 
@@ -44,18 +44,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     A machine that was busy when it was measured is measured again some minutes later, for seconds. Tests keep it busy, so that of all
     tests some would wait, ranks of one run for one another, and a later one would plan for another machine than an earlier one.
     """
-    from weft.cluster.catalogue import dump
-    from weft.cluster.probe import probe
+    from shardwise.cluster.catalogue import dump
+    from shardwise.cluster.probe import probe
 
     made = tmp_path_factory.mktemp("home")
     found = probe()
     cache, own = Path.home() / ".cache", made / ".cache"
-    for folder, there in ((cache, own), (cache / "weft", own / "weft")):
+    for folder, there in ((cache, own), (cache / "shardwise", own / "shardwise")):
         there.mkdir(mode=0o700)
         for entry in folder.iterdir() if folder.is_dir() else ():
-            if entry not in (cache / "weft", cache / "weft" / "cluster.toml"):
+            if entry not in (cache / "shardwise", cache / "shardwise" / "cluster.toml"):
                 (there / entry.name).symlink_to(entry)
-    (own / "weft" / "cluster.toml").write_text(dump(replace(found, device=replace(found.device, source="measured"))))
+    (own / "shardwise" / "cluster.toml").write_text(dump(replace(found, device=replace(found.device, source="measured"))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(made))
         yield made
@@ -66,7 +66,7 @@ def counting() -> Accounts:
     """The accounts of this process's memory. Without a compiler the test is skipped; anything else that is in the way is a fault."""
     import torch
 
-    from weft.world.memory import accounts_of
+    from shardwise.world.memory import accounts_of
 
     made = accounts_of(torch.device("cpu"))
     if not made.counts:

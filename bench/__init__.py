@@ -1,1 +1,1 @@
-"""Measurements of weft beside its peers; started by `scripts/bench NAME`, not part of the installed package."""
+"""Measurements of shardwise beside its peers; started by `scripts/bench NAME`, not part of the installed package."""

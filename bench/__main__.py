@@ -7,7 +7,7 @@ import sys
 
 # name -> its folder, and what it measures
 NAMES = {
-    "train": ("training", "weft beside its peers on the same GPT"),
+    "train": ("training", "shardwise beside its peers on the same GPT"),
     "split": ("training", "every kind of splitting: bytes against its formula, seconds beside the nearest library"),
     "pipeline": ("training", "pipelines beside torch.distributed.pipelining, on small and large stages"),
     "out_of_core": ("memory", "what trains under a limit of memory, and how fast: GEMS, recomputation, offload"),
@@ -33,7 +33,7 @@ NAMES = {
     "memory": ("memory", "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts"),
     "serve": ("serving", "placements of workflows: price beside others, planning time"),
     "tiers": ("serving", "plans at work between network namespaces with shaped links, beside what was planned (needs root)"),
-    "tensor-plans": ("planning", "where weft cuts weights beside the tensor plans that transformers ships, 144 models"),
+    "tensor-plans": ("planning", "where shardwise cuts weights beside the tensor plans that transformers ships, 144 models"),
     "coverage": (
         "planning",
         "docs/coverage.md, as scripts/verify_all --axes makes it: operators by labels, models by axes, shares divided",

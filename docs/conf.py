@@ -9,13 +9,13 @@ from pathlib import Path
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
-import weft
+import shardwise
 
 ROOT = Path(__file__).parents[1]
 PROJECT = {f"project/{page.lower()}": f"{page}.md" for page in ("README", "DESIGN", "CHANGELOG", "CONTRIBUTING")}
 
-project, author, copyright = "weft", "weft contributors", "weft contributors, Apache-2.0"
-version = release = weft.__version__
+project, author, copyright = "shardwise", "shardwise contributors", "shardwise contributors, Apache-2.0"
+version = release = shardwise.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
@@ -27,7 +27,7 @@ add_module_names = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 html_theme = "furo"
-html_title = f"weft {version}"
+html_title = f"shardwise {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import weft
-from weft.plan.plan import Plan
-from weft.units import format_seconds
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.plan.plan import Plan
+from shardwise.units import format_seconds
+from shardwise.zoo.resolve import resolve
 
 
 class Towers(nn.Module):
@@ -101,7 +101,7 @@ CASES = {
 def planned(case: Case, constraints: str = "") -> Plan:
     """The plan of a case, under constraints."""
     make, batch, loss = case.model(case.batch)
-    return weft.plan(make, batch, loss=loss, cluster=case.cluster, constraints=constraints)
+    return shardwise.plan(make, batch, loss=loss, cluster=case.cluster, constraints=constraints)
 
 
 def main(names: Sequence[str]) -> int:

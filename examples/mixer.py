@@ -1,6 +1,6 @@
-"""Does weft train a network that it has not seen? Convolutions, batch norm, token mixing, and a skip past several blocks.
+"""Does shardwise train a network that it has not seen? Convolutions, batch norm, token mixing, and a skip past several blocks.
 
-weft verify examples/mixer.py:make --layout "data=2 pipeline=2 microbatches=2"
+shardwise verify examples/mixer.py:make --layout "data=2 pipeline=2 microbatches=2"
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How does weft train a model of mine? `make` returns the module, a batch and the loss; everything else is weft's.
+"""How does shardwise train a model of mine? `make` returns the module, a batch and the loss; everything else is shardwise's.
 
-weft plan examples/own_model.py:make --batch 16
-weft verify examples/own_model.py:make --layout "data=2 tensor=2"
+shardwise plan examples/own_model.py:make --batch 16
+shardwise verify examples/own_model.py:make --layout "data=2 tensor=2"
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """How is a model trained on images of which one does not fit? A ResNet learns to tell stained tissue in tiles of 2,048 and 4,096 pixels of
-a slide, under a limit of memory a rank that is enforced; weft chooses the plan that fits, and says what does not.
+a slide, under a limit of memory a rank that is enforced; shardwise chooses the plan that fits, and says what does not.
 
     python examples/pathology_tiles.py --tile 2048 --device-memory 280MiB
     python examples/pathology_tiles.py --tile 4096 --batch 1 --device-memory 900MiB --steps 10
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import weft
-from weft.errors import Infeasible, WeftError
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.units import format_bytes, parse_bytes
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import Infeasible, ShardwiseError
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.units import format_bytes, parse_bytes
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 TRAIN = 0.75  # of the slide's width
 SQUARE = 256  # pixels of a square of the file
@@ -64,11 +64,11 @@ class Options:
 
 
 def package(name: str) -> Any:
-    """A package that weft does not need. Ends the program where it is missing."""
+    """A package that shardwise does not need. Ends the program where it is missing."""
     try:
         return __import__(name, fromlist=["data"])
     except ImportError:
-        sys.exit(f"this example needs {name.partition('.')[0]}: pip install 'weft[pathology]'")
+        sys.exit(f"this example needs {name.partition('.')[0]}: pip install 'shardwise[pathology]'")
 
 
 def write(path: Path, width: int, height: int) -> None:
@@ -191,7 +191,7 @@ def train(world: World, options: dict[str, Any], plan: str) -> dict[str, Any]:
     given = Options(**options)
     tiles = Tiles(Slide(given.file), given.tile)
     subject = resolve(given.named)
-    engine = weft.parallelize(
+    engine = shardwise.parallelize(
         subject.make,
         tiles.training(0, given.batch),
         loss=subject.loss,
@@ -208,18 +208,18 @@ def train(world: World, options: dict[str, Any], plan: str) -> dict[str, Any]:
         if world.rank == 0:
             print(f"step {step + 1:3}  loss {result.loss:.3f}  {result.step_time_s:.1f} s", flush=True)
     held = [engine.evaluate(batch) for batch in tiles.held_out(given.batch)]
-    return {"losses": losses, "held_out": sum(held) / len(held) if held else None, "memory": engine.fullest_memory()}
+    return {"losses": losses, "held_out": sum(held) / len(held) if held else None, "memory": engine.peak_memory_over_ranks()}
 
 
 def plan_of(options: Options, batch: dict[str, Tensor], constraints: str = "") -> Any:
-    """The plan that weft chooses.
+    """The plan that shardwise chooses.
 
     Raises:
         Infeasible: nothing fits.
     """
     subject = resolve(options.named)
     words = f"ranks={options.ranks} precision=float32 {options.constrain} {constraints}"
-    return weft.plan(
+    return shardwise.plan(
         subject.make, batch, loss=subject.loss, cluster=options.cluster, constraints=words, device_memory=options.device_memory
     )
 
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     print(f"by samples, layers and recomputation alone: {alone}")
     plan = plan_of(options, batch)
     print(f"plan: {plan.layout}", flush=True)
-    found: dict[str, Any] = weft.launch(train, options.ranks, asdict(replace(options, slide=str(options.file))), format_plan(plan))[0]
+    found: dict[str, Any] = shardwise.launch(train, options.ranks, asdict(replace(options, slide=str(options.file))), format_plan(plan))[0]
     if found["memory"]:
         print(f"held at most {format_bytes(found['memory']['total'])} a rank")
     if found["held_out"] is not None:
@@ -253,5 +253,5 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except WeftError as error:
-        sys.exit(f"weft: {error}")
+    except ShardwiseError as error:
+        sys.exit(f"shardwise: {error}")

@@ -1,15 +1,15 @@
 # Sourced by the other scripts. `ready` makes .venv (or what `venv` was set to, with the version `torch` of PyTorch) with the exact packages of
-# requirements.lock and weft itself, once; afterwards it returns at once. POSIX shell, python3 >= 3.11 with venv, and pip's network (or mirror)
+# requirements.lock and shardwise itself, once; afterwards it returns at once. POSIX shell, python3 >= 3.11 with venv, and pip's network (or mirror)
 # the first time.
 
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 venv="$root/.venv"
 torch=
 
-say() { printf 'weft: %s\n' "$*"; }
+say() { printf 'shardwise: %s\n' "$*"; }
 
 fail() {
-    printf 'weft: %s\n' "$*" >&2
+    printf 'shardwise: %s\n' "$*" >&2
     exit 2
 }
 
@@ -23,13 +23,13 @@ find_python() {
     return 1
 }
 
-# What the environment was made from: the pinned packages, weft's own description, and where it lies.
+# What the environment was made from: the pinned packages, shardwise's own description, and where it lies.
 wanted() {
     { cat "$root/requirements.lock" "$root/pyproject.toml"; printf '%s' "$torch"; } | cksum
     printf '%s\n' "$root"
 }
 
-is_ready() { [ -x "$venv/bin/weft" ] && [ "$(cat "$venv/.ready" 2>/dev/null)" = "$(wanted)" ]; }
+is_ready() { [ -x "$venv/bin/shardwise" ] && [ "$(cat "$venv/.ready" 2>/dev/null)" = "$(wanted)" ]; }
 
 install() {
     log="$venv/install.log"
@@ -60,7 +60,7 @@ make_environment() {
         sed -e "s/^torch[<>=].*/torch==$torch/" -e 's/^setuptools==.*/setuptools>=77/' "$root/requirements.lock" >"$pins"
     fi
     install --requirement "$pins"
-    say "installing weft itself, editable"
+    say "installing shardwise itself, editable"
     install --no-deps --no-build-isolation --editable "$root"
     wanted >"$venv/.ready"
 }

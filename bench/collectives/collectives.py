@@ -1,9 +1,10 @@
 """`scripts/bench collectives`: the all-reduce of ranks on one host through shared memory, beside gloo, MPI and plain copying.
 
-Out: a table for each number of ranks, targets, `--json FILE`, and docs/benchmarks/collectives.md. weft's transports take turns size by
+Out: a table for each number of ranks, targets, `--json FILE`, and docs/benchmarks/collectives.md. shardwise's transports take turns size by
 size within one run of processes, MPI's processes run between; round after round, in an order that turns. A call is timed on rank 0; the
 figures are medians over all calls, and the fastest tenth, which other work on the machine disturbs least. Exit status 0 also where a
-target is missed. `--algorithms` and `--hosts` are `bench.collectives.collectives_programs` and `bench.collectives.collectives_hosts`. Not measured: other
+target is missed. `--algorithms` and `--hosts` are `bench.collectives.collectives_programs` and `bench.collectives.collectives_hosts`. Not
+measured: other
 collectives, and what an all-reduce costs the computation beside it.
 """
 
@@ -29,8 +30,8 @@ from bench.collectives import collectives_hosts, collectives_programs
 from bench.common.arithmetic import Verdict
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT, ContenderFailed, free_port, missing, peers_python
-from weft.world.launch import Launcher
-from weft.world.world import World
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives.md"
 SIZES = tuple(4**i << 10 for i in range(1, 9))  # 4 KiB to 64 MiB
@@ -63,7 +64,7 @@ def rank_calls(world: World, sizes: list[int], contenders: list[str], calls: int
         source, target = torch.ones(count), torch.ones(count)
         run: dict[str, Callable[[], object]] = {}
         for name in contenders:
-            group = worlds[TRANSPORTS[name]].everyone
+            group = worlds[TRANSPORTS[name]].world_group
             group.connect()
             x = group.shared_buffer(count, torch.float32) if name == BUFFER else torch.zeros(count)
             x.fill_(0.0)
@@ -75,7 +76,7 @@ def rank_calls(world: World, sizes: list[int], contenders: list[str], calls: int
         run[COPY] = lambda target=target, source=source: target.copy_(source)
         seconds: dict[str, list[float]] = {name: [] for name in run}
         repeats = max(2, min(calls, int(budget_s / (20e-6 + size / 4e8))))
-        quick = worlds["shared_memory"].everyone
+        quick = worlds["shared_memory"].world_group
         for name, call in run.items():
             call()
             for _ in range(repeats):
@@ -270,7 +271,7 @@ def lines_of(num_ranks: int, times: Times) -> tuple[list[str], list[list[str]]]:
 def verdict_lines(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     """(column names, rows) of the targets."""
     rows = [[v.target, f"{v.at_least:g}", f"{v.ratio:.2f}", v.word, v.case, v.why] for v in verdicts]
-    return ["target", "at least", "ratio", "", "worst at", "weft's and the other's time"], rows
+    return ["target", "at least", "ratio", "", "worst at", "shardwise's and the other's time"], rows
 
 
 def page(about: Mapping[str, Any], found: Mapping[int, Times], verdicts: Sequence[Verdict], why_not: Mapping[str, str]) -> str:

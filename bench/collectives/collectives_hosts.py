@@ -1,7 +1,8 @@
 """`scripts/bench collectives --hosts`: hosts whose ranks share memory, slow links between them: hierarchical all-reduce beside flat ones.
 
 In: nothing but this machine. Two hosts of two ranks are network namespaces, joined by a link of a shaped rate; ranks of one host share
-memory, as `boxes=2` lets them. What each algorithm takes is measured and predicted: from what `weft probe` measured of the machine, the
+memory, as `boxes=2` lets them. What each algorithm takes is measured and predicted: from what `shardwise probe` measured of the machine,
+the
 rate of the link, and its latency, which is measured. Out: a table a network, docs/benchmarks/collectives-hosts.md, `--json FILE`. Needs
 root. Not emulated: cores that hosts would not share, and a network's own latency (the kernel's links have tens of microseconds).
 """
@@ -27,22 +28,22 @@ from bench.collectives.collectives_programs import Case, bytes_word, lines_of, v
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT
 from bench.common.rank import Line
+from shardwise.cluster.cluster import Cluster, ClusterLevel, NetworkLink
+from shardwise.cluster.probe import probe
+from shardwise.collectives import build
+from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
+from shardwise.cost.network.network import RankGroup as GroupShape
+from shardwise.plan.ir.choice import NATIVE
+from shardwise.world.comm.levels import HIERARCHICAL, HierarchicalReducer
+from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.world import World
 from tests.support.networks import INTERFACE, Hosts, NoNetworks
-from weft.cluster.cluster import Cluster, Level, Link
-from weft.cluster.probe import probe
-from weft.collectives import build
-from weft.cost.network.collectives import algorithms, choose
-from weft.cost.network.network import Group as GroupShape
-from weft.plan.choice import NATIVE
-from weft.world.levels import NAME, Levels
-from weft.world.running import Programs
-from weft.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives-hosts.md"
 HOSTS, INSIDE = 2, 2
 NETWORKS = {"200 Mbit/s": 2e8, "1 Gbit/s": 1e9, "4 Gbit/s": 4e9}
 SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-NAMES = (NATIVE, "ring", "tree", "recursive_doubling", "halving_doubling", NAME)
+NAMES = (NATIVE, "ring", "tree", "recursive_doubling", "halving_doubling", HIERARCHICAL)
 PORT = 29533
 WAIT_S = 180.0
 
@@ -55,12 +56,12 @@ median), and by how much the prediction misses it. All {HOSTS * INSIDE} ranks sh
 
 def rank_times(world: World, name: str, sizes: Sequence[int], budget_s: float) -> list[tuple[int, list[float]]]:
     """(bytes, seconds of each call on this rank) of one algorithm."""
-    group = world.everyone
+    group = world.world_group
     call: Callable[[torch.Tensor], object] = group.all_reduce
-    if name == NAME:
-        call = Levels(group.runner).all_reduce
+    if name == HIERARCHICAL:
+        call = HierarchicalReducer(group.runner).all_reduce
     elif name != NATIVE:
-        programs, program = Programs(group.runner), build("all_reduce", name, group.size)
+        programs, program = ProgramRunner(group.runner), build("all_reduce", name, group.size)
 
         def call(x: torch.Tensor) -> object:
             return programs.all_reduce(program, x)
@@ -84,7 +85,7 @@ def rank_times(world: World, name: str, sizes: Sequence[int], budget_s: float) -
 
 def latency_s(world: World) -> float:
     """Half of a small message's way to the other host and back."""
-    group, times = world.everyone, []
+    group, times = world.world_group, []
     x = torch.zeros(1)
     for _ in range(30):
         group.barrier()
@@ -103,7 +104,7 @@ class Ranks:
     """The processes on the hosts. A context manager; the guard of the hosts ends them where this process cannot."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-hosts-")
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-hosts-")
         path = os.path.join(self._folder.name, "orders")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -114,7 +115,7 @@ class Ranks:
         for rank in range(count):
             env = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank % INSIDE), "MASTER_PORT": str(PORT),
-                "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "WEFT_TRANSPORT": f"boxes={INSIDE}",
+                "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "SHARDWISE_TRANSPORT": f"boxes={INSIDE}",
                 "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             words = hosts.command(rank // INSIDE, [sys.executable, "-m", "bench.collectives.collectives_hosts", path])
@@ -168,10 +169,10 @@ class Ranks:
 def emulated(machine: Cluster, name: str, bits_per_s: float, way_s: float) -> Cluster:
     """Two of this machine's hosts, joined by such a link."""
     near = machine.levels[0].link
-    link = Link(
+    link = NetworkLink(
         way_s, bits_per_s / 8, efficiency=0.95, protocol="gloo", source="shaped; efficiency: Ethernet's and TCP's headers, and tokens"
     )
-    levels = (Level("node", INSIDE, near), Level("cluster", HOSTS, link))
+    levels = (ClusterLevel("node", INSIDE, near), ClusterLevel("cluster", HOSTS, link))
     return replace(machine, name=f"{HOSTS} hosts of {INSIDE}, {name}", levels=levels)
 
 
@@ -194,14 +195,14 @@ def measure(arguments: Sequence[str], quick: bool, target: Path | None, say: Cal
                             slowest = [max(call) for call in zip(*(calls for _, calls in alike), strict=True)]
                             seconds.setdefault((alike[0][0], algorithm), []).extend(slowest)
                 shape = GroupShape(HOSTS * INSIDE)
-                times, chosen = algorithms(cluster, shape), choose(cluster, shape)
+                times, chosen = algorithm_times(cluster, shape), choose_algorithms(cluster, shape)
                 measured = {key: median(values) for key, values in seconds.items()}
                 predicted = {(size, algorithm): times[algorithm](size) for size, algorithm in measured}
-                auto = {size: chosen.of(size) if chosen.of(size) in NAMES else NATIVE for size in sizes}
+                auto = {size: chosen.algorithm_for(size) if chosen.algorithm_for(size) in NAMES else NATIVE for size in sizes}
                 case = Case(HOSTS * INSIDE, name, measured, predicted, auto)
                 found.append((name, case))
-                gains = [f"{bytes_word(size)} {measured[size, 'ring'] / measured[size, NAME]:.2f}" for size in sizes]
-                expected = [f"{predicted[size, 'ring'] / predicted[size, NAME]:.2f}" for size in sizes]
+                gains = [f"{bytes_word(size)} {measured[size, 'ring'] / measured[size, HIERARCHICAL]:.2f}" for size in sizes]
+                expected = [f"{predicted[size, 'ring'] / predicted[size, HIERARCHICAL]:.2f}" for size in sizes]
                 say(f"{name} (a message {1e6 * way:.0f} us): {verdict(case)}")
                 say(f"  flat ring / hierarchical: {', '.join(gains)}; predicted {', '.join(expected)}")
     except NoNetworks as error:
@@ -222,8 +223,8 @@ def measure(arguments: Sequence[str], quick: bool, target: Path | None, say: Cal
     parts += [f"| {key} | {f'`{value}`' if key == 'command' else value} |" for key, value in about.items()]
     parts += ["", INTRO, ""]
     for name, case in found:
-        gains = [f"{bytes_word(size)} {case.measured[size, 'ring'] / case.measured[size, NAME]:.2f} "
-                 f"(predicted {case.predicted[size, 'ring'] / case.predicted[size, NAME]:.2f})" for size in case.sizes]  # fmt: skip
+        gains = [f"{bytes_word(size)} {case.measured[size, 'ring'] / case.measured[size, HIERARCHICAL]:.2f} "
+                 f"(predicted {case.predicted[size, 'ring'] / case.predicted[size, HIERARCHICAL]:.2f})" for size in case.sizes]  # fmt: skip
         parts += [f"## {name}", "", f"Flat ring over hierarchical: {', '.join(gains)}. {verdict(case)}.", "", *lines_of(case), ""]
     PAGE.write_text("\n".join(parts))
     say(f"written: {PAGE.relative_to(ROOT)}")

@@ -1,4 +1,5 @@
-"""`scripts/bench collectives --algorithms`: all-reduce algorithms as weft runs them, beside what was predicted; `auto` beside the best.
+"""`scripts/bench collectives --algorithms`: all-reduce algorithms as shardwise runs them, beside what was predicted; `auto` beside the
+best.
 
 In: numbers of ranks, sizes. Out: a table for each number of ranks and transport, docs/benchmarks/collectives-algorithms.md, `--json FILE`.
 The machine is probed first, and the predictions are of that probe alone. Algorithms take turns within a round, in an order that turns, each
@@ -22,15 +23,15 @@ import torch
 
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT
-from weft.cluster.cluster import Cluster
-from weft.cluster.probe import probe
-from weft.collectives import ALGORITHMS, build
-from weft.cost.network.collectives import algorithms, choose
-from weft.cost.network.network import Group as GroupShape
-from weft.plan.choice import NATIVE
-from weft.world.launch import Launcher
-from weft.world.running import Programs
-from weft.world.world import World
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.probe import probe
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
+from shardwise.cost.network.network import RankGroup as GroupShape
+from shardwise.plan.ir.choice import NATIVE
+from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives-algorithms.md"
 SIZES = tuple(4**i << 10 for i in range(1, 10))  # 4 KiB to 256 MiB
@@ -43,9 +44,11 @@ PASSES = 2  # over all sizes
 CACHED_BYTES = 8 << 20  # of a rank's tensors at least: one that is summed again and again stays in a core's own cache, in no training step
 
 INTRO = f"""\
-All-reduce of float32 by every algorithm that weft runs from its program, messages over shared memory or over gloo, and by the transport
+All-reduce of float32 by every algorithm that shardwise runs from its program, messages over shared memory or over gloo, and by the
+transport
 itself (`native`), one thread a rank. Each cell: measured (the median), and by how much the prediction misses it,
-from what `weft probe` measured just before. `auto` is what `all_reduce=auto` chooses by these predictions, and its measured time against
+from what `shardwise probe` measured just before. `auto` is what `all_reduce=auto` chooses by these predictions, and its measured time
+against
 that of the fastest. Wanted: predictions within {WITHIN:.0%} above {FROM >> 10} KiB, `auto` within {BEST - 1:.0%} of the best. All
 sizes were gone through {PASSES} times; how many of the first time's are as near to the second's is said beside, as what a prediction could
 reach."""
@@ -88,9 +91,9 @@ class Case:
 def rank_times(world: World, transport: str, sizes: list[int], names: list[str], rounds: int, budget_s: float) -> list[list[Any]]:
     """[bytes, algorithm, seconds of the slowest rank by round, for each pass]; runs in every rank."""
     over = World(world.rank, world.num_ranks, world._store, generation=50, transport=transport, timeout_s=300.0) if transport else world
-    group = over.everyone
-    programs = Programs(group.runner)
-    clock = world.everyone
+    group = over.world_group
+    programs = ProgramRunner(group.runner)
+    clock = world.world_group
     made = {name: build("all_reduce", name, world.num_ranks) for name in names if name != NATIVE}
     found: dict[tuple[int, str], list[list[float]]] = {}
     for size in sorted(sizes, reverse=True) * PASSES:  # the largest first: rings, windows and pages are then as in a long run
@@ -121,11 +124,11 @@ def rank_times(world: World, transport: str, sizes: list[int], names: list[str],
 
 
 def predictions(cluster: Cluster, ranks: int, transport: str, sizes: Sequence[int]) -> tuple[Times, dict[int, str]]:
-    """What weft predicts for these ranks of the machine, and what `auto` would take."""
+    """What shardwise predicts for these ranks of the machine, and what `auto` would take."""
     shape = GroupShape(ranks)
-    times = algorithms(cluster, shape, transport)
-    chosen = choose(cluster, shape, transport)
-    return {(size, name): times[name](size) for size in sizes for name in NAMES}, {size: chosen.of(size) for size in sizes}
+    times = algorithm_times(cluster, shape, transport)
+    chosen = choose_algorithms(cluster, shape, transport)
+    return {(size, name): times[name](size) for size in sizes for name in NAMES}, {size: chosen.algorithm_for(size) for size in sizes}
 
 
 def cases(

@@ -11,10 +11,10 @@ from bench.collectives.collectives import lines_of as table_of
 from bench.collectives.collectives import page as page_of
 from bench.collectives.collectives_hosts import HOSTS, INSIDE, emulated
 from bench.collectives.collectives_programs import NAMES, Case, lines_of, page, predictions, rank_times, time_word, verdict
-from weft.cluster.cluster import Cluster, Device, Level, Link, Table
-from weft.cost.network.collectives import algorithms
-from weft.cost.network.network import Group
-from weft.world.launch import launch
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink
+from shardwise.cost.network.collectives import algorithm_times
+from shardwise.cost.network.network import RankGroup
+from shardwise.world.launch.launch import launch
 
 SMALL, LARGE = 64 << 10, 1 << 20
 CASE = Case(
@@ -54,8 +54,8 @@ def test_the_page_has_a_row_a_size() -> None:
 
 def cpu(**tables: tuple[tuple[float, float], ...]) -> Cluster:
     device = Device("core", "cpu", (("float32", 1e11),), 4e9, 1e10)
-    made = tuple(Table(name, 2, points) for name, points in tables.items())
-    return Cluster("here", device, (Level("node", 2, Link(2e-6, 1e10)),), tables=made)
+    made = tuple(MeasuredTable(name, 2, points) for name, points in tables.items())
+    return Cluster("here", device, (ClusterLevel("node", 2, NetworkLink(2e-6, 1e10)),), tables=made)
 
 
 def test_what_is_predicted_is_the_cost_model_s() -> None:
@@ -63,7 +63,7 @@ def test_what_is_predicted_is_the_cost_model_s() -> None:
     cluster = cpu(send=line, exchange=line, all_reduce=line)
     found, auto = predictions(cluster, 2, "", [SMALL, LARGE])
     assert set(found) == {(size, name) for size in (SMALL, LARGE) for name in NAMES}
-    assert found[LARGE, "ring"] == algorithms(cluster, Group(2))["ring"](LARGE)
+    assert found[LARGE, "ring"] == algorithm_times(cluster, RankGroup(2))["ring"](LARGE)
     assert auto == {SMALL: "native", LARGE: "native"}
 
 
@@ -72,7 +72,7 @@ def test_emulated_hosts_are_two_levels() -> None:
     assert (cluster.num_devices, cluster.node_size) == (HOSTS * INSIDE, INSIDE)
     assert cluster.levels[1].link.latency_s == 5e-5
     size = 64e6
-    times = algorithms(cluster, Group(4))
+    times = algorithm_times(cluster, RankGroup(4))
     assert times["ring"](size) == pytest.approx(1.5 * size / (0.95 * 1.25e8), rel=0.05)
     assert times["ring"](size) > 1.2 * times["hierarchical"](size)
 

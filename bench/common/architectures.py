@@ -1,6 +1,7 @@
 """Tiny models of Hugging Face's classes by hand: of those that `bench.common.tiny_models` cannot make of the configuration class alone.
 
-In: a model type of the table: the class, sizes that make it small, what it is fed. Out: `Resolved`. Nothing is downloaded, and what the
+In: a model type of the table: the class, sizes that make it small, what it is fed. Out: `ResolvedModel`. Nothing is downloaded, and what
+    the
 configuration does not name stays as the library has it: dropout, ties, positions.
 """
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.common.tiny_models import bare_loss, far
-from weft.errors import ModelError, said
-from weft.zoo.resolved import Resolved
-from weft.zoo.shared_layers import random_classes, random_tokens
+from shardwise.errors import ModelError, format_error
+from shardwise.zoo.resolved import ResolvedModel
+from shardwise.zoo.shared_layers import random_classes, random_tokens
 
 WORDS, LENGTH, IMAGE, BATCH = 96, 16, 32, 4
 Sizes = dict[str, Any]
@@ -332,7 +333,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 }  # fmt: skip
 
 
-def resolved(name: str) -> Resolved:
+def resolved(name: str) -> ResolvedModel:
     """The tiny model of a type of the table."""
     made = TABLE[name]
     library = importlib.import_module("transformers")
@@ -344,14 +345,14 @@ def resolved(name: str) -> Resolved:
         try:
             module: nn.Module = kind(copy.deepcopy(config)).train()
         except Exception as error:
-            raise ModelError(f"{made.model} cannot be made so small: {said(error)}") from error
+            raise ModelError(f"{made.model} cannot be made so small: {format_error(error)}") from error
         return module
 
     def batch(size: int) -> dict[str, Tensor]:
         fed = {key.partition(":")[2] or key: INPUTS[key](size, made) for key in map(_full, made.takes.split())}
         return fed | ({"labels": LABELS[made.learns](size, fed)} if made.learns in LABELS else {})
 
-    return Resolved(name, make, batch, LOSSES.get(made.learns), BATCH)
+    return ResolvedModel(name, make, batch, LOSSES.get(made.learns), BATCH)
 
 
 def _full(name: str) -> str:

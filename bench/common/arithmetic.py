@@ -26,7 +26,7 @@ class Series:
     plan: str = ""
     precision: str = "float32"
     settings: str = "equal"
-    predicted: float = 0.0  # seconds a step by weft's plan; 0 for peers
+    predicted: float = 0.0  # seconds a step by shardwise's plan; 0 for peers
 
     def __post_init__(self) -> None:
         if not self.seconds or min(self.seconds) <= 0:
@@ -40,7 +40,7 @@ class Series:
     def missed(self) -> float:
         """By what part of the measured time the prediction is off; below 0 it is too low.
 
-        >>> Series("weft", (0.8, 1.0, 1.2), predicted=0.9).missed
+        >>> Series("shardwise", (0.8, 1.0, 1.2), predicted=0.9).missed
         -0.1
         """
         return round(self.predicted / self.median - 1, 6)
@@ -48,10 +48,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """weft beside one peer. `ratio` is the peer's time over weft's, so more than 1 means weft is better; median over rounds."""
+    """shardwise beside one peer. `ratio` is the peer's time over shardwise's, so more than 1 means shardwise is better; median over
+    rounds."""
 
     case: str
-    weft: float
+    shardwise: float
     peer: float
     peer_name: str
     ratio: float
@@ -61,8 +62,8 @@ class Row:
     ratio_max: float = 0.0
     cpu_ratio: float = 0.0
     rounds: int = 0
-    weft_name: str = "weft"
-    weft_plan: str = ""
+    shardwise_name: str = "shardwise"
+    shardwise_plan: str = ""
     precision: str = "float32"
     peer_precision: str = "float32"
     settings: str = "equal"
@@ -70,15 +71,15 @@ class Row:
     loss_difference: float = 0.0
 
 
-def ratios(weft: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """The peer's time over weft's, round by round: what disturbs one round disturbs both.
+def ratios(shardwise: Sequence[float], peer: Sequence[float]) -> list[float]:
+    """The peer's time over shardwise's, round by round: what disturbs one round disturbs both.
 
     >>> ratios([1.0, 2.0], [1.5, 2.0])
     [1.5, 1.0]
     """
-    if len(weft) != len(peer):
-        raise ValueError(f"{len(weft)} rounds of weft beside {len(peer)} of the peer; only rounds measured together are compared")
-    return [theirs / ours for ours, theirs in zip(weft, peer, strict=True)]
+    if len(shardwise) != len(peer):
+        raise ValueError(f"{len(shardwise)} rounds of shardwise beside {len(peer)} of the peer; only rounds measured together are compared")
+    return [theirs / ours for ours, theirs in zip(shardwise, peer, strict=True)]
 
 
 def loss_difference(a: Sequence[float], b: Sequence[float]) -> float:
@@ -87,13 +88,13 @@ def loss_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return max((abs(x - y) / abs(x) for x, y in shared), default=float("inf"))
 
 
-def row(case: str, kind: str, weft: Series, peer: Series) -> Row:
-    """Compare one contender of weft's with one peer's, both measured in the same rounds."""
-    by_round = ratios(weft.seconds, peer.seconds)
-    cpu = ratios(weft.cpu_seconds, peer.cpu_seconds) if weft.cpu_seconds and peer.cpu_seconds else [0.0]
+def row(case: str, kind: str, shardwise: Series, peer: Series) -> Row:
+    """Compare one contender of shardwise's with one peer's, both measured in the same rounds."""
+    by_round = ratios(shardwise.seconds, peer.seconds)
+    cpu = ratios(shardwise.cpu_seconds, peer.cpu_seconds) if shardwise.cpu_seconds and peer.cpu_seconds else [0.0]
     return Row(
         case=case,
-        weft=weft.median,
+        shardwise=shardwise.median,
         peer=peer.median,
         peer_name=peer.name,
         ratio=median(by_round),
@@ -102,13 +103,13 @@ def row(case: str, kind: str, weft: Series, peer: Series) -> Row:
         ratio_max=max(by_round),
         cpu_ratio=median(cpu),
         rounds=len(by_round),
-        weft_name=weft.name,
-        weft_plan=weft.plan,
-        precision=weft.precision,
+        shardwise_name=shardwise.name,
+        shardwise_plan=shardwise.plan,
+        precision=shardwise.precision,
         peer_precision=peer.precision,
-        settings=weft.settings,
+        settings=shardwise.settings,
         peer_settings=peer.settings,
-        loss_difference=loss_difference(peer.losses, weft.losses),
+        loss_difference=loss_difference(peer.losses, shardwise.losses),
     )
 
 
@@ -149,16 +150,16 @@ def judge(targets: Sequence[Target], rows: Sequence[Row], skipped: Mapping[str, 
         for model in models:
             worst = min((r for r in found if r.case.partition(",")[0] == model), key=lambda r: r.ratio)
             met = worst.ratio >= target.at_least
-            why = f"{worst.weft:.3f} s beside {worst.peer:.3f} s of {worst.peer_name}"
+            why = f"{worst.shardwise:.3f} s beside {worst.peer:.3f} s of {worst.peer_name}"
             verdicts.append(Verdict(target.name, target.at_least, met, worst.ratio, worst.case, why))
     return verdicts
 
 
 def wrong(rows: Sequence[Row], skipped: Mapping[str, str], name: Callable[[Row], str] = lambda r: r.case) -> list[str]:
-    """What must not be: weft that does not run, or loss curves that part. `name`: what a row is called."""
-    out = [f"{contender}: {reason}" for contender, reason in skipped.items() if contender.startswith("weft")]
+    """What must not be: shardwise that does not run, or loss curves that part. `name`: what a row is called."""
+    out = [f"{contender}: {reason}" for contender, reason in skipped.items() if contender.startswith("shardwise")]
     return out + [
-        f"{name(r)}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}"
+        f"{name(r)}: the losses of {r.shardwise_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}"
         for r in rows
         if not r.loss_difference <= SAME_LOSS
     ]

@@ -56,10 +56,10 @@ class Contender:
         threads = {} if self.launcher else {"OMP_NUM_THREADS": str(self.threads)}
         if self.settings == "own":
             return threads
-        from weft.world.launch import ALLOCATOR  # takes torch with it
-        from weft.world.matmul_backend import PRODUCTS, products
+        from shardwise.world.launch.launch import ALLOCATOR  # takes torch with it
+        from shardwise.world.matmul_backend import PRODUCTS, load_or_measure_timings
 
-        return {**ALLOCATOR, PRODUCTS: products().chosen, **threads}
+        return {**ALLOCATOR, PRODUCTS: load_or_measure_timings().chosen, **threads}
 
 
 def to_text(case: Case, contender: Contender) -> str:

@@ -1,6 +1,6 @@
 """Who is measured: the table of contenders, in sets that are interleaved together.
 
-A set fits into memory as a whole. `kind` decides which targets a set's rows answer; `pairs` which of weft's contenders each peer is
+A set fits into memory as a whole. `kind` decides which targets a set's rows answer; `pairs` which of shardwise's contenders each peer is
 compared with (every peer of the set where it is not named).
 """
 
@@ -10,14 +10,22 @@ from dataclasses import dataclass, replace
 
 from bench.common.case import Case, Contender
 
-CHOSEN, CHOSEN_FLOAT32 = "weft, its plan", "weft, its plan in float32"
-ALONE = "weft data, no exchange"
+CHOSEN, CHOSEN_FLOAT32 = "shardwise, its plan", "shardwise, its plan in float32"
+ALONE = "shardwise data, no exchange"
 
 
-def weft(name: str, layout: str = "", num_ranks: int = 2, precision: str = "float32", settings: str = "equal", **more: object) -> Contender:
-    """A contender of weft's: under a layout, or (without one) under the plan that weft chooses."""
+def shardwise(
+    name: str, layout: str = "", num_ranks: int = 2, precision: str = "float32", settings: str = "equal", **more: object
+) -> Contender:
+    """A contender of shardwise's: under a layout, or (without one) under the plan that shardwise chooses."""
     return Contender(
-        name, "bench.common.weft_side", num_ranks, precision=precision, settings=settings, options={"layout": layout, **more}, launcher=True
+        name,
+        "bench.common.shardwise_side",
+        num_ranks,
+        precision=precision,
+        settings=settings,
+        options={"layout": layout, **more},
+        launcher=True,
     )
 
 
@@ -30,7 +38,7 @@ ZERO_OPTIMIZER = Contender("ZeroRedundancyOptimizer", "bench.peers.ddp", options
 DDP_BF16 = Contender("DDP, autocast", "bench.peers.ddp", precision="bfloat16", options={"autocast": True})
 FSDP2 = Contender("FSDP2", "bench.peers.fsdp2")
 GPIPE = Contender("torch GPipe", "bench.peers.pipelining", options={"schedule": "GPipe"})
-BEST_SCHEDULE = "weft zb-v"  # the same memory as 1F1B on its fullest rank
+BEST_SCHEDULE = "shardwise zb-v"  # the same memory as 1F1B on its fullest rank
 ONE_F_ONE_B = Contender("torch 1F1B", "bench.peers.pipelining", options={"schedule": "1F1B"})
 DTENSOR = Contender("DTensor", "bench.peers.dtensor")
 DTENSOR_VOCABULARY = Contender("DTensor, vocabulary", "bench.peers.dtensor", options={"vocabulary": True})
@@ -45,7 +53,7 @@ AXONN = Contender("AxoNN tensor", "bench.peers.axonn", options={"tensor": 2}, ne
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """Contenders that take turns. `pairs`: (weft's name, peer's name) of every row; names of skipped contenders leave no row."""
+    """Contenders that take turns. `pairs`: (shardwise's name, peer's name) of every row; names of skipped contenders leave no row."""
 
     kind: str
     contenders: tuple[Contender, ...]
@@ -57,14 +65,14 @@ def _against(name: str, peers: tuple[Contender, ...]) -> tuple[tuple[str, str], 
 
 
 def _as_written(*peers: Contender) -> tuple[Contender, ...]:
-    """The same as their users run them, without weft's allocator settings."""
+    """The same as their users run them, without shardwise's allocator settings."""
     return tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in peers)
 
 
 def parts(whole: Set, most: int) -> list[Set]:
-    """The set in pieces of at most `most` contenders, so that they fit into memory together; each with weft's that its peers need.
+    """The set in pieces of at most `most` contenders, so that they fit into memory together; each with shardwise's that its peers need.
 
-    Raises ValueError where not even one peer fits beside weft's.
+    Raises ValueError where not even one peer fits beside shardwise's.
     """
     by_name = {c.name: c for c in whole.contenders}
     partners: dict[str, tuple[str, ...]] = {}
@@ -85,7 +93,7 @@ def parts(whole: Set, most: int) -> list[Set]:
 
 
 def data_set() -> Set:
-    replicas, sharded = weft("weft data", "data=2 threads=1"), weft("weft data, ZeRO-1", "data=2 zero=1 threads=1")
+    replicas, sharded = shardwise("shardwise data", "data=2 threads=1"), shardwise("shardwise data, ZeRO-1", "data=2 zero=1 threads=1")
     plain = (DDP, ACCELERATE, FABRIC, MEGATRON_DATA, AXONN_DATA)
     zero = (FSDP2, DEEPSPEED)
     return Set("data", (replicas, sharded, *plain, *zero), _against(replicas.name, (*plain, *zero)) + _against(sharded.name, zero))
@@ -93,28 +101,28 @@ def data_set() -> Set:
 
 def exchange_set() -> Set:
     """Data parallelism beside itself with the exchange of gradients left out, which trains another model and is the limit; and ZeRO-1."""
-    replicas, sharded = weft("weft data", "data=2 threads=1"), weft("weft data, ZeRO-1", "data=2 zero=1 threads=1")
-    alone = weft(ALONE, "data=2 threads=1", exchange=False)
+    replicas, sharded = shardwise("shardwise data", "data=2 threads=1"), shardwise("shardwise data, ZeRO-1", "data=2 zero=1 threads=1")
+    alone = shardwise(ALONE, "data=2 threads=1", exchange=False)
     pairs = (*_against(replicas.name, (alone, DDP, DDP_ALONE)), *_against(sharded.name, (ZERO_OPTIMIZER,)))
     return Set("exchange", (replicas, alone, sharded, DDP, DDP_ALONE, ZERO_OPTIMIZER), pairs)
 
 
 def settings_set() -> Set:
-    """weft's own plan beside DDP as its users write it, and beside itself with one of its settings left out at a time."""
-    own = weft(CHOSEN, settings="own", precision="own")
+    """shardwise's own plan beside DDP as its users write it, and beside itself with one of its settings left out at a time."""
+    own = shardwise(CHOSEN, settings="own", precision="own")
     without = (
-        weft(f"{CHOSEN}, without bfloat16", settings="own", constraints=["precision=float32"]),
-        weft(f"{CHOSEN}, without allocator settings", settings="own", precision="own", allocator=False),
-        weft(f"{CHOSEN}, over gloo", settings="own", precision="own", transport="gloo"),
-        weft(f"{CHOSEN}, torch's own products", settings="own", constraints=["precision=float32"], products="highest"),
+        shardwise(f"{CHOSEN}, without bfloat16", settings="own", constraints=["precision=float32"]),
+        shardwise(f"{CHOSEN}, without allocator settings", settings="own", precision="own", allocator=False),
+        shardwise(f"{CHOSEN}, over gloo", settings="own", precision="own", transport="gloo"),
+        shardwise(f"{CHOSEN}, torch's own products", settings="own", constraints=["precision=float32"], products="highest"),
     )
     return Set("settings", (own, *without, DDP_WRITTEN), _against(own.name, (DDP_WRITTEN, *without)))
 
 
 def pipeline_set(case: Case) -> Set:
     end = f"pipeline=2 microbatches={case.microbatches} threads=1"
-    gpipe, one = weft("weft GPipe", f"{end} schedule=gpipe"), weft("weft 1F1B", f"{end} schedule=1f1b")
-    best = weft(BEST_SCHEDULE, f"{end} schedule=zb-v")
+    gpipe, one = shardwise("shardwise GPipe", f"{end} schedule=gpipe"), shardwise("shardwise 1F1B", f"{end} schedule=1f1b")
+    best = shardwise(BEST_SCHEDULE, f"{end} schedule=zb-v")
     plain = _as_written(GPIPE, ONE_F_ONE_B)
     pairs = ((gpipe.name, GPIPE.name), (one.name, ONE_F_ONE_B.name), (gpipe.name, plain[0].name), (one.name, plain[1].name))
     beside = ((best.name, GPIPE.name), (best.name, ONE_F_ONE_B.name))
@@ -122,15 +130,16 @@ def pipeline_set(case: Case) -> Set:
 
 
 def tensor_set() -> Set:
-    ours = weft("weft tensor", "tensor=2 threads=1")
+    ours = shardwise("shardwise tensor", "tensor=2 threads=1")
     peers = (DTENSOR, DTENSOR_VOCABULARY, MEGATRON, AXONN, *_as_written(DTENSOR))
     return Set("tensor", (ours, *peers), _against(ours.name, peers))
 
 
 def chosen_set(fastest: tuple[Contender, ...]) -> Set:
-    """weft's own plan, as users call it, beside the fastest peers of this run: given weft's allocator settings, and as users write them."""
-    same = weft(CHOSEN_FLOAT32, settings="own", constraints=["precision=float32"])
-    own = weft(CHOSEN, settings="own", precision="own")
+    """shardwise's own plan, as users call it, beside the fastest peers of this run: given shardwise's allocator settings, and as users
+    write them."""
+    same = shardwise(CHOSEN_FLOAT32, settings="own", constraints=["precision=float32"])
+    own = shardwise(CHOSEN, settings="own", precision="own")
     tuned = (SINGLE, *fastest)
     plain = _as_written(*tuned[:2])
     lower = (SINGLE_BF16, DDP_BF16)

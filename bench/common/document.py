@@ -23,10 +23,10 @@ KINDS = {
     "exchange": "What the exchange of gradients costs",
     "pipeline": "Pipelines",
     "tensor": "Tensor parallelism",
-    "chosen": "The plan that weft chooses, beside the fastest peers",
-    "settings": "What each of weft's settings contributes to its own plan",
+    "chosen": "The plan that shardwise chooses, beside the fastest peers",
+    "settings": "What each of shardwise's settings contributes to its own plan",
     "gpu": "One GPU",
-    "out of core": "weft's choice beside other ways, under the limit",
+    "out of core": "shardwise's choice beside other ways, under the limit",
 }
 
 
@@ -98,7 +98,7 @@ def tables(rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[st
         if not mine:
             continue
         table = Table(title=title, title_justify="left")
-        for name, justify in (("case", "left"), ("weft", "left"), ("s/step", "right"), ("peer", "left"), ("s/step", "right")):
+        for name, justify in (("case", "left"), ("shardwise", "left"), ("s/step", "right"), ("peer", "left"), ("s/step", "right")):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         table.add_column("ratio", justify="right")
         table.add_column("min..max", justify="right")
@@ -107,8 +107,8 @@ def tables(rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[st
             style = "green" if r.ratio >= 1 else "red"
             table.add_row(
                 escape(r.case),
-                escape(r.weft_name),
-                f"{r.weft:.3f}",
+                escape(r.shardwise_name),
+                f"{r.shardwise:.3f}",
                 escape(r.peer_name),
                 f"{r.peer:.3f}",
                 f"[{style}]{r.ratio:.2f}[/]",
@@ -188,12 +188,24 @@ def markdown(
             continue
         parts += [f"## {heading}", ""]
         parts += _table(
-            ["case", "weft", "s/step", "peer", "s/step", "ratio", "min..max", "CPU time ratio", "precision", "settings", "loss differs"],
+            [
+                "case",
+                "shardwise",
+                "s/step",
+                "peer",
+                "s/step",
+                "ratio",
+                "min..max",
+                "CPU time ratio",
+                "precision",
+                "settings",
+                "loss differs",
+            ],
             [
                 [
                     r.case,
-                    r.weft_name,
-                    f"{r.weft:.3f}",
+                    r.shardwise_name,
+                    f"{r.shardwise:.3f}",
                     r.peer_name,
                     f"{r.peer:.3f}",
                     f"**{r.ratio:.2f}**",
@@ -211,7 +223,10 @@ def markdown(
         close = sum(abs(s.missed) <= NEAR for _, s in priced)
         mean = sum(abs(s.missed) for _, s in priced) / len(priced)
         parts += ["## Predicted and measured", ""]
-        parts += [f"Within {NEAR:.0%}: {close} of {len(priced)}; mean absolute error {mean:.1%}. By what `weft probe` measured before.", ""]
+        parts += [
+            f"Within {NEAR:.0%}: {close} of {len(priced)}; mean absolute error {mean:.1%}. By what `shardwise probe` measured before.",
+            "",
+        ]
         lines = [[title, s.name, f"{s.predicted:.3f}", f"{s.median:.3f}", f"{s.missed:+.0%}", s.plan] for title, s in priced]
         parts += _table(["set", "contender", "predicted, s", "measured, s", "off by", "plan"], lines)
     parts += ["## Every contender", "", "Medians. CPU seconds are those of all ranks together; memory is the largest rank's.", ""]

@@ -38,7 +38,7 @@ class Network:
     """`links`: of the machines beside the hub, by name. Used as a context."""
 
     links: Mapping[str, Link]
-    prefix: str = field(default_factory=lambda: f"weft{os.getpid()}")
+    prefix: str = field(default_factory=lambda: f"shardwise{os.getpid()}")
     _relays: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def space(self, name: str) -> str:

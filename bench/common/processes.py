@@ -55,7 +55,7 @@ class Running:
     def __init__(self, case: Case, contender: Contender, python: str) -> None:
         self.case, self.contender = case, contender
         self.about: dict[str, Any] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-bench-")
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-bench-")
         folder = Path(self._folder.name)
         self._log = folder / "log"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -69,7 +69,7 @@ class Running:
             self._start(python, rank, port, str(folder / "s"))
 
     def _start(self, python: str, rank: int, port: int, path: str) -> None:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "OMP_", "KMP_", "WEFT_"))}
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "OMP_", "KMP_", "SHARDWISE_"))}
         joined = {
             "RANK": rank,
             "LOCAL_RANK": rank,

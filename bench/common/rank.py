@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.common.case import Case, Contender, corpus, from_text, window_starts
-from weft.world import matmul_backend
+from shardwise.world import matmul_backend
 
 Step = Callable[[Tensor], "Tensor | float | None"]
 
@@ -95,7 +95,7 @@ def apply_settings(contender: Contender) -> None:
     if contender.settings == "equal" or not contender.launcher:
         torch.set_num_threads(contender.threads)
     if contender.settings == "equal":
-        matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
+        matmul_backend.set_matmul_precision(os.environ[matmul_backend.PRODUCTS])
 
 
 def join(num_ranks: int) -> None:

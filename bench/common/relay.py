@@ -39,7 +39,7 @@ class Relayed:
 
     def __init__(self, line: Line | None = None) -> None:
         self.line = line or Line()
-        self.names = [f"weft{os.getpid()}r{i}" for i in range(2)]
+        self.names = [f"shardwise{os.getpid()}r{i}" for i in range(2)]
         self._done = threading.Event()
         self._ends: list[int] = []
         self._thread = threading.Thread(target=self._pass_on, daemon=True)

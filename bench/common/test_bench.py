@@ -19,17 +19,17 @@ from bench.common.document import command, header, lines_of, markdown, show
 from bench.common.measure import Effort, measure, turn
 from bench.faults import protect
 from bench.training import gpu, train
-from weft.cluster.catalogue import dump
-from weft.cluster.cluster import Cluster
-from weft.errors import OutOfMemory
+from shardwise.cluster.catalogue import dump
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import OutOfMemory
 
 TARGETS = (Target("data, beside DDP", 1.0, lambda r: r.peer_name == "DDP"),)
 CASE = Case("gpt-10m")
 seconds = st.floats(1e-3, 1e3)
 
 
-def compare(weft: float, peer: float, name: str = "DDP") -> Row:
-    return row("gpt-10m, 8 x 256", "data", Series("weft data", (weft,) * 3), Series(name, (peer,) * 3))
+def compare(shardwise: float, peer: float, name: str = "DDP") -> Row:
+    return row("gpt-10m, 8 x 256", "data", Series("shardwise data", (shardwise,) * 3), Series(name, (peer,) * 3))
 
 
 def told(contender: Contender) -> str:
@@ -47,9 +47,9 @@ def test_a_page_names_the_command_without_where_its_figures_were_put() -> None:
 
 
 def test_ratio_is_the_median_of_ratios_by_round_not_the_ratio_of_medians() -> None:
-    ours, theirs = Series("weft", (1.0, 2.0, 10.0)), Series("DDP", (3.0, 2.0, 11.0))
+    ours, theirs = Series("shardwise", (1.0, 2.0, 10.0)), Series("DDP", (3.0, 2.0, 11.0))
     r = row("case", "data", ours, theirs)
-    assert (r.weft, r.peer) == (2.0, 3.0)
+    assert (r.shardwise, r.peer) == (2.0, 3.0)
     assert (r.ratio, r.ratio_min, r.ratio_max) == (1.1, 1.0, 3.0)
 
 
@@ -66,16 +66,16 @@ def test_a_common_disturbance_of_a_round_leaves_its_ratio(a: float, b: float) ->
 
 
 def test_rounds_that_were_not_measured_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rounds of weft beside 2"):
+    with pytest.raises(ValueError, match="3 rounds of shardwise beside 2"):
         ratios([1.0] * 3, [1.0] * 2)
 
 
 def test_a_series_without_time_cannot_be() -> None:
     with pytest.raises(ValueError, match="0 rounds"):
-        Series("weft", ())
+        Series("shardwise", ())
 
 
-def test_faster_meets_and_a_slower_weft_is_missed() -> None:
+def test_faster_meets_and_a_slower_shardwise_is_missed() -> None:
     (verdict,) = judge(TARGETS, [compare(1.0, 1.2)])
     assert verdict.word == "met"
     (verdict,) = judge(TARGETS, [compare(1.2, 1.0)])
@@ -84,17 +84,21 @@ def test_faster_meets_and_a_slower_weft_is_missed() -> None:
 
 
 def test_one_slow_model_is_missed_however_fast_the_other_is() -> None:
-    slow = row("gpt-50m, 8 x 256", "data", Series("weft data", (2.0,)), Series("DDP", (1.0,)))
+    slow = row("gpt-50m, 8 x 256", "data", Series("shardwise data", (2.0,)), Series("DDP", (1.0,)))
     assert [v.word for v in judge(TARGETS, [compare(1.0, 9.0), slow])] == ["met", "missed"]
 
 
 def test_the_page_holds_predictions_against_what_was_measured() -> None:
-    close, far, peer = Series("weft a", (1.0,), predicted=1.09), Series("weft b", (2.0, 2.0), predicted=1.5), Series("DDP", (1.0,))
+    close, far, peer = (
+        Series("shardwise a", (1.0,), predicted=1.09),
+        Series("shardwise b", (2.0, 2.0), predicted=1.5),
+        Series("DDP", (1.0,)),
+    )
     page = markdown({}, [], [], {}, {"gpt-10m": [close, far, peer]}, "")
     (said,) = (line for line in page.splitlines() if line.startswith("Within"))
     assert "1 of 2" in said
     assert "17.0%" in said  # of 9 % and 25 %
-    assert "| weft b | 1.500 | 2.000 | -25% |" in page
+    assert "| shardwise b | 1.500 | 2.000 | -25% |" in page
     assert "Predicted and measured" not in markdown({}, [], [], {}, {"gpt-10m": [peer]}, "")
 
 
@@ -111,13 +115,13 @@ def test_loss_difference_sees_one_wrong_step_and_no_steps() -> None:
 
 def test_losses_that_part_are_told_and_equal_ones_are_not() -> None:
     def found(last: float, peer: str = "DDP") -> train.Found:
-        a, b = Series("weft data", (1.0,), losses=(5.0, 4.0)), Series(peer, (1.0,), losses=(5.0, last))
+        a, b = Series("shardwise data", (1.0,), losses=(5.0, 4.0)), Series(peer, (1.0,), losses=(5.0, last))
         return train.Found(rows=[row(CASE.label, "data", a, b)])
 
     assert not train.wrong(found(4.1, ALONE)), "without exchange every rank trains a model of its own"
     assert not train.wrong(found(4.0001))
     assert "differ by 2.4e-02" in train.wrong(found(4.1))[0]
-    assert train.wrong(train.Found(skipped={"weft data (gpt-10m)": "rank 1 died"})) == ["weft data (gpt-10m): rank 1 died"]
+    assert train.wrong(train.Found(skipped={"shardwise data (gpt-10m)": "rank 1 died"})) == ["shardwise data (gpt-10m): rank 1 died"]
 
 
 def test_own_plan_is_held_against_the_best_in_each_precision() -> None:
@@ -126,7 +130,7 @@ def test_own_plan_is_held_against_the_best_in_each_precision() -> None:
     series = {c.name: Series(c.name, (times[c.name],) * 3, precision=told(c)) for c in group.contenders}
     rows = train.best_rows(CASE, train.rows_of(CASE, group, series))
     verdicts = {v.target: v for v in judge(train.TARGETS, rows)}
-    peers = sorted((s for s in series.values() if not s.name.startswith("weft")), key=lambda s: s.median)
+    peers = sorted((s for s in series.values() if not s.name.startswith("shardwise")), key=lambda s: s.median)
     fast32 = next(s for s in peers if s.precision == "float32")
     fast16 = next(s for s in peers if s.precision == "bfloat16")
     for target, peer, ours in (
@@ -182,7 +186,7 @@ def test_a_rank_reads_what_it_was_told() -> None:
 
 def test_equal_settings_are_equal_whoever_it_is() -> None:
     (ours, *_, peer) = data_set().contenders
-    assert ours.environment() | {"OMP_NUM_THREADS": "1"} == peer.environment() == DDP.environment()  # weft's launcher sets threads
+    assert ours.environment() | {"OMP_NUM_THREADS": "1"} == peer.environment() == DDP.environment()  # shardwise's launcher sets threads
     assert "MALLOC_TRIM_THRESHOLD_" not in DDP.with_settings("own").environment()
 
 
@@ -202,7 +206,7 @@ def test_terminal_page_and_file_tell_the_same_rows() -> None:
         assert "AxoNN" in told
     assert "a|b [bold]" in text
     assert "a\\|b" in page
-    assert {"case", "weft", "peer", "peer_name", "ratio", "unit"} <= set(held["rows"][0])
+    assert {"case", "shardwise", "peer", "peer_name", "ratio", "unit"} <= set(held["rows"][0])
     assert held["targets"][0]["word"] == "missed"
 
 
@@ -223,13 +227,13 @@ def build(case, rank, num_ranks, fail=""):
 
 
 def test_contenders_take_turns_and_those_that_fail_are_skipped_with_their_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "weft_test_peer.py").write_text(PEER)
+    (tmp_path / "shardwise_test_peer.py").write_text(PEER)
     monkeypatch.setattr("bench.common.processes.EXTRA_PATH", str(tmp_path))
     contenders = [
-        Contender("sound", "weft_test_peer"),
-        Contender("unbuilt", "weft_test_peer", options={"fail": "build"}),
-        Contender("stops", "weft_test_peer", options={"fail": "later"}),
-        Contender("missing", "weft_test_peer", needs=("no_such_package_of_weft",)),
+        Contender("sound", "shardwise_test_peer"),
+        Contender("unbuilt", "shardwise_test_peer", options={"fail": "build"}),
+        Contender("stops", "shardwise_test_peer", options={"fail": "later"}),
+        Contender("missing", "shardwise_test_peer", needs=("no_such_package_of_shardwise",)),
     ]
     series, skipped = measure(CASE, contenders, Effort(2, 1, 1), lambda _: None)
     assert list(series) == ["sound"]
@@ -237,7 +241,7 @@ def test_contenders_take_turns_and_those_that_fail_are_skipped_with_their_reason
     assert len(series["sound"].losses) == 3
     assert "it cannot be built" in skipped["unbuilt"]
     assert "it stopped" in skipped["stops"]
-    assert "no_such_package_of_weft" in skipped["missing"]
+    assert "no_such_package_of_shardwise" in skipped["missing"]
 
 
 def test_gpu_benchmark_says_why_it_is_skipped_and_ends_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

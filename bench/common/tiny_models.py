@@ -1,6 +1,7 @@
 """Tiny models of Hugging Face's classes, made from a configuration class alone: every size shrunk by what its name says.
 
-In: a model type. Out: `Resolved`, two layers or one of each kind of layer, a head that learns where there is one. Nothing is downloaded.
+In: a model type. Out: `ResolvedModel`, two layers or one of each kind of layer, a head that learns where there is one. Nothing is
+    downloaded.
 Not modelled: images, sound and video beside text; models that need one of these say so.
 
 Ratios are kept where a way of cutting depends on them: of key heads to heads, of inner features to features.
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ModelError, said
-from weft.zoo.resolved import Resolved
-from weft.zoo.shared_layers import random_tokens
+from shardwise.errors import ModelError, format_error
+from shardwise.zoo.resolved import ResolvedModel
+from shardwise.zoo.shared_layers import random_tokens
 
 VOCABULARY, WIDTH, HEADS, HEAD, SEQUENCE, BATCH = 1024, 64, 4, 16, 16, 4
 MOST_LAYERS = 4
@@ -99,7 +100,7 @@ def shrunk(cls: Any, scale: int = 1) -> Any:
         nested = all(isinstance(part, dict) for part in rotary.values())  # by kind of layer
         changes["rope_parameters"] = {k: part | thirds for k, part in rotary.items()} if nested else rotary | thirds
     made = cls(**changes)
-    made._experts_implementation = "eager"  # which every dtype has; what runs in its place says `weft.capture.experts`
+    made._experts_implementation = "eager"  # which every dtype has; what runs in its place says `shardwise.capture.experts`
     made.use_cache = False
     return made
 
@@ -180,7 +181,7 @@ def _of(found: Any, cls: Any) -> bool:
     return issubclass(found, transformers.PreTrainedModel) and getattr(found, "config_class", None) is cls
 
 
-def resolved(name: str, cls: Any, scale: int = 1, sequence: int = SEQUENCE) -> Resolved:
+def resolved(name: str, cls: Any, scale: int = 1, sequence: int = SEQUENCE) -> ResolvedModel:
     """The tiny model of a configuration class."""
     kind, learns = model_of(cls)
     config = shrunk(cls, scale)
@@ -189,7 +190,7 @@ def resolved(name: str, cls: Any, scale: int = 1, sequence: int = SEQUENCE) -> R
         try:
             module: nn.Module = kind(copy.deepcopy(config)).train()
         except Exception as error:
-            raise ModelError(f"{kind.__name__} cannot be made so small: {said(error)}") from error
+            raise ModelError(f"{kind.__name__} cannot be made so small: {format_error(error)}") from error
         return module
 
     given = inspect.signature(kind.forward).parameters.items()
@@ -200,7 +201,7 @@ def resolved(name: str, cls: Any, scale: int = 1, sequence: int = SEQUENCE) -> R
         made = {key: _of_input(kind, config, key, ids) for key in asked or ("input_ids",)}
         return made if learns == "bare" else made | {"labels": ids.clone()}
 
-    return Resolved(name, make, batch, bare_loss if learns == "bare" else None, BATCH)
+    return ResolvedModel(name, make, batch, bare_loss if learns == "bare" else None, BATCH)
 
 
 def _of_input(kind: Any, config: Any, key: str, ids: Tensor) -> Tensor:

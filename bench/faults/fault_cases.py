@@ -120,7 +120,7 @@ ENDINGS: tuple[Ending, ...] = (
     Ending("Ctrl-C, twice", "interrupt_twice", 130, ("interrupted",)),
     Ending("kill -9 of the launcher", "kill_launcher", -9, ()),
     Ending("SIGSTOP of the launcher for 3 s", "stop_launcher", 0, ("launcher .*is stopped",)),
-    Ending("a second launcher in the same run folder", "second_launcher", 0, ("is in use by another weft train",)),
+    Ending("a second launcher in the same run folder", "second_launcher", 0, ("is in use by another shardwise train",)),
     Ending("the text is written over during the run", "text_over", 4, ("text .* has changed", "restore"), 0,
            mend="restore_text"),
     Ending("the text is cut off during the run", "text_cut", 4, ("text .* has changed|cut off", "restore"), 0,

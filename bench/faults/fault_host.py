@@ -1,4 +1,4 @@
-"""A process with torch in memory from which `weft train` is forked, so that each of a hundred runs starts in a second.
+"""A process with torch in memory from which `shardwise train` is forked, so that each of a hundred runs starts in a second.
 
 In: requests over a socket (words of the command line, descriptors for output). Out: process ids and exit codes. A run is the command line's
 own, with two differences: its prepared process is forked from it rather than begun anew, and its ranks follow the orders beside their run
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench.common.processes import ROOT
-from weft.world import launch as launching
-from weft.world.launch import ALLOCATOR, SLEEPING, Launcher
+from shardwise.world.launch import launch as launching
+from shardwise.world.launch.launch import ALLOCATOR, PASSIVE_WAIT, Launcher
 
 _PR_SET_CHILD_SUBREAPER = 36
 LARGEST = 1 << 16
@@ -38,7 +38,7 @@ class Host:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**os.environ, **ALLOCATOR, **SLEEPING, **SINGLE, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+        env = {**os.environ, **ALLOCATOR, **PASSIVE_WAIT, **SINGLE, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
         code = f"from bench.faults.fault_host import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=(theirs.fileno(),), cwd=ROOT)
         theirs.close()
@@ -54,7 +54,7 @@ class Host:
         self._process.wait(10)
 
     def start(self, words: list[str], plan: Path | None, out: int) -> int:
-        """Runs `weft WORDS`, with a plan that is known already; its output goes to descriptor `out`. Returns its process id."""
+        """Runs `shardwise WORDS`, with a plan that is known already; its output goes to descriptor `out`. Returns its process id."""
         with self._lock:
             socket.send_fds(self._socket, [json.dumps({"words": words, "plan": str(plan or "")}).encode()], [out])
             while True:
@@ -95,11 +95,11 @@ def serve(descriptor: int) -> NoReturn:
     """Forks runs until the socket closes."""
     for module in (
         *launching.ENGINE,
-        "weft.cli.train",
-        "weft.cli.report",
-        "weft.api",
-        "weft.train.flow",
-        "weft.world.prepared",
+        "shardwise.cli.train",
+        "shardwise.cli.report",
+        "shardwise.api",
+        "shardwise.train.flow",
+        "shardwise.world.launch.prepared",
         "bench.faults.fault_rank",
     ):
         __import__(module)
@@ -146,11 +146,11 @@ def _run(request: dict[str, Any], out: int) -> NoReturn:
 
 def _trained(request: dict[str, Any]) -> int:
     from bench.faults.fault_rank import harmed
-    from weft.api import plan
-    from weft.cli import run
-    from weft.cli import train as verb
-    from weft.plan.plan_file import read_plan
-    from weft.train import flow
+    from shardwise.api import plan
+    from shardwise.cli import run
+    from shardwise.cli import train as verb
+    from shardwise.plan.plan_file import read_plan
+    from shardwise.train import flow
 
     def plan_of(config: Any) -> Any:
         made = plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
@@ -159,7 +159,7 @@ def _trained(request: dict[str, Any]) -> int:
     def planner(config: Any, ready: Any, *_: Any) -> Any:  # more ranks than this machine has cores are wanted, too
         if ready is None:
             ready = read_plan(request["plan"]) if request["plan"] else plan_of(config)
-        return flow.Planned(ready, 0.0, "cpu")
+        return flow.PlannedRun(ready, 0.0, "cpu")
 
     verb.make_plan = planner  # type: ignore[assignment]
     flow.rank_main = harmed
@@ -221,7 +221,7 @@ def _forked(self: Launcher) -> None:
             for target, source in ((0, null), (1, errors.fileno()), (2, errors.fileno())):
                 os.dup2(source, target)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            from weft.world.prepared import main
+            from shardwise.world.launch.prepared import main
 
             sys.argv = ["prepared", str(theirs.fileno()), str(lifeline), *self._preload]
             main()

@@ -99,7 +99,7 @@ class Command:
         }
         self._before = len(entries_of(self.log))
         self.process = subprocess.Popen(
-            list(words), cwd=ROOT, env={**os.environ, **settings, "WEFT_BENCH_MARK": self._mark}, stdin=subprocess.DEVNULL,
+            list(words), cwd=ROOT, env={**os.environ, **settings, "SHARDWISE_BENCH_MARK": self._mark}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.began_s = time.monotonic()

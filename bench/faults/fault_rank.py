@@ -1,8 +1,9 @@
-"""What a rank of the fault benchmark runs: `weft train`'s own loop, which comes to harm at named moments.
+"""What a rank of the fault benchmark runs: `shardwise train`'s own loop, which comes to harm at named moments.
 
 In: `orders.json` beside the run folder: what happens to which rank, at which moment, from which step on. Out: a mark beside it when it
-happened, and, by rank 0, a record of when which step began and when its row was written. A moment is the call of a function of weft's that
-is named here, once; nothing in weft knows of it, and a name that is gone ends the benchmark.
+happened, and, by rank 0, a record of when which step began and when its row was written. A moment is the call of a function of
+shardwise's that
+is named here, once; nothing in shardwise knows of it, and a name that is gone ends the benchmark.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from typing import Any
 
 import torch
 
-from weft.run.engine import Engine
-from weft.run.state.checkpoint import beside, disk
-from weft.run.state.optimizer import Optimizer
-from weft.run.step.result import StepResult
-from weft.run.step.stage_runner import StageRunner
-from weft.train import artifacts, flow, loop
-from weft.train.evaluation import Evaluation
-from weft.train.loader import Loader
-from weft.train.metrics import Metrics
-from weft.train.saving import Saving
-from weft.train.subject import Subject
-from weft.world.group import Group
-from weft.world.pending import DONE
-from weft.world.recorder import Recorder
-from weft.world.world import World
+from shardwise.run.checkpoint import background, disk
+from shardwise.run.engine import Engine
+from shardwise.run.state.optimizer import Optimizer
+from shardwise.run.step.result import StepResult
+from shardwise.run.step.stage_runner import StageRunner
+from shardwise.train import artifacts, flow, loop
+from shardwise.train.checkpoint_saver import CheckpointSaver
+from shardwise.train.data.loader import Loader
+from shardwise.train.evaluation import Evaluation
+from shardwise.train.metrics import MetricsFile
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.comm.group import Group
+from shardwise.world.comm.pending import DONE
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import World
 
-saving = importlib.import_module("weft.run.state.checkpoint.save")  # the package has a function of this name
+saving = importlib.import_module("shardwise.run.checkpoint.save")  # the package has a function of this name
 ORDERS, STEPS = "orders.json", "steps.bin"
 BEGAN, TOLD = 0, 1
 ENTRY = struct.Struct("<dqq")  # when, which step, began or told
@@ -56,9 +57,13 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "between gradients and update": ((Engine, "update", True),),
     "in the update": ((Optimizer, "_update", False),),
     "in the evaluation": ((Evaluation, "loss", True),),
-    "as a checkpoint begins": ((Saving, "save", True),),
-    "before a checkpoint's commit": ((saving, "write_part", False), (beside, "write_part", False)),
-    "after a checkpoint's commit": ((saving, "commit", False), (beside, "commit", False), (beside.Beside, "_ended", False)),
+    "as a checkpoint begins": ((CheckpointSaver, "save", True),),
+    "before a checkpoint's commit": ((saving, "write_part", False), (background, "write_part", False)),
+    "after a checkpoint's commit": (
+        (saving, "commit", False),
+        (background, "commit", False),
+        (background.BackgroundSaver, "_ended", False),
+    ),
     "at the end": ((artifacts, "write", False),),
     "while ranks regroup": ((World, "regrouped", True),),
 }
@@ -142,7 +147,7 @@ class Orders:
             case "leave out":
                 _call_once(Group, "all_reduce", lambda *_, **__: DONE)
             case "other shape":
-                self.engine.world.everyone.all_reduce(torch.zeros(3))  # type: ignore[union-attr]
+                self.engine.world.world_group.all_reduce(torch.zeros(3))  # type: ignore[union-attr]
             case "nan" | "jump":
                 pass
             case _:
@@ -151,7 +156,7 @@ class Orders:
     def _flip(self, what: str) -> None:
         assert self.engine is not None
         if what == "weight":
-            x = max((group.data for group in self.engine.parts.groups), key=torch.Tensor.numel)
+            x = max((group.data for group in self.engine.rank_model.groups), key=torch.Tensor.numel)
         else:
             x = max(self.engine._optimizer.state_tensors(), key=torch.Tensor.numel)
         x.detach().reshape(-1).view(torch.int32)[5] ^= 1 << 20
@@ -194,9 +199,9 @@ def _hook(orders: Orders, moment: str, where: Any, name: str, before: bool) -> N
 
 
 def _hook_snapshots(orders: Orders) -> None:
-    real = Recorder.snapshot
+    real = CollectiveRecorder.publish_snapshot
 
-    def snapshot(self: Recorder, side: int, steps: int | None) -> None:
+    def snapshot(self: CollectiveRecorder, side: int, steps: int | None) -> None:
         if steps is not None:
             orders.at("before a snapshot's header")
         real(self, side, steps)
@@ -204,17 +209,17 @@ def _hook_snapshots(orders: Orders) -> None:
             orders.kept = steps
             orders.at("after a snapshot's header")
 
-    Recorder.snapshot = snapshot  # type: ignore[method-assign]
+    CollectiveRecorder.publish_snapshot = snapshot  # type: ignore[method-assign]
 
 
 def _hook_rows(orders: Orders) -> None:
-    real = Metrics.write
+    real = MetricsFile.write
 
-    def write(self: Metrics, row: Any) -> None:
+    def write(self: MetricsFile, row: Any) -> None:
         real(self, row)
         orders.log(row["step"] - 1, TOLD)
 
-    Metrics.write = write  # type: ignore[method-assign]
+    MetricsFile.write = write  # type: ignore[method-assign]
 
 
 def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
@@ -227,7 +232,7 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     _hook_snapshots(orders)
     _hook_rows(orders)
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         orders.engine = None
         engine = loop.make_engine(world, job, subject)
         orders.engine = engine

@@ -25,7 +25,7 @@ from bench.common.processes import ROOT
 from bench.faults.fault_cases import EVALUATE_EVERY, EVERYONE, FORKER, PREPARED, RANDOM, SAVE_EVERY, Fault, Placed
 from bench.faults.fault_host import Host, end, members
 from bench.faults.fault_rank import BEGAN, ENTRY, ORDERS, STEPS, TOLD
-from weft.train.metrics import read_metrics
+from shardwise.train.metrics import read_metrics
 
 SOLO_STEPS = 120  # of a run with one case
 HANG_S = 60.0  # without a step, and the run counts as hanging
@@ -249,7 +249,7 @@ def text_bytes() -> bytes:
 
 
 def words_of(parent: Path, layout: str, steps: int) -> list[str]:
-    """The command: `weft train` of a small GPT on a text, in `parent`."""
+    """The command: `shardwise train` of a small GPT on a text, in `parent`."""
     config, text = parent / "config.toml", parent / "text.txt"
     if not text.exists():
         parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from bench.faults.fault_cases import ENDINGS, FAULTS, Ending, Fault, placed, run
 from bench.faults.fault_host import Host
 from bench.faults.fault_runs import BAD, Calm, Felt, calm, measure
 from bench.faults.fault_solo import STEPS, alone
-from weft.plan.layout import Layout
+from shardwise.plan.layout import Layout
 
 PAGE = ROOT / "docs" / "benchmarks" / "faults.md"
 LAYOUTS = (
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
     p.add_argument("--ending", nargs="+", metavar="LAYOUT", help="layouts in which the cases that end a run are made; default: all")
     p.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="the cases that have these words in their names; no page")
-    p.add_argument("--no-peers", action="store_true", help="weft alone; no page")
+    p.add_argument("--no-peers", action="store_true", help="shardwise alone; no page")
     p.add_argument("--quick", action="store_true", help="a few cases in one layout; no page")
     given = p.parse_args(list(arguments))
     about = header(command("faults", arguments), versions(("torch", "torchft")), load=load(), measured="each case once a layout")
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     for one in made:
         console.print(one)
     none = {"peer": None, "peer_name": "", "ratio": None, "unit": "s"}
-    rows = [{"case": f"{one.name}, {one.layout}", "weft": one.next_step_s, **none} for one in found]
+    rows = [{"case": f"{one.name}, {one.layout}", "shardwise": one.next_step_s, **none} for one in found]
     if given.json:
         peers = [asdict(one) for one in beside]
         text = json.dumps({"about": about, "rows": rows, "found": [asdict(one) for one in found], "peers": peers}, indent=1)

@@ -108,7 +108,11 @@ class Run:
         self.folder, self.hosts = folder, hosts
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI"))}
         env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29512", "OMP_NUM_THREADS": "1"}
-        env |= {"WEFT_TRANSPORT": "gloo", "WEFT_TOKEN": "of this benchmark", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        env |= {
+            "SHARDWISE_TRANSPORT": "gloo",
+            "SHARDWISE_TOKEN": "of this benchmark",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         words = [sys.executable, "-m", "bench.faults.hosts", "--rank", str(folder), layout]
         self.outputs = [Path(f"{folder}-{rank}.txt") for rank in range(2)]
         self.processes = []
@@ -134,7 +138,7 @@ class Run:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def losses(self) -> list[float]:
-        from weft.train.metrics import read_metrics
+        from shardwise.train.metrics import read_metrics
 
         return [float(row["loss"] or 0.0) for row in read_metrics(self.folder / "metrics.jsonl")]
 
@@ -175,7 +179,7 @@ def measure(fault: Fault, harm: Callable[[Run], None], layout: str, calm: Sequen
     off = max((abs(a - b) / abs(b) for a, b in zip(losses, calm, strict=False)), default=math.inf)
     fine = codes.count(0) == 1 if fault.either else all(codes[i] == 0 for i in range(2) if i not in fault.lost)
     whole = fine and len(losses) == STEPS and bool(went_on) == bool(fault.lost)
-    ended = "as it should" if whole else f"{codes}, {len(losses)} steps: {' '.join(re.findall(r'(?:weft: |Error: )(.*)', said)[-2:])}"
+    ended = "as it should" if whole else f"{codes}, {len(losses)} steps: {' '.join(re.findall(r'(?:shardwise: |Error: )(.*)', said)[-2:])}"
     return Felt(fault.name, layout, noticed - at, later - at, again, off, ended)
 
 
@@ -192,22 +196,22 @@ def undisturbed(layout: str, parent: Path) -> list[float]:
 def rank_main(folder: Path, layout: str) -> None:
     """What a rank runs."""
     from bench.faults.fault_runs import CONFIG
-    from weft.api import plan as make_plan
-    from weft.plan.plan import Plan
-    from weft.train import flow
-    from weft.train.config import Config
-    from weft.world.current import current_world
+    from shardwise.api import plan as make_plan
+    from shardwise.plan.plan import Plan
+    from shardwise.train import flow
+    from shardwise.train.config import TrainingConfig
+    from shardwise.world.current import current_world
 
-    def planner(config: Config, known: Plan | None) -> flow.Planned:
+    def planner(config: TrainingConfig, known: Plan | None) -> flow.PlannedRun:
         words = list(config.plan.constrain)
         plan = known or make_plan(
             config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout or None, constraints=words
         )
-        return flow.Planned(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
+        return flow.PlannedRun(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
 
     text = folder.parent / "text.txt"
     changes = [f"data.text={text}", f"run.folder={folder}", f"train.steps={STEPS}", f"plan.layout={layout} threads=1"]
-    flow.train(Config.parse(CONFIG, changes=[*changes, "train.checkpoint_every=0"]), planner, current_world("cpu"))
+    flow.train(TrainingConfig.parse(CONFIG, changes=[*changes, "train.checkpoint_every=0"]), planner, current_world("cpu"))
 
 
 def table(found: Sequence[Felt]) -> Table:
@@ -249,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     made = table(found)
     console.print(made)
     none = {"peer": None, "peer_name": "", "ratio": None, "unit": "s"}
-    rows = [{"case": f"{one.name}, {one.layout}", "weft": one.next_step_s, **none} for one in found]
+    rows = [{"case": f"{one.name}, {one.layout}", "shardwise": one.next_step_s, **none} for one in found]
     if given.json:
         given.json.write_text(json.dumps({"about": about, "rows": rows, "found": [asdict(f) for f in found]}, indent=1) + "\n")
     if not given.faults:

@@ -23,16 +23,16 @@ from typing import Any
 from rich.table import Table
 
 from bench.common.document import command, header, load, terminal, versions
-from weft.api import plan as make_plan
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.run.step.stage_runner import Kept, StageRunner
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.train.subject import Subject
-from weft.world.world import World
+from shardwise.api import plan as make_plan
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.step.stage_runner import SavedActivations, StageRunner
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.world import World
 
 STEADY = ("train.steps=4", "train.checkpoint_every=0", "run.sample=0")
 STEPS, STEP = 4, 2  # of a run; in which rank 1 dies
@@ -47,7 +47,7 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     backward, generation = StageRunner.backward, [world.generation]
     log = (Path(folder).parent / TIMES).open("a", buffering=1)
 
-    def timed(runner: StageRunner, saved: Kept, *args: Any) -> Any:
+    def timed(runner: StageRunner, saved: SavedActivations, *args: Any) -> Any:
         out = backward(runner, saved, *args)
         step, m = runner.draw.step, runner.draw.microbatch
         log.write(f"{time.monotonic()} {generation[0]} {step} {m} {world.rank}\n")
@@ -56,11 +56,11 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         return out
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
         generation[0], step = world.generation, engine.step
         if run != RUNS[2]:
-            engine.finishing.worth_s = math.inf
+            engine.resumption.min_step_time_s = math.inf
 
         def told(*args: Any, **options: Any) -> Any:
             result = step(*args, **options)
@@ -71,12 +71,12 @@ def harmed(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
         return engine
 
     StageRunner.backward = timed  # type: ignore[method-assign]
-    return loop.train(world, flow._job(Path(folder), peak_flops), make)
+    return loop.train(world, flow._read_job(Path(folder), peak_flops), make)
 
 
-def _planner(config: Config, known: Plan | None) -> Planned:
+def _planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
     plan = known or make_plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
-    return Planned(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
+    return PlannedRun(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
 
 
 def measure(run: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def measure(run: str, folder: Path, options: argparse.Namespace) -> dict[str, An
     text.write_text("The measured step is the one that was interrupted. " * 4000)
     sizes = [f"batch={options.batch}", f"data.sequence={options.sequence}", f"data.text={text}", f"run.folder={folder / 'run'}"]
     layout = f"plan.layout={options.layout} microbatches={options.microbatches} threads=1"
-    config = Config.parse(f'[model]\nname = "{options.model}"', changes=[layout, *sizes, *STEADY])
+    config = TrainingConfig.parse(f'[model]\nname = "{options.model}"', changes=[layout, *sizes, *STEADY])
     before, flow.rank_main = flow.rank_main, harmed
     (folder / RUN).write_text(json.dumps([run, options.killed - 1]))
     try:

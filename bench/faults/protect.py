@@ -21,19 +21,19 @@ from rich.table import Table
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.measure import in_turns
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.plan.layout import Layout
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.run.state.fingerprints import fingerprint
-from weft.run.state.snapshots import Snapshots, room_bytes
-from weft.train.doubts import doubt
-from weft.train.trust import Trust
-from weft.units import format_bytes
-from weft.world.launch import ENGINE, launch
-from weft.world.watch import Recovery
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.recovery.fingerprints import fingerprint_of
+from shardwise.run.recovery.snapshots import Snapshots, required_bytes
+from shardwise.train.recovery.anomalies import loss_anomaly
+from shardwise.train.recovery.step_guard import StepGuard
+from shardwise.units import format_bytes
+from shardwise.world.launch.launch import ENGINE, launch
+from shardwise.world.launch.watch import RecoveryPolicy
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "protect.md"
 LAYOUTS = (
@@ -71,7 +71,7 @@ class Found:
 
 @dataclass
 class _Protected:
-    """Steps as `weft train` makes them with `run.protect = "memory"`."""
+    """Steps as `shardwise train` makes them with `run.protect = "memory"`."""
 
     world: World
     engine: Engine
@@ -82,14 +82,16 @@ class _Protected:
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.world, self.engine.state())
         self.snapshots.take(0, {})
-        self._trust = Trust(self.world, self.engine, self.snapshots, self.losses, str)
+        self._trust = StepGuard(self.world, self.engine, self.snapshots, self.losses, str)
 
     def step(self) -> None:
         step = self.engine.step_index
-        made = self._trust.step(step, lambda: self.engine.step(self.batch), lambda r: doubt(r.loss, r.grad_norm, False, self.losses), print)
+        made = self._trust.run_step(
+            step, lambda: self.engine.step(self.batch), lambda r: loss_anomaly(r.loss, r.grad_norm, False, self.losses), print
+        )
         began = time.perf_counter()
         self.snapshots.take(step + 1, {"loss": made.loss, "grad_norm": made.grad_norm})
-        self._trust.kept()
+        self._trust.record_state()
         self.keeping.append(time.perf_counter() - began)
         self.losses.append(made.loss)
 
@@ -99,25 +101,25 @@ def on_rank(world: World, layout: str, model: str, rounds: int, steps: int) -> d
     made = resolve(model, BATCH)
     batch = made.batch(BATCH)
     plan = make_plan(made, batch, cluster="1xcpu-2", layout=f"{layout} threads=1")
-    source = Traced.of(made.make)
+    source = CachedModelSource.from_model(made.make)
     plain, kept = (Engine(plan, source, batch, made.loss, world, seed=0) for _ in range(2))
     protected = _Protected(world, kept, batch)
     ways: Mapping[str, Callable[[], Any]] = {NONE: lambda: plain.step(batch).loss, MEMORY: protected.step}
-    found = in_turns(ways, rounds, steps, world.everyone.barrier)
+    found = in_turns(ways, rounds, steps, world.world_group.barrier)
     checking = []
     for _ in range(rounds):
-        world.everyone.barrier()
+        world.world_group.barrier()
         began = time.perf_counter()
-        for x in kept.state().changed:
-            fingerprint(x)
+        for x in kept.state().mutable:
+            fingerprint_of(x)
         checking.append(time.perf_counter() - began)
-    return {"rounds": found, "keeping": median(protected.keeping), "checking": median(checking), "kept": room_bytes(kept.state())}
+    return {"rounds": found, "keeping": median(protected.keeping), "checking": median(checking), "kept": required_bytes(kept.state())}
 
 
 def measure(layout: str, model: str, rounds: int, steps: int) -> Found:
     """A layout, on as many ranks as it has."""
     ranks = Layout.parse(layout).num_ranks
-    each = launch(on_rank, ranks, layout, model, rounds, steps, threads=1, preload=ENGINE, recovery=Recovery(), show=False)
+    each = launch(on_rank, ranks, layout, model, rounds, steps, threads=1, preload=ENGINE, recovery=RecoveryPolicy(), show=False)
     largest = [max(one[name] for one in each) for name in ("keeping", "checking", "kept")]
     slowest = [{way: max(one["rounds"][n][way] for one in each) for way in (NONE, MEMORY)} for n in range(rounds)]
     return Found(layout, slowest, *largest)
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     made = table(found)
     console.print(made)
     if given.json:
-        rows = [{"case": one.layout, "weft": median(r[MEMORY] for r in one.rounds), "peer": median(r[NONE] for r in one.rounds),
+        rows = [{"case": one.layout, "shardwise": median(r[MEMORY] for r in one.rounds), "peer": median(r[NONE] for r in one.rounds),
                  "peer_name": "run.protect = none", "ratio": 1 + median(one.costs), "unit": "s"} for one in found]  # fmt: skip
         given.json.write_text(json.dumps({"about": about, "rows": rows, "found": [asdict(one) for one in found]}, indent=1) + "\n")
     if not given.quick:

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.run.engine import Engine
-from weft.run.state import checkpoint
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.run import checkpoint
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "saves.md"
 INTRO = """What a checkpoint costs training, two ranks, medians over rounds (and the least to the most). `waited for`: training stands still
@@ -61,32 +61,32 @@ def measure(model: str, layout: str, batch: int, rounds: int, steps: int) -> Fou
             return time.perf_counter() - began
 
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(world.told(lambda: name))
-            beside = checkpoint.Beside(folder / "beside", world, keep=1)
+            folder = Path(world.broadcast_text(lambda: name))
+            beside = checkpoint.BackgroundSaver(folder / "beside", world, keep=1)
             found: list[list[float]] = []
             size = 0
             for number in range(-1, rounds):  # the first does not count: a model is compiled, memory is touched
                 quiet = [step() for _ in range(steps)]
-                world.everyone.barrier()
+                world.world_group.barrier()
                 began = time.perf_counter()
-                path = checkpoint.save(folder / "waited", 2 * number + 2, engine.pieces(), {}, world, keep=1)
+                path = checkpoint.save(folder / "waited", 2 * number + 2, engine.state_shards(), {}, world, keep=1)
                 waited_s = time.perf_counter() - began
                 size = checkpoint.size_of(path)
                 quiet += [step() for _ in range(steps)]
-                world.everyone.barrier()
+                world.world_group.barrier()
                 began = time.perf_counter()
-                beside.begin(2 * number + 3, engine.pieces())
+                beside.begin(2 * number + 3, engine.state_shards())
                 copy_s = time.perf_counter() - began
                 during: list[float] = []
                 written = None
                 while written is None:
                     during.append(step())
-                    failed, goes_on = world.maximum(beside.mark())
-                    written = beside.heed(failed, goes_on)
+                    failed, goes_on = world.all_reduce_max(beside.vote())
+                    written = beside.apply_vote(failed, goes_on)
                 slower_s = sum(during) - len(during) * median(quiet)
                 if number >= 0:
                     found.append([waited_s, copy_s, written.seconds, median(quiet), median(during), slower_s])
-            world.everyone.barrier()
+            world.world_group.barrier()
         return size, found
 
     size, found = launch(on_rank, plan.layout.num_ranks, threads=1, timeout_s=900, show=False)[0]

@@ -27,18 +27,18 @@ from rich.table import Table
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.processes import ROOT
 from bench.faults.fault_runs import CONFIG, forkers_of, ranks_of, send
-from weft.api import plan as make_plan
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.run.step.result import StepResult
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.train.subject import Subject
-from weft.units import format_bytes, format_percent
-from weft.world.watch import Recovery
-from weft.world.world import World
+from shardwise.api import plan as make_plan
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.step.result import StepResult
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.train.training_task import TrainingTask
+from shardwise.units import format_bytes, format_percent
+from shardwise.world.launch.watch import RecoveryPolicy
+from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "soak.md"
 LAYOUT = "data=2 tensor=2 zero=1"
@@ -74,7 +74,7 @@ class Soaked:
 def paced(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     """What a rank runs: a training whose steps last as long as is said."""
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
         step = engine.step
 
@@ -144,16 +144,16 @@ def _own_bytes(pid: int) -> int:
         return 0
 
 
-def _config(folder: Path, steps: int) -> Config:
+def _config(folder: Path, steps: int) -> TrainingConfig:
     text = folder.parent / "text.txt"
     text.write_bytes(b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md"))))
     lines = [f"data.text={text}", f"run.folder={folder}", f"train.steps={steps}", "train.checkpoint_every=500"]
-    return Config.parse(CONFIG, changes=[*lines, f"plan.layout={LAYOUT} threads=1"])
+    return TrainingConfig.parse(CONFIG, changes=[*lines, f"plan.layout={LAYOUT} threads=1"])
 
 
-def _planner(config: Config, known: Plan | None) -> Planned:
+def _planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
     plan = known or make_plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
-    return Planned(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
+    return PlannedRun(replace(plan, batch_size=config.train.batch), 0.0, "cpu")
 
 
 def _losses(folder: Path) -> list[float]:
@@ -172,8 +172,8 @@ def soak(seconds: float, parent: Path) -> Soaked:
         def heard(text: str) -> None:
             found.told += "takes its place" in text
 
-        def launched(function: Any, *args: Any, recovery: Recovery, **options: Any) -> Any:
-            return before[0](function, *args, recovery=replace(recovery, say=heard), **options)
+        def launched(function: Any, *args: Any, recovery: RecoveryPolicy, **options: Any) -> Any:
+            return before[0](function, *args, recovery=replace(recovery, report=heard), **options)
 
         flow.launch, flow.rank_main = launched, paced
         try:

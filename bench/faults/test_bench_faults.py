@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-from bench.common.document import lines_of  # noqa: E402
+from bench.common.document import lines_of
 from bench.faults import (
     fault_runs,
     faults,
 )
-from bench.faults.fault_cases import ENDINGS, EVERYONE, FAULTS, Ending, Fault, placed, runs  # noqa: E402
-from bench.faults.fault_host import Host, end, members  # noqa: E402
-from bench.faults.fault_peers import Case, Command, _followed  # noqa: E402
-from bench.faults.fault_rank import CALLS, ENTRY, MOMENTS  # noqa: E402
-from bench.faults.fault_runs import BAD, Felt, Running, Seen, calm, first_said, judged, next_step_after  # noqa: E402
-from bench.faults.fault_solo import BETWEEN_RUNS, MENDS, Launcher, alone  # noqa: E402
+from bench.faults.fault_cases import ENDINGS, EVERYONE, FAULTS, Ending, Fault, placed, runs
+from bench.faults.fault_host import Host, end, members
+from bench.faults.fault_peers import Case, Command, _followed
+from bench.faults.fault_rank import CALLS, ENTRY, MOMENTS
+from bench.faults.fault_runs import BAD, Felt, Running, Seen, calm, first_said, judged, next_step_after
+from bench.faults.fault_solo import BETWEEN_RUNS, MENDS, Launcher, alone
 
 WELL = Seen(told=True, hung=False, orphans=0, code=0, wanted=0, whole=True)
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_each_way_to_come_out_badly_is_found_and_nothing_else_is() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.faults.soak import Soaked, soak
-from weft.train import flow
-from weft.world.launch import Launcher
+from shardwise.train import flow
+from shardwise.world.launch.launch import Launcher
 
-LENGTH = "WEFT_SOAK_S"  # the environment variable: seconds of the long one
+LENGTH = "SHARDWISE_SOAK_S"  # the environment variable: seconds of the long one
 
 
 def check(found: Soaked) -> None:

@@ -1,4 +1,5 @@
-"""`scripts/bench memory`: the memory of the fullest rank, predicted against measured: architectures that are none of weft's, in layouts.
+"""`scripts/bench memory`: the memory of the fullest rank, predicted against measured: architectures that are none of shardwise's, in
+layouts.
 
 Each model is planned by hand in each layout on two cores and makes one step in ranks of its own. Out: a line for each in the terminal,
 `--json FILE`, and after a whole run docs/benchmarks/memory.md. Measured is what the executor accounts for, which does not depend on how
@@ -23,9 +24,9 @@ from rich.console import Console
 
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT
-from weft.cost.memory.memory import MARGIN
-from weft.errors import LayoutError, WeftError, nearest
-from weft.plan.layout import Layout
+from shardwise.cost.memory.memory import MARGIN
+from shardwise.errors import LayoutError, ShardwiseError, did_you_mean
+from shardwise.plan.layout import Layout
 
 PAGE = ROOT / "docs" / "benchmarks" / "memory.md"
 CLUSTER = "1xcpu-2"
@@ -45,7 +46,8 @@ WITHIN = 0.10
 MIB = 2**20
 
 INTRO = f"""Written by `scripts/bench memory`. What the fullest rank holds when it holds most in one step, predicted against measured,
-in per cent of what was measured; + is predicted too high. The architectures are none of weft's own (`bench/memory/models`), small enough
+in per cent of what was measured; + is predicted too high. The architectures are none of shardwise's own (`bench/memory/models`), small
+enough
 for two processors; every one is planned by hand in every layout on `{CLUSTER}`, for ranks of one thread. Measured is what the executor
 accounts for; predicted is without the margin that a plan adds. Counted, not timed."""
 
@@ -109,19 +111,19 @@ def picked(models: Mapping[str, Sequence[str]], words: Sequence[str]) -> list[tu
     known = {*models, *(name for names in models.values() for name in names)}
     for word in words:
         if word not in known:
-            raise ValueError(f"no model {word!r}{nearest(word, known)}; there are {', '.join(sorted(known))}")
+            raise ValueError(f"no model {word!r}{did_you_mean(word, known)}; there are {', '.join(sorted(known))}")
     return [(file, name) for file, names in models.items() for name in names if not words or file in words or name in words]
 
 
 def measure(file: str, name: str, layout: str) -> Row:
     """Plan, and make a step in ranks of their own. What fails has its reason for a note."""
-    from weft.api import plan as make_plan
-    from weft.run.engine import Engine
-    from weft.run.state.optimizer import OptimizerSpec
-    from weft.world.launch import launch
-    from weft.world.memory import PARTS
-    from weft.world.world import World
-    from weft.zoo.resolve import resolve
+    from shardwise.api import plan as make_plan
+    from shardwise.run.engine import Engine
+    from shardwise.run.state.optimizer import OptimizerSpec
+    from shardwise.world.launch.launch import launch
+    from shardwise.world.memory import PARTS
+    from shardwise.world.world import World
+    from shardwise.zoo.resolve import resolve
 
     try:
         subject = resolve(f"{ROOT}/bench/memory/models/{file}.py:{name}")
@@ -154,13 +156,13 @@ def measure(file: str, name: str, layout: str) -> Row:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says, without the folder in which this copy of weft lies.
+    """The first line of what an error says, without the folder in which this copy of shardwise lies.
 
     >>> reason(ValueError("no such row\\n  at line 3"))
     'ValueError: no such row'
     """
     first = (str(error).splitlines() or [""])[0].replace(f"{ROOT}/", "")
-    return first if isinstance(error, WeftError) else f"{type(error).__name__}: {first}"
+    return first if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {first}"
 
 
 def line(row: Row) -> str:
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
         for layout in given.layouts:
             Layout.parse(layout)
     except (ValueError, LayoutError) as error:
-        print(f"weft: {error}", file=sys.stderr)
+        print(f"shardwise: {error}", file=sys.stderr)
         return 2
     console = Console(soft_wrap=True)
     for words in missing:

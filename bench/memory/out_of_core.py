@@ -1,9 +1,9 @@
 """`scripts/bench out_of_core`: what can be trained under one limit of memory a rank, and how fast: pipelines, GEMS, recomputation, offload.
 
 Out: rows and tables in the terminal, `--json FILE`, and docs/benchmarks/out_of_core.md: the largest sample and the largest batch of each
-way, samples a second at given sizes beside weft's own choice, and the published shape of GEMS (speed-up over MP-Basic by number of
+way, samples a second at given sizes beside shardwise's own choice, and the published shape of GEMS (speed-up over MP-Basic by number of
 batches), simulated and measured. Every way trains the same model on two ranks whose limit is enforced. What has been measured is written
-after every part, also where a later one is interrupted. Exit status 4 where weft's choice fails.
+after every part, also where a later one is interrupted. Exit status 4 where shardwise's choice fails.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from bench.common.measure import turn
 from bench.common.processes import ROOT
 from bench.memory.out_of_core_gems import BATCH, MODEL, Point, measured_shape, shape_of_gems
 from bench.memory.out_of_core_tries import LATE, OWN, SWAPS, Size, Tried, Tries, Way, largest, ways
-from weft.units import format_bytes, parse_bytes
-from weft.world.launch import ALLOCATOR
+from shardwise.units import format_bytes, parse_bytes
+from shardwise.world.launch.launch import ALLOCATOR
 
 PAGE = ROOT / "docs" / "benchmarks" / "out_of_core.md"
 KIND = "out of core"
 SAME = " (the same plan)"
 
 INTRO = """Two ranks, each with the limit; all ways train the same model in float32 with AdamW from the same weights. Ratios are the other
-way's time over that of weft's choice (more than 1: weft's choice is faster), by round, then their median; ways take turns within a round.
-Where weft's choice is the plan of another way, that row is two runs of one plan: it shows how far runs lie apart, and judges nothing.
+way's time over that of shardwise's choice (more than 1: shardwise's choice is faster), by round, then their median; ways take turns
+within a round.
+Where shardwise's choice is the plan of another way, that row is two runs of one plan: it shows how far runs lie apart, and judges nothing.
 A way that exceeds the limit ends with the error that a user would see, and counts as not fitting. "swap or drop" is data parallelism for
-whose every layer weft chooses whether its activations stay, move to the host or are made again. A size is the largest of those that were
+whose every layer shardwise chooses whether its activations stay, move to the host or are made again. A size is the largest of those that
+were
 offered: the next one was tried and did not fit, except where "or more" says that there was none, or no time. Samples a second beside it
 are of its first step. "predicted" is what the plan says that the fullest rank holds, without its margin. GEMS is beside MP-Basic with one
 thread a rank; at most two of its ranks compute at a time, so that two cores suffice for four stages."""
@@ -92,7 +94,7 @@ class Found:
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, dict[str, Largest]] = field(default_factory=dict)  # by subject's title, by way
     points: list[Point] = field(default_factory=list)
-    failed: str = ""  # why weft's own choice does not run
+    failed: str = ""  # why shardwise's own choice does not run
 
 
 def _for(size: Size, chosen: Sequence[Way]) -> list[Way]:
@@ -205,7 +207,7 @@ def sizes_table(title: str, found: Mapping[str, Largest]) -> Table:
     return table
 
 
-TARGETS = (Target("weft's choice is the best or within 3 %", 0.97, lambda r: r.kind == KIND and not r.peer_name.endswith(SAME)),)
+TARGETS = (Target("shardwise's choice is the best or within 3 %", 0.97, lambda r: r.kind == KIND and not r.peer_name.endswith(SAME)),)
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.quick:
         say(f"wrote {PAGE.relative_to(ROOT)}")
     if found.failed:
-        print(f"weft: its own choice does not run: {found.failed}", file=sys.stderr)
+        print(f"shardwise: its own choice does not run: {found.failed}", file=sys.stderr)
     return 4 if found.failed else 0
 
 

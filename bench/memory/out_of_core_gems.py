@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-import weft
+import shardwise
 from bench.common.measure import turn
-from weft.errors import WeftError
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.schedules import build
-from weft.simulate.clock import simulate
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.errors import ShardwiseError
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.schedules import build
+from shardwise.simulate.clock import simulate
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 # Equal blocks, small enough that updates and sums are short beside them.
 MODEL = "resnet:blocks=16,bottleneck=false,base=32,image=96,classes=16"
@@ -80,30 +80,30 @@ def _of_depth(stages: int, numbers: Sequence[int], rounds: int, model: str, batc
     """[batches] -> the speed-up in every round, all in the same ranks; the reason where it does not run."""
     subject = resolve(model)
     torch.manual_seed(0)
-    source = Traced.of(subject.make)
+    source = CachedModelSource.from_model(subject.make)
     layouts = {0: f"pipeline={stages} schedule=sequential threads=1 lend=off"}
     layouts |= {n: f"pipeline={stages} microbatches={n} schedule=gems-master threads=1 lend=off" for n in numbers}
     try:
         batches = {n: subject.batch(batch * max(n, 1)) for n in layouts}
-        plans = {n: weft.plan(subject, batches[n], cluster=cluster, layout=text, source=source) for n, text in layouts.items()}
+        plans = {n: shardwise.plan(subject, batches[n], cluster=cluster, layout=text, source=source) for n, text in layouts.items()}
         for n, plan in plans.items():
-            source.prepare(plan, batches[n], subject.loss)
+            source.capture_all(plan, batches[n], subject.loss)
 
         def work(world: World) -> Any:
             engines = {n: Engine(plans[n], source, batches[n], subject.loss, world, seed=0) for n in plans}
             seconds: dict[int, list[float]] = {n: [] for n in plans}
             for number in range(-1, rounds):
                 for n in turn(list(plans), number + 1):
-                    world.everyone.barrier()
+                    world.world_group.barrier()
                     began = time.perf_counter()
                     for _ in range(max(numbers) // max(n, 1)):  # as many batches in every turn
                         engines[n].step(batches[n])
-                    world.everyone.barrier()
+                    world.world_group.barrier()
                     if number >= 0:
                         seconds[n].append(time.perf_counter() - began)
             return [[n, took] for n, took in seconds.items()]
 
         taken = dict(launch(work, stages, show=False, timeout_s=SILENT_S)[0])
-    except WeftError as error:
+    except ShardwiseError as error:
         return str(error).splitlines()[0]
     return {n: [one / other for one, other in zip(taken[0], taken[n], strict=True)] for n in numbers}

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-import weft
-from weft.errors import WeftError
-from weft.plan.plan import Plan
-from weft.run.build import Traced
-from weft.run.engine import Engine, OnDevice
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo import names
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+import shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import DeviceOptions, Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo import names
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
-OWN = "weft's choice"
+OWN = "shardwise's choice"
 SWAPS = "swap or drop"
 LATE = "not tried: the time was over"
 SILENT_S = 600.0  # of a rank, after which it is given up
@@ -34,7 +34,7 @@ SILENT_S = 600.0  # of a rank, after which it is given up
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train on two ranks: a layout, or what constrains weft's choice. `images`: it is for these alone."""
+    """One way to train on two ranks: a layout, or what constrains shardwise's choice. `images`: it is for these alone."""
 
     name: str
     layout: str = ""
@@ -102,40 +102,40 @@ class Tries:
 
     def __init__(self, limit: float, cluster: str, deadline: float = float("inf"), say: Callable[[str], None] = lambda text: None) -> None:
         self._limit, self._cluster, self._deadline, self._say = limit, cluster, deadline, say
-        self._sources: dict[Size, tuple[Resolved, Any, Traced]] = {}
-        self._prepared: dict[tuple[str, Size], Plan | WeftError] = {}
+        self._sources: dict[Size, tuple[ResolvedModel, Any, CachedModelSource]] = {}
+        self._prepared: dict[tuple[str, Size], Plan | ShardwiseError] = {}
         self._tried: dict[tuple[str, Size], Tried] = {}
 
-    def _source(self, size: Size) -> tuple[Resolved, Any, Traced]:
+    def _source(self, size: Size) -> tuple[ResolvedModel, Any, CachedModelSource]:
         if size not in self._sources:
             subject = resolve(size.named)
             torch.manual_seed(0)
-            self._sources[size] = subject, subject.batch(size.batch), Traced.of(subject.make)
+            self._sources[size] = subject, subject.batch(size.batch), CachedModelSource.from_model(subject.make)
         return self._sources[size]
 
     def prepare(self, size: Size, way: Way) -> Plan:
-        """Raises WeftError where weft knows beforehand that the way does not fit, or that the batch does not divide."""
+        """Raises ShardwiseError where shardwise knows beforehand that the way does not fit, or that the batch does not divide."""
         key = way.name, size
         if key not in self._prepared:
             try:
                 self._prepared[key] = self._prepare(size, way)
-            except WeftError as error:
+            except ShardwiseError as error:
                 self._prepared[key] = error
         found = self._prepared[key]
-        if isinstance(found, WeftError):
+        if isinstance(found, ShardwiseError):
             raise found
         return found
 
     def _prepare(self, size: Size, way: Way) -> Plan:
         subject, batch, source = self._source(size)
-        plan = partial(weft.plan, subject, batch, cluster=self._cluster, source=source)
+        plan = partial(shardwise.plan, subject, batch, cluster=self._cluster, source=source)
         return plan(layout=way.layout) if way.layout else plan(constraints=way.constraints, device_memory=self._limit)
 
     def expected(self, size: Size, way: Way) -> bool:
         """Whether it should fit, by the plan's own bytes."""
         try:
             return _predicted(self.prepare(size, way)) <= self._limit
-        except WeftError:
+        except ShardwiseError:
             return False
 
     def run(self, size: Size, way: Way, steps: int) -> Tried:
@@ -159,20 +159,20 @@ class Tries:
             plan = self.prepare(size, way)
             predicted = _predicted(plan)
             subject, batch, source = self._source(size)
-            source.prepare(plan, batch, subject.loss)
+            source.capture_all(plan, batch, subject.loss)
 
             def work(world: World) -> Any:
-                engine = Engine(plan, source, batch, subject.loss, world, seed=0, device=OnDevice(memory=limit))
+                engine = Engine(plan, source, batch, subject.loss, world, seed=0, device=DeviceOptions(memory_limit_bytes=limit))
                 seconds, losses = [], []
                 for _ in range(steps):
-                    world.everyone.barrier()
+                    world.world_group.barrier()
                     began = time.perf_counter()
                     losses.append(engine.step(batch).loss)
                     seconds.append(time.perf_counter() - began)
-                return [seconds, losses, engine.fullest_memory().get("total", 0.0)]
+                return [seconds, losses, engine.peak_memory_over_ranks().get("total", 0.0)]
 
             seconds, losses, held = launch(work, 2, show=False, timeout_s=SILENT_S)[0]
-        except WeftError as error:
+        except ShardwiseError as error:
             return Tried(why=str(error).splitlines()[0], predicted_bytes=predicted)
         return Tried(tuple(seconds), tuple(losses), held, str(plan.layout), "", predicted)
 

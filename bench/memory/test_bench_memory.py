@@ -9,9 +9,9 @@ import pytest
 
 from bench.memory import memory
 from bench.memory.memory import CAUSES, LAYOUTS, Row, conclusion, found, line, main, markdown, measure, picked
-from weft.cost.memory.memory import MARGIN
-from weft.plan.layout import Layout
-from weft.zoo.resolve import resolve
+from shardwise.cost.memory.memory import MARGIN
+from shardwise.plan.layout import Layout
+from shardwise.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 ROWS = (

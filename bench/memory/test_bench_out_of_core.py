@@ -15,7 +15,7 @@ from bench.memory import out_of_core  # noqa: E402
 from bench.memory.out_of_core import SUBJECTS, options, rates_of, subjects  # noqa: E402
 from bench.memory.out_of_core_gems import measured_shape, shape_of_gems  # noqa: E402
 from bench.memory.out_of_core_tries import LATE, OWN, SWAPS, Size, Tried, Tries, largest, ways  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
 
 SMALL = Size("resnet-tiny:base=8", 64, 4)
 
@@ -87,7 +87,7 @@ def test_ways_run_or_say_why_not() -> None:
 
 
 def test_two_runs_of_one_plan_judge_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target was missed by 21 % where weft's choice and the other way were one plan, run once each."""
+    """A target was missed by 21 % where shardwise's choice and the other way were one plan, run once each."""
     took = {OWN: iter((4.2, 3.3, 3.4)), SWAPS: iter((3.3, 3.4, 4.2)), "GPipe": iter((4.4, 4.2, 4.3))}
 
     def run(self: Tries, size: Size, way: out_of_core.Way, steps: int) -> Tried:

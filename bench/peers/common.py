@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from bench.common.case import Case
-from weft.zoo import gpt
-from weft.zoo.resolve import resolve
+from shardwise.zoo import gpt
+from shardwise.zoo.resolve import resolve
 
 Step = Callable[[Tensor], "Tensor | float | None"]
 
 
-def model_of(case: Case) -> gpt.Model:
+def model_of(case: Case) -> gpt.GPT:
     """The whole model with the case's initial values, the same on every rank."""
     torch.manual_seed(case.seed)
     model = resolve(case.model).make()
-    assert isinstance(model, gpt.Model)  # cases name models of this family
+    assert isinstance(model, gpt.GPT)  # cases name models of this family
     return model
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """The next token's cross-entropy; `tokens` are inputs and, one further, labels."""
-    return gpt.loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
+    return gpt.compute_loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
 
 
 def adamw(parameters: Iterable[Any], case: Case) -> torch.optim.Optimizer:

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.zoo import gpt
-from weft.zoo.resolve import resolve
+from shardwise.zoo import gpt
+from shardwise.zoo.resolve import resolve
 
 MODEL, BATCH, SEQUENCE, SAVE_EVERY = "gpt:vocabulary=256,hidden=32,layers=2,heads=2", 8, 16, 20
-START_S, TIMEOUT_S = 60.0, 5.0  # of starting, and of what a step waits for, as weft has it by default
+START_S, TIMEOUT_S = 60.0, 5.0  # of starting, and of what a step waits for, as shardwise has it by default
 ENTRY = struct.Struct("<dqq")
 
 
 class Orders:
-    """As of `bench/faults/fault_rank`, without what needs weft."""
+    """As of `bench/faults/fault_rank`, without what needs shardwise."""
 
     def __init__(self, folder: Path, rank: int, log: str = "") -> None:
         path = folder / "orders.json"
@@ -174,7 +174,7 @@ def main(folder: Path, steps: int) -> None:
         orders.at("while data is taken")
         tokens = batch_of(step, data)[rank * each : (rank + 1) * each]
         happened = orders.at("before its step")
-        loss = gpt.loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
+        loss = gpt.compute_loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
         loss = loss * math.nan if happened == "nan" else loss
         loss.backward()
         orders.at("between gradients and update")

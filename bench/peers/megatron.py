@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from bench.common.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
-from weft.zoo import gpt, shared_layers
+from shardwise.zoo import gpt, shared_layers
 
 
 def _config(size: int) -> ModelParallelConfig:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 class TensorParallel(nn.Module):
     """The GPT with Megatron's layers: BS tokens and labels -> loss."""
 
-    def __init__(self, model: gpt.Model, size: int) -> None:
+    def __init__(self, model: gpt.GPT, size: int) -> None:
         super().__init__()
         config = _config(size)
         rank = parallel_state.get_tensor_model_parallel_rank()

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, Sche
 
 from bench.common.case import Case
 from bench.peers.common import Step, adamw, model_of
-from weft.zoo import gpt
+from shardwise.zoo import gpt
 
 SINGLE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 SEVERAL = {
@@ -28,7 +28,7 @@ SEVERAL = {
 class Part(nn.Module):
     """Some layers; with the embeddings where `first`, with the last norm and the head where `last`."""
 
-    def __init__(self, model: gpt.Model, start: int, stop: int, first: bool, last: bool) -> None:
+    def __init__(self, model: gpt.GPT, start: int, stop: int, first: bool, last: bool) -> None:
         super().__init__()
         self.layers = model.layers[start:stop]
         self.tokens: nn.Module | None = model.tokens if first else None
@@ -65,7 +65,7 @@ def build(case: Case, rank: int, num_ranks: int, schedule: str, chunks: int = 1)
     stages: list[Any] = [PipelineStage(part, i, num_stages, torch.device("cpu")) for part, i in zip(parts, mine, strict=True)]
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return gpt.loss(logits, {"labels": labels})
+        return gpt.compute_loss(logits, {"labels": labels})
 
     pipeline = (
         SINGLE[schedule](stages[0], case.microbatches, loss_fn=loss)

@@ -18,8 +18,8 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 from bench.common.processes import free_port
 from bench.peers.elastic_ddp import BATCH, MODEL, TIMEOUT_S, Orders, batch_of
-from weft.zoo import gpt
-from weft.zoo.resolve import resolve
+from shardwise.zoo import gpt
+from shardwise.zoo.resolve import resolve
 
 
 def main(folder: Path, replica: int, lighthouse: str, steps: int) -> None:
@@ -53,7 +53,7 @@ def main(folder: Path, replica: int, lighthouse: str, steps: int) -> None:
         happened = orders.at("before its step")
         optimizer.zero_grad()
         tokens = batch_of(step, data)[replica * BATCH // 2 : (replica + 1) * BATCH // 2]
-        loss = gpt.loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
+        loss = gpt.compute_loss(model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
         loss = loss * math.nan if happened == "nan" else loss
         loss.backward()
         orders.at("between gradients and update")

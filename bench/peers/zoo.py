@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common.case import Case
 from bench.peers.common import Step, adamw, my_rows
 from bench.training.split_models import batch_of
-from weft.zoo.resolve import resolve
+from shardwise.zoo.resolve import resolve
 
 
 def build(case: Case, rank: int, num_ranks: int) -> Step:

@@ -1,6 +1,6 @@
 """`scripts/bench alpa`: the 21 configurations of Alpa's evaluation, planned and priced. Out: docs/alpa.md, `--json FILE`.
 
-Three plans a configuration, all priced by the same simulator: weft's own; the best point of the grid that the paper's baselines search
+Three plans a configuration, all priced by the same simulator: shardwise's own; the best point of the grid that the paper's baselines search
 (Megatron-LM for GPT, DeepSpeed for mixtures of experts, pipelines of data parallelism for Wide-ResNet); and Alpa's own solution as its
 repository publishes it. Nothing is measured here. Alpa's stages are on submeshes as published, of unequal sizes too, and where its solution
 leaves the cut to its integer programme, the best cut counts as Alpa's.
@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.common.processes import ROOT
-from weft.cli.setting import Setting, Variant
-from weft.cluster.cluster import Cluster
-from weft.cluster.resize import resized
-from weft.errors import WeftError
-from weft.plan.layout import Layout
+from shardwise.cli.pricing_context import PricedVariant, PricingContext
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.resize import resize_cluster
+from shardwise.errors import ShardwiseError
+from shardwise.plan.layout import Layout
 
 PAGE = ROOT / "docs" / "alpa.md"
 KEPT = ROOT / "docs" / "benchmarks" / "data" / "alpa.json"
@@ -93,7 +93,7 @@ class Result:
     case: str
     family: str
     num_devices: int
-    weft: Found
+    shardwise: Found
     grid: Found
     alpa: Found
     exact: bool
@@ -151,21 +151,21 @@ def expert_ways(case: Case, data: int) -> int:
     """Replicas among which experts are spread: as many as divide both."""
     from math import gcd
 
-    from weft.zoo.names import find
+    from shardwise.zoo.names import find
 
     return gcd(data, find(case.model)[1].experts) if case.family == "moe" else 1
 
 
-def best(setting: Setting, layouts: Iterator[Layout], ran: bool = False) -> Found:
+def best(setting: PricingContext, layouts: Iterator[Layout], ran: bool = False) -> Found:
     """The fastest of these that fits; where none does and it is known that one `ran`, the fastest all the same, and a note."""
-    found: Variant | None = None
-    other: Variant | None = None
+    found: PricedVariant | None = None
+    other: PricedVariant | None = None
     tried, why = 0, ""
     for layout in layouts:
         tried += 1
         try:
             variant = setting.price(layout)
-        except WeftError as error:
+        except ShardwiseError as error:
             why = str(error).partition(";")[0]
             continue
         if variant.prediction is None or not variant.fits:
@@ -182,15 +182,15 @@ def best(setting: Setting, layouts: Iterator[Layout], ran: bool = False) -> Foun
     return Found(str(chosen.layout), setting.batch_size / p.step_time_s, p.mfu, tried, "" if found else chosen.note)
 
 
-def _step_s(variant: Variant) -> float:
+def _step_s(variant: PricedVariant) -> float:
     return variant.prediction.step_time_s if variant.prediction is not None else float("inf")
 
 
-def plan(setting: Setting, case: Case) -> Found:
-    """weft's own plan."""
+def plan(setting: PricingContext, case: Case) -> Found:
+    """shardwise's own plan."""
     try:
         chosen = setting.plan([f"precision={case.precision}"])
-    except WeftError as error:
+    except ShardwiseError as error:
         return Found(note=str(error).partition(";")[0])
     p = chosen.prediction
     return (
@@ -200,8 +200,8 @@ def plan(setting: Setting, case: Case) -> Found:
 
 def run(case: Case) -> Result:
     """Plan and price one configuration."""
-    machines = resized(Cluster.parse(MACHINE), case.num_devices)
-    setting = Setting(case.model, machines, case.batch)
+    machines = resize_cluster(Cluster.parse(MACHINE), case.num_devices)
+    setting = PricingContext(case.model, machines, case.batch)
     began = time.perf_counter()
     ours = plan(setting, case)
     took = time.perf_counter() - began
@@ -213,14 +213,17 @@ def run(case: Case) -> Result:
 NAMES = {"gpt": ("GPT", "Megatron-LM's grid"), "moe": ("GShard MoE", "DeepSpeed's grid"), "wide-resnet": ("Wide-ResNet", "PP-DP grid")}
 
 INTRO = f"""The evaluation of Alpa (Zheng et al., OSDI 2022, section 8) has 21 configurations on up to 8 {MACHINE}.
-weft plans each of them here, and the same simulator prices three plans: weft's, the best point of the grid that the paper's baseline
+shardwise plans each of them here, and the same simulator prices three plans: shardwise's, the best point of the grid that the paper's
+baseline
 searches, and Alpa's own solution, as its repository publishes it. These are predictions on a model of the machines, not measurements;
-they show whether weft's search finds what the others found. A ratio above 1: weft's plan is faster.
+they show whether shardwise's search finds what the others found. A ratio above 1: shardwise's plan is faster.
 `scripts/bench alpa` makes this page, in a quarter of an hour; a run over some families keeps the others' rows as they are.
 
 What differs from the paper: Wide-ResNet 13B had a batch of 1,520, and here it has 1,536 and fewer microbatches (marked ~). Stages begin
-where weft balances them. Where a solution leaves the sharding inside a stage to Alpa's integer programme, the best one is taken as Alpa's.
-A solution that does not fit 16 GB by weft's count of bytes, but that Alpa ran, is priced all the same (marked *): weft keeps float32
+where shardwise balances them. Where a solution leaves the sharding inside a stage to Alpa's integer programme, the best one is taken as
+Alpa's.
+A solution that does not fit 16 GB by shardwise's count of bytes, but that Alpa ran, is priced all the same (marked *): shardwise keeps
+float32
 weights and recomputes whole stages, where Alpa recomputes layer by layer."""
 
 
@@ -234,29 +237,31 @@ def markdown(results: Sequence[Result]) -> str:
         lines += [
             f"## {title}",
             "",
-            f"| model | GPUs | weft, samples/s | against {baseline} | against Alpa's plan | weft's plan | Alpa's plan |",
+            f"| model | GPUs | shardwise, samples/s | against {baseline} | against Alpa's plan | shardwise's plan | Alpa's plan |",
         ]
         lines += ["|---|---|---|---|---|---|---|"]
         for r in mine:
-            cells = [r.case.partition(" on ")[0], str(r.num_devices), _speed(r.weft), _ratio(r.weft, r.grid), _near(r)]
-            lines.append(f"| {' | '.join([*cells, r.weft.layout or r.weft.note, r.alpa.layout or r.alpa.note])} |")
+            cells = [r.case.partition(" on ")[0], str(r.num_devices), _speed(r.shardwise), _ratio(r.shardwise, r.grid), _near(r)]
+            lines.append(f"| {' | '.join([*cells, r.shardwise.layout or r.shardwise.note, r.alpa.layout or r.alpa.note])} |")
         lines.append("")
     return "\n".join([*lines, *conclusion(results), ""])
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many times as fast weft's plans are, in one table, and in how many they are the fastest."""
+    """How many times as fast shardwise's plans are, in one table, and in how many they are the fastest."""
     lines = ["| model | GPUs | against the baseline's grid | against Alpa's plan |", "|---|---|---|---|"]
-    lines += [f"| {r.case.partition(' on ')[0]} | {r.num_devices} | {_ratio(r.weft, r.grid)} | {_near(r)} |" for r in results]
+    lines += [f"| {r.case.partition(' on ')[0]} | {r.num_devices} | {_ratio(r.shardwise, r.grid)} | {_near(r)} |" for r in results]
     return "\n".join([*lines, "", *conclusion(results), ""])
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """In how many configurations weft's plan is the fastest, and which others there are."""
+    """In how many configurations shardwise's plan is the fastest, and which others there are."""
     lines = []
-    done = [r for r in results if r.weft.samples_per_s]
-    beaten = [r for r in done if r.weft.samples_per_s >= 0.995 * max(r.grid.samples_per_s, r.alpa.samples_per_s)]
-    lines += [f"weft's plan is at least as fast as both others in {len(beaten)} of {len(results)} configurations (within half a per cent)."]
+    done = [r for r in results if r.shardwise.samples_per_s]
+    beaten = [r for r in done if r.shardwise.samples_per_s >= 0.995 * max(r.grid.samples_per_s, r.alpa.samples_per_s)]
+    lines += [
+        f"shardwise's plan is at least as fast as both others in {len(beaten)} of {len(results)} configurations (within half a per cent)."
+    ]
     slower = [r.case for r in results if r not in beaten]
     if slower:
         lines.append(f"It is not in: {', '.join(slower)}.")
@@ -267,7 +272,7 @@ def conclusion(results: Sequence[Result]) -> list[str]:
 
 
 def _near(r: Result) -> str:
-    return ("" if r.exact else "~") + ("*" if r.alpa.note and r.alpa.samples_per_s else "") + _ratio(r.weft, r.alpa)
+    return ("" if r.exact else "~") + ("*" if r.alpa.note and r.alpa.samples_per_s else "") + _ratio(r.shardwise, r.alpa)
 
 
 def _speed(found: Found) -> str:
@@ -285,7 +290,7 @@ def load() -> dict[str, Result]:
     if not KEPT.exists():
         return {}
     rows = json.loads(KEPT.read_text())
-    return {r["case"]: Result(**{**r, **{key: Found(**r[key]) for key in ("weft", "grid", "alpa")}}) for r in rows}
+    return {r["case"]: Result(**{**r, **{key: Found(**r[key]) for key in ("shardwise", "grid", "alpa")}}) for r in rows}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -302,18 +307,18 @@ def main(arguments: Sequence[str]) -> int:
         if case.family not in given.families or not given.least <= case.num_devices <= given.most:
             continue
         r = known[case.key] = run(case)
-        both = f"{_ratio(r.weft, r.grid)} the grid's, {_ratio(r.weft, r.alpa)} Alpa's"
-        console.print(f"{r.case}: {_speed(r.weft)} samples/s, {both}; planned in {r.planning_s:.1f} s", markup=False)
+        both = f"{_ratio(r.shardwise, r.grid)} the grid's, {_ratio(r.shardwise, r.alpa)} Alpa's"
+        console.print(f"{r.case}: {_speed(r.shardwise)} samples/s, {both}; planned in {r.planning_s:.1f} s", markup=False)
         rows = [known[c.key] for c in CASES if c.key in known]
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         KEPT.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
         PAGE.write_text(markdown(rows))
     if given.json:
-        weft = [asdict(r) for r in known.values()]
+        shardwise = [asdict(r) for r in known.values()]
         interface = [
-            {"case": r["case"], "weft": r["weft"]["samples_per_s"], "peer": r[key]["samples_per_s"] or None, "peer_name": name,
-             "ratio": r["weft"]["samples_per_s"] / r[key]["samples_per_s"] if r[key]["samples_per_s"] else None, "unit": "samples/s"}
-            for r in weft for key, name in (("grid", NAMES[r["family"]][1]), ("alpa", "Alpa's published plan"))
+            {"case": r["case"], "shardwise": r["shardwise"]["samples_per_s"], "peer": r[key]["samples_per_s"] or None, "peer_name": name,
+             "ratio": r["shardwise"]["samples_per_s"] / r[key]["samples_per_s"] if r[key]["samples_per_s"] else None, "unit": "samples/s"}
+            for r in shardwise for key, name in (("grid", NAMES[r["family"]][1]), ("alpa", "Alpa's published plan"))
         ]  # fmt: skip
         given.json.write_text(json.dumps({"rows": interface}, indent=1) + "\n")
     return 0

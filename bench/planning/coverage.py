@@ -1,7 +1,8 @@
 """`scripts/verify_all --axes`: what is sharded and what is whole: operators by their labels, models by their axes.
 
 In: the records of operators; the zoo's tiny models, the tests' odd ones, Hugging Face's classes made tiny (`bench.common.tiny_models`,
-`bench.common.architectures`). Out: docs/coverage.md: for every operator the labels that can be sharded; for every model and every axis that it
+`bench.common.architectures`). Out: docs/coverage.md: for every operator the labels that can be sharded; for every model and every axis
+that it
 admits, on 2 and 4 ranks, whether the parallel run equals the serial one in float64 to 1e-9 over two steps, and the share that the axis
 divides. `--json FILE` keeps each row as soon as there is one and is gone on with; `--merge FILE` runs nothing.
 """
@@ -25,13 +26,13 @@ from bench.common.document import header, versions
 from bench.common.processes import ROOT
 from bench.common.tiny_models import planned, resolved
 from bench.verify.verify_all import models
+from shardwise.errors import format_error
+from shardwise.ops import FAMILIES
+from shardwise.ops.record import Op
+from shardwise.plan.layout import Layout
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 from tests.support.verified_models import LIMIT_S, REFUSED, TOLERANCE, Subject
-from weft.errors import said
-from weft.ops import FAMILIES
-from weft.ops.record import Op
-from weft.plan.layout import Layout
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
 
 PAGE = ROOT / "docs" / "coverage.md"
 # By column: the axis that is told about, its layout on two ranks and on four.
@@ -48,10 +49,10 @@ AXES = {
 NOTHING = "leave it out"  # so refusals end where a model has nothing that the axis could cut
 WHOLE = "data=2"  # where the model cannot be captured
 LONGEST_S = 3 * LIMIT_S  # beside other work
-INTRO = """What weft shards, and what it replicates. Each model runs under each axis that it admits, on two ranks and, after the bar,
+INTRO = """What shardwise shards, and what it replicates. Each model runs under each axis that it admits, on two ranks and, after the bar,
 on four, where the axis stands beside another: two steps of AdamW in float64. A figure says that loss, every gradient and every
 weight equal the serial run's to 1e-9 relative; it is the share of parameters and of FLOPs that the axis divides: 1 where every rank
-along it has equal parts, 0 where one of them has everything (`weft verify`). An empty cell: the model has nothing that the axis
+along it has equal parts, 0 where one of them has everything (`shardwise verify`). An empty cell: the model has nothing that the axis
 could cut; a dot: not run yet. `tensor` runs with `--cut-everything`, since the planner replicates most of such small models."""
 
 
@@ -70,7 +71,7 @@ class Row:
     seconds: float = 0.0
 
 
-def subjects() -> Iterator[tuple[str, Callable[[], Resolved]]]:
+def subjects() -> Iterator[tuple[str, Callable[[], ResolvedModel]]]:
     """(name, what makes it) of every model."""
     for name in architectures.TABLE:
         yield f"hf {name}", lambda name=name: architectures.resolved(name)  # type: ignore[misc]
@@ -86,7 +87,7 @@ def columns() -> list[tuple[str, str]]:
     return [(axis, pair[i]) for i in (0, 1) for axis, pair in AXES.items() if pair[i]]
 
 
-def rows_of(name: str, make: Callable[[], Resolved], known: Mapping[str, Row], device: str = "cpu") -> Iterator[Row]:
+def rows_of(name: str, make: Callable[[], ResolvedModel], known: Mapping[str, Row], device: str = "cpu") -> Iterator[Row]:
     """A row for each layout that is not `known`; where the model cannot be followed one that says why, and one of whole replicas."""
     wanted = [(axis, layout) for axis, layout in columns() if layout not in known]
     if not wanted or ("" in known and WHOLE in known):
@@ -95,26 +96,26 @@ def rows_of(name: str, make: Callable[[], Resolved], known: Mapping[str, Row], d
         model = make()
         subject = Subject(name, min(model.default_batch, 8), model=model, device=device)
     except Exception as error:
-        yield Row(name, "", "not made", note=_line(said(error)))
+        yield Row(name, "", "not made", note=_line(format_error(error)))
         return
     try:
         subject.source.capture(subject.batch, subject.loss, subject.size)
     except Exception as error:
-        yield Row(name, "", "not captured", note=_line(said(error)))
+        yield Row(name, "", "not captured", note=_line(format_error(error)))
         wanted = [("data", WHOLE)]
     for axis, layout in wanted:
         yield row_of(subject, axis, layout)
 
 
 def row_of(subject: Subject, axis: str, layout: str) -> Row:
-    """One run; never raises for what the model or weft does."""
+    """One run; never raises for what the model or shardwise does."""
     began = time.perf_counter()
     asked = Layout.parse(layout)
     try:
         checked = subject.check(replace(asked, precision="float64"), limit_s=LONGEST_S, cut_everything=asked.tensor > 1)
     except Exception as error:
         status = "failed" if not isinstance(error, REFUSED) else "nothing" if NOTHING in str(error) else "refused"
-        return Row(subject.name, layout, status, note=_line(said(error)), seconds=time.perf_counter() - began)
+        return Row(subject.name, layout, status, note=_line(format_error(error)), seconds=time.perf_counter() - began)
     share: Mapping[str, float] = checked.divided.get(axis, {"parameters": 0.0, "flops": 0.0})
     status, note = ("equal", "") if checked.ok and checked.tolerance <= TOLERANCE else ("differs", checked.first_difference or "")
     worst = max(checked.worst.values(), default=0.0)
@@ -144,7 +145,7 @@ def operators() -> list[str]:
         "Notation: one entry a tensor that is read, `->`, one a result; equal names are sharded together, `!x` is not sharded, `b*` is as"
     ]
     lines += [
-        "many dimensions as are left; `x~` has windows that slide, `x/` an average, `x^` classes, `x+` statistics (`weft.ops.rule`).",
+        "many dimensions as are left; `x~` has windows that slide, `x/` an average, `x^` classes, `x+` statistics (`shardwise.ops.rule`).",
         "",
     ]
     lines += ["| family | operators | labels |", "|---|---|---|"]

@@ -29,7 +29,7 @@ from bench.common.document import command, header, load, versions
 from bench.common.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "plan.md"
-WEFT = (sys.executable, "-c", "from weft.cli import main; main()")
+SHARDWISE = (sys.executable, "-c", "from shardwise.cli import main; main()")
 LIMIT_S = 300
 MOST_BYTES = 2e9
 
@@ -60,10 +60,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """weft's figure beside a peer's; `ratio` is the peer's over weft's, more than 1 means that weft is better. None: no such peer."""
+    """shardwise's figure beside a peer's; `ratio` is the peer's over shardwise's, more than 1 means that shardwise is better. None: no
+    such peer."""
 
     case: str
-    weft: float
+    shardwise: float
     peer: float | None
     peer_name: str
     ratio: float | None
@@ -105,13 +106,13 @@ class Told:
 
 
 def run(work: Work, folder: Path) -> Told:
-    """Plan once, as `weft plan --json` in a process of its own."""
+    """Plan once, as `shardwise plan --json` in a process of its own."""
     model = work.model
     if model == "hf:CONFIG":
         config = folder / "config.json"
         config.write_text(json.dumps(LLAMA_8B))
         model = f"hf:{config}"
-    words = [*WEFT, "plan", model, "--cluster", work.cluster, "--batch", str(work.batch), "--json"]
+    words = [*SHARDWISE, "plan", model, "--cluster", work.cluster, "--batch", str(work.batch), "--json"]
     words += ["--sequence", str(work.sequence)] if work.sequence else []
     said, errors = folder / "answer", folder / "errors"
     with said.open("w") as out, errors.open("w") as err:
@@ -183,7 +184,7 @@ def cells(row: Row) -> tuple[str, ...]:
     met = "" if row.met is None else " met" if row.met else " missed"
     return (
         row.case,
-        f"{row.weft:.1f} s",
+        f"{row.shardwise:.1f} s",
         f"{row.cpu_s:.1f} s" if row.cpu_s else "",
         f"{row.search_s:.1f} s" if row.search_s is not None else "",
         f"{row.memory_bytes / 1e9:.2f} GB" if row.memory_bytes else "",
@@ -229,13 +230,14 @@ def growth(rows: Sequence[Row]) -> float | None:
     if len(rows) < 2 or not rows[0].sweep:
         return None
     first, last = (float(row.case.partition(" ")[0].replace(",", "")) for row in (rows[0], rows[-1]))
-    seconds = [row.cpu_s or row.weft for row in (rows[0], rows[-1])]
+    seconds = [row.cpu_s or row.shardwise for row in (rows[0], rows[-1])]
     return log(seconds[1] / seconds[0]) / log(last / first)
 
 
-INTRO = """Seconds from the start of `weft plan` to the end of its process: starting Python and torch, building the model without memory,
+INTRO = """Seconds from the start of `shardwise plan` to the end of its process: starting Python and torch, building the model without
+memory,
 tracing it, searching, timing the leading candidates with the simulator, and leaving. Memory is the process's largest resident set.
-Python's bytecode of weft is there before, as an installation has it. Where the machine was busy with other things (`load` above 1),
+Python's bytecode of shardwise is there before, as an installation has it. Where the machine was busy with other things (`load` above 1),
 targets are held against processor time, since the planner has one thread, and ratios say too little."""
 
 
@@ -267,7 +269,9 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             found = [run(work, Path(folder)) for _ in range(given.rounds)]
             rows += rows_of(work, found, busy)
-            console.print(f"{rows[-1 if work.sweep else -2].weft:7.1f} s  {work.case}  {found[-1].answer.get('error', '')}", markup=False)
+            console.print(
+                f"{rows[-1 if work.sweep else -2].shardwise:7.1f} s  {work.case}  {found[-1].answer.get('error', '')}", markup=False
+            )
     show(console, rows)
     if given.json:
         given.json.write_text(json.dumps({"header": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
@@ -277,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     failed = [row for row in rows if row.note]
     for row in failed:
-        print(f"weft: {row.case}: {row.note}", file=sys.stderr)
+        print(f"shardwise: {row.case}: {row.note}", file=sys.stderr)
     return 4 if failed else 0
 
 

@@ -1,7 +1,8 @@
-"""`scripts/bench planned`: is the plan that weft chooses the fastest of all plans? Models times emulated networks, every plan run.
+"""`scripts/bench planned`: is the plan that shardwise chooses the fastest of all plans? Models times emulated networks, every plan run.
 
 Each rank runs on a host of its own (a network namespace) with cores of its own, joined to the others by links of a shaped rate. The
-cluster that weft plans for is this machine as `weft probe` measured it, with collectives and messages measured over those links. Then every
+cluster that shardwise plans for is this machine as `shardwise probe` measured it, with collectives and messages measured over those
+links. Then every
 layout that runs is run: a few steps each, those near the best again in turn. Needs root. Out: a table, docs/benchmarks/planned.md,
 `--json FILE`.
 
@@ -29,8 +30,8 @@ from rich.console import Console
 
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT, end
+from shardwise.cluster.cluster import Cluster, MeasuredTable
 from tests.support.networks import INTERFACE, Hosts, NoNetworks
-from weft.cluster.cluster import Cluster, Table
 
 PAGE = ROOT / "docs" / "benchmarks" / "planned.md"
 PORT = 29511
@@ -42,7 +43,7 @@ LIMITS = "precision=float32 recompute=none offload=none zero<=1 microbatches<=4 
 HOPELESS = 1.6  # times the best so far: after one step a plan that takes longer is not run again
 NEAR = 1.15  # times the best: plans that are measured again, in turn
 WITHIN = 1.05  # what the chosen plan may take against the best
-TRIALS = 3  # plans of which `weft plan --trials` would take the fastest by the clock
+TRIALS = 3  # plans of which `shardwise plan --trials` would take the fastest by the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,10 @@ class Ranks:
     """The processes on the hosts. A context manager; the guard of the hosts ends them where this process cannot."""
 
     def __init__(self, hosts: Hosts, threads: int) -> None:
-        from weft.world import matmul_backend
-        from weft.world.launch import ALLOCATOR
+        from shardwise.world import matmul_backend
+        from shardwise.world.launch.launch import ALLOCATOR
 
-        self._folder = tempfile.mkdtemp(prefix="weft-planned-")
+        self._folder = tempfile.mkdtemp(prefix="shardwise-planned-")
         path = os.path.join(self._folder, "orders")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
@@ -115,9 +116,9 @@ class Ranks:
         self._processes = []
         for i in range(hosts.count):
             env = {
-                **os.environ, **ALLOCATOR, **matmul_backend.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count),
+                **os.environ, **ALLOCATOR, **matmul_backend.matmul_environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count),  # noqa: E501
                 "LOCAL_RANK": "0", "MASTER_PORT": str(PORT), "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE,
-                "WEFT_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
+                "SHARDWISE_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
             }  # fmt: skip
             words = hosts.command(i, [sys.executable, "-m", "bench.planning.planned_rank", path])
             self._processes.append(subprocess.Popen(words, env=env, cwd=ROOT, stdin=subprocess.DEVNULL))
@@ -165,7 +166,10 @@ def emulated(machine: Cluster, ranks: Ranks, hosts: Hosts, name: str, bits_per_s
     hosts.shape(bits_per_s)
     most = (bits_per_s or 1e11) / 8 * 0.7  # bytes of at most about a second
     found = ranks.tell(hosts.count, do="links", sizes=[s for s in SIZES if s <= most])[0]["tables"]
-    tables = [Table(t["collective"], 2 if t["collective"] == "send" else hosts.count, tuple((s, x) for s, x in t["points"])) for t in found]
+    tables = [
+        MeasuredTable(t["collective"], 2 if t["collective"] == "send" else hosts.count, tuple((s, x) for s, x in t["points"]))
+        for t in found
+    ]
     node = machine.levels[0]
     return replace(machine, name=name, tables=tuple(tables), levels=(replace(node, link=replace(node.link, protocol="gloo")),))
 
@@ -184,33 +188,33 @@ class Plans:
     @classmethod
     def of(cls, work: Work, cluster: Cluster, count: int, graph: Any = None) -> Plans:
         """What the search chooses, and every layout of one rank and of `count` ranks that it could have chosen."""
-        from weft.errors import WeftError
-        from weft.plan.layout import Layout
-        from weft.plan.plan_file import format_plan
-        from weft.run.build import Source
-        from weft.solve.mixed import pricer_of
-        from weft.solve.search import search
-        from weft.solve.space import layouts, parse_constraints
-        from weft.zoo.resolve import resolve
+        from shardwise.cost.step_time.heterogeneous import build_pricer
+        from shardwise.errors import ShardwiseError
+        from shardwise.plan.layout import Layout
+        from shardwise.plan.plan_file import format_plan
+        from shardwise.run.rank_model.build import ModelSource
+        from shardwise.solve.search import search
+        from shardwise.solve.space import iterate_layouts, parse_constraints
+        from shardwise.zoo.resolve import resolve
 
         limits = LIMITS.format(max(1, cluster.num_devices // count))
         found = cls(work, cluster, limits)
         if graph is None:
             subject = resolve(work.model, work.batch, work.sequence)
-            graph = Source.of(subject.make).capture(subject.batch(work.batch), subject.loss, work.batch).graph
+            graph = ModelSource.from_model(subject.make).capture(subject.batch(work.batch), subject.loss, work.batch).graph
         found.graph = graph
-        pricer = pricer_of(graph, cluster, work.batch, 2)
+        pricer = build_pricer(graph, cluster, work.batch, 2)
         # Cores that a host does not have are not planned with: 1 rank, or one a host.
         plan = search(graph, cluster, work.batch, work.model, limits)
         found.chosen = str(plan.layout)
         assert plan.prediction is not None
         found.every[found.chosen] = (format_plan(plan), plan.prediction.step_time_s)
-        for layout in layouts(cluster, work.batch, parse_constraints(limits), len(pricer.cuts) + 1):
+        for layout in iterate_layouts(cluster, work.batch, parse_constraints(limits), len(pricer.cuts) + 1):
             if layout.num_ranks not in (1, count) or str(layout) in found.every:
                 continue
             try:
                 one = search(graph, cluster, work.batch, work.model, layout=Layout.parse(str(layout)))
-            except WeftError:
+            except ShardwiseError:
                 continue
             if one.prediction is not None:
                 found.every[str(layout)] = (format_plan(one), one.prediction.step_time_s)
@@ -280,16 +284,16 @@ COLUMNS = ("model", "network", "chosen", "ms a step", "predicted", "best of all"
 
 
 def tried(row: Row) -> float:
-    """What the choice of `weft plan --trials` by the times that were measured here comes to, over the best."""
-    from weft.plan.layout import Layout
-    from weft.plan.plan import Candidate, Memory, Prediction
-    from weft.train.trials import distinct, first_fastest
+    """What the choice of `shardwise plan --trials` by the times that were measured here comes to, over the best."""
+    from shardwise.plan.layout import Layout
+    from shardwise.plan.plan import LayoutCandidate, MemoryBreakdown, Prediction
+    from shardwise.train.trials import index_of_first_fastest, select_distinct_candidates
 
     measured = {Layout.parse(r.layout): r.measured_s for r in row.runs}
     runs = sorted(row.runs, key=lambda r: (r.layout != row.chosen, r.predicted_s))
-    every = [Candidate(Layout.parse(r.layout), Prediction(r.predicted_s, 0.0, 0.0, Memory())) for r in runs]
-    seconds = [measured[one.layout] for one in distinct(every, TRIALS)]
-    return seconds[first_fastest(seconds)] / row.best_s
+    every = [LayoutCandidate(Layout.parse(r.layout), Prediction(r.predicted_s, 0.0, 0.0, MemoryBreakdown())) for r in runs]
+    seconds = [measured[one.layout] for one in select_distinct_candidates(every, TRIALS)]
+    return seconds[index_of_first_fastest(seconds)] / row.best_s
 
 
 def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
@@ -312,7 +316,7 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
                   f"the geometric mean of chosen / best is {mean:.3f}."]  # fmt: skip
         after = [tried(r) for r in done]
         near = sum(ratio <= WITHIN for ratio in after)
-        lines.append(f"Were the fastest of {TRIALS} plans taken by the clock, as `weft plan --trials {TRIALS}` does on a machine (here by "
+        lines.append(f"Were the fastest of {TRIALS} plans taken by the clock, as `shardwise plan --trials {TRIALS}` does on a machine (here by "  # noqa: E501
                      f"the times that were measured anyhow), it were {near} of {len(done)}, and {geometric_mean(after):.3f}.")  # fmt: skip
     errors = [abs(run.predicted_s / run.measured_s - 1) for r in done for run in r.runs]
     if errors:
@@ -323,8 +327,9 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 INTRO = f"""Written by `scripts/bench planned`. Every rank runs on a host of its own, emulated by a network namespace with cores of its
-own, and hosts are joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). weft
-plans for this machine as `weft probe` measured it, with collectives measured over these links; then all layouts that run are run, under
+own, and hosts are joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). shardwise
+plans for this machine as `shardwise probe` measured it, with collectives measured over these links; then all layouts that run are run,
+under
 `{LIMITS.format("(cores of a host)")}`: one rank alone on its host,
 and one rank a host with data, tensor and pipeline ranks, microbatches and schedules. Times are medians; plans within
 {100 * (NEAR - 1):.0f} % of the best were measured again in turn."""
@@ -355,7 +360,7 @@ def main(arguments: Sequence[str]) -> int:
         with Hosts(given.ranks) as hosts:
             cases(given, hosts, console, rows)
     except NoNetworks as error:
-        print(f"weft: {error}", file=sys.stderr)
+        print(f"shardwise: {error}", file=sys.stderr)
         return 2
     about = header(command("planned", arguments), versions(("torch",)),
                    load=f"{os.getloadavg()[0]:.1f} processes at the end, those measured included")  # fmt: skip
@@ -369,15 +374,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def interface(row: Row) -> dict[str, Any]:
     """The keys that all benchmarks have."""
-    return {"case": f"{row.case}, {row.network}", "weft": row.chosen_s, "peer": row.best_s, "peer_name": "the best of all plans run",
+    return {"case": f"{row.case}, {row.network}", "shardwise": row.chosen_s, "peer": row.best_s, "peer_name": "the best of all plans run",
             "ratio": row.best_s / row.chosen_s if row.chosen_s else None, "unit": "s"}  # fmt: skip
 
 
 def cases(given: argparse.Namespace, hosts: Hosts, console: Console, rows: list[Row]) -> None:
     """Add to `rows` all models on all networks. One that cannot be planned or run has its reason for a note; one whose ranks are gone ends
     the run, with the rows that there are."""
-    from weft.cluster.probe import probe
-    from weft.errors import WeftError
+    from shardwise.cluster.probe import probe
+    from shardwise.errors import ShardwiseError
 
     machine = probe(fresh=given.fresh)
     threads = max(1, machine.num_devices // given.ranks)
@@ -395,7 +400,7 @@ def cases(given: argparse.Namespace, hosts: Hosts, console: Console, rows: list[
                     plans = Plans.of(work, cluster, given.ranks, graphs.get(work.name))
                     graphs[work.name] = plans.graph
                     rows.append(measure(plans, ranks, given.ranks, threads, given.rounds, lambda text: console.print(text, markup=False)))
-                except (WeftError, RuntimeError, OSError) as error:
+                except (ShardwiseError, RuntimeError, OSError) as error:
                     console.print(f"{work.name}, {network}: {type(error).__name__}: {error}", markup=False)
                     rows.append(Row(work.name, network, "", 0.0, 0.0, "", 0.0, 0.0, (), f"{type(error).__name__}: {error}"))
                     if isinstance(error, OSError):

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from bench.common.rank import Line
-from weft.plan.plan_file import parse_plan
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.world.group import Group
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.plan.plan_file import parse_plan
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.world.comm.group import Group
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 
 def links(world: World, sizes: list[int]) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def links(world: World, sizes: list[int]) -> list[dict[str, Any]]:
 
     Several follow one another, as in a step: after a barrier ranks set out apart.
     """
-    group = world.everyone
+    group = world.world_group
     n = world.num_ranks
     found = []
     for name in ("all_reduce", "all_gather", "reduce_scatter", "send"):
@@ -72,7 +72,7 @@ class Rank:
         self.world = world
         self.engines: dict[str, tuple[Engine, Any, World, int]] = {}
         self.model = ""
-        self.source: Traced | None = None
+        self.source: CachedModelSource | None = None
 
     def build(self, order: dict[str, Any]) -> dict[str, Any]:
         plan = parse_plan(order["plan"])
@@ -83,7 +83,7 @@ class Rank:
         batch = subject.batch(order["batch"])
         if order["model"] != self.model:
             torch.manual_seed(0)
-            self.model, self.source = order["model"], Traced.of(subject.make)
+            self.model, self.source = order["model"], CachedModelSource.from_model(subject.make)
         engine = Engine(plan, self.source, batch, subject.loss, world, "adamw", seed=0)
         self.engines[order["key"]] = (engine, batch, world, order["threads"])
         return {}
@@ -94,7 +94,7 @@ class Rank:
         seconds = []
         for _ in range(order["steps"]):
             if world.num_ranks > 1:
-                world.everyone.barrier()
+                world.world_group.barrier()
             began = time.perf_counter()
             engine.step(batch)
             seconds.append(time.perf_counter() - began)

@@ -1,10 +1,12 @@
-"""`scripts/bench tensor-plans`: weft's cuts over two tensor ranks beside the plans that transformers ships, model by model.
+"""`scripts/bench tensor-plans`: shardwise's cuts over two tensor ranks beside the plans that transformers ships, model by model.
 
-In: every configuration class with a `base_model_tp_plan`, made tiny (`bench.common.tiny_models`). Out: for each the weights that both cut and
-where, bytes and collectives of a step as weft counts them under weft's own cuts and under the library's, the steps that weft predicts;
+In: every configuration class with a `base_model_tp_plan`, made tiny (`bench.common.tiny_models`). Out: for each the weights that both cut
+    and
+where, bytes and collectives of a step as shardwise counts them under shardwise's own cuts and under the library's, the steps that
+shardwise predicts;
 with `--clock` both by the clock on two ranks. In the terminal, in `--json FILE` and in docs/benchmarks/tensor-plans.md.
 
-The library's plan says nothing of many weights (embeddings); there both have weft's cuts. Not compared: weights of experts, which are
+The library's plan says nothing of many weights (embeddings); there both have shardwise's cuts. Not compared: weights of experts, which are
 tensors of three dimensions, and entries that cut no weight by a dimension.
 """
 
@@ -28,20 +30,20 @@ from bench.common.document import command, header, versions
 from bench.common.measure import in_turns
 from bench.common.processes import ROOT
 from bench.common.tiny_models import model_of, planned, resolved
-from weft.api import plan as make_plan
-from weft.cost.devices.kept import ProcessorMemory
-from weft.cost.memory.memory import Inventory
-from weft.cost.operators.gather import Unplaced, gather
-from weft.model.graph import Graph
-from weft.model.sharding.sharding import Sharding
-from weft.plan.patterns import expand_all
-from weft.plan.placement import P, R, Shard
-from weft.plan.plan import Plan
-from weft.plan.transition import sent_part
-from weft.run.build import Traced, shard_of
-from weft.run.engine import Engine
-from weft.world.launch import launch
-from weft.world.world import World
+from shardwise.api import plan as make_plan
+from shardwise.cost.devices.kernel_memory import ProcessorMemory
+from shardwise.cost.memory.memory import Inventory
+from shardwise.cost.operators.build_inventory import OperatorFacts, build_sharded_inventory
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.plan.ir.patterns import expand_shards
+from shardwise.plan.ir.placement import P, R, Shard
+from shardwise.plan.ir.transition import sent_fraction
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource, shard_graph
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "tensor-plans.md"
 LAYOUT, CLUSTER = "tensor=2", "1xcpu-2"
@@ -52,12 +54,12 @@ DIMS: dict[str, tuple[int, int | None]] = {  # of a weight, and of its bias
 }  # fmt: skip
 INTRO = """transformers ships a hand-written tensor plan with many configuration classes (`base_model_tp_plan`). Each of these models is
 made small by its configuration alone (256 features, two layers or one of each kind, 8 samples of 64 tokens) and planned for
-`tensor=2`; the weights that the library's plan cuts are compared, but for those of experts. `equal`: weft cuts every one of them along
+`tensor=2`; the weights that the library's plan cuts are compared, but for those of experts. `equal`: shardwise cuts every one of them along
 the same dimension. `cheaper`: it does not, and sends no more bytes a step by its own count, or is predicted to be no slower where it
-sends more. `dearer`: neither. The figures are weft's cuts first, the library's second; what the library's plan leaves open is cut as
-weft does.
+sends more. `dearer`: neither. The figures are shardwise's cuts first, the library's second; what the library's plan leaves open is cut as
+shardwise does.
 
-Where they differ it is mostly this: with weft's cuts the residual stream lies in pieces of features, norms work on pieces, and only
+Where they differ it is mostly this: with shardwise's cuts the residual stream lies in pieces of features, norms work on pieces, and only
 their sums of squares are summed over ranks. Then a product in front of the stream may be cut by its outputs (its input is gathered) as
 well as by its inputs (its output is reduced and scattered): the same bytes. And what stands between norm and product is
 computed once in all instead of once a rank."""
@@ -65,8 +67,9 @@ computed once in all instead of once a rank."""
 
 @dataclass(frozen=True)
 class Row:
-    """One model. `differ`: weight (layers as `*`), what the library says, the dimension that weft cuts or None. Bytes a rank sends in a
-    step; a pair is (weft's, the library's). `ratio`: the library's time over weft's by the clock, 0 where it was not taken."""
+    """One model. `differ`: weight (layers as `*`), what the library says, the dimension that shardwise cuts or None. Bytes a rank sends
+    in a
+    step; a pair is (shardwise's, the library's). `ratio`: the library's time over shardwise's by the clock, 0 where it was not taken."""
 
     model: str
     status: str
@@ -97,11 +100,15 @@ def library_cuts(model: Any, cls: Any, kind: Any, names: Sequence[str]) -> dict[
 def counted(graph: Graph, sharding: Sharding) -> tuple[float, int]:
     """(bytes that a rank sends in a step, collectives on the way), forward and backward."""
     n = sharding.sizes["tensor"]
-    parts = gather(Unplaced(Inventory.of(graph, ProcessorMemory), frozenset()), sharding)
-    share = {"all_reduce": sent_part(P, R, n), "all_gather": sent_part(Shard(0), R, n), "reduce_scatter": sent_part(P, Shard(0), n)}
-    share["all_to_all"] = sent_part(Shard(0), Shard(1), n)
+    parts = build_sharded_inventory(OperatorFacts(Inventory.of(graph, ProcessorMemory), frozenset()), sharding)
+    share = {
+        "all_reduce": sent_fraction(P, R, n),
+        "all_gather": sent_fraction(Shard(0), R, n),
+        "reduce_scatter": sent_fraction(P, Shard(0), n),
+    }
+    share["all_to_all"] = sent_fraction(Shard(0), Shard(1), n)
     entries = [*parts.forward[1], *parts.backward[1]]
-    late = sum(share["all_reduce"] * graph.tensors[v].size_bytes for v, axes in sharding.gradients.items() if "tensor" in axes)
+    late = sum(share["all_reduce"] * graph.tensors[v].size_bytes for v, axes in sharding.gradient_axes.items() if "tensor" in axes)
     sent = sum(share.get(parts.collectives[i].name, 0.0) * parts.collectives[i].size_bytes for i in entries)
     return float(sent + late), len(entries)
 
@@ -111,14 +118,14 @@ def compare(name: str, cls: Any, clock: int = 0) -> Row:
     try:
         kind, _ = model_of(cls)
         subject = resolved(name, cls, SCALE, SEQUENCE)
-        source, batch = Traced.of(subject.make), subject.batch(BATCH)
+        source, batch = CachedModelSource.from_model(subject.make), subject.batch(BATCH)
         graph = source.capture(batch, subject.loss, BATCH).graph
         planned_ = make_plan(subject.make, batch, loss=subject.loss, cluster=CLUSTER, layout=LAYOUT, source=source)
     except Exception as error:  # whatever the library raises at sizes that it was not meant for
         return Row(name, "not compared", f"{type(error).__name__}: {' '.join(str(error).split())[:150]}")
     names = [v.name for v in (*graph.parameters, *graph.buffers)]
-    ours = dict(expand_all(planned_.shards, names)["tensor"])
-    theirs = library_cuts(source.model, cls, kind, [v.name for v in graph.parameters if v.value in graph.last_reader])
+    ours = dict(expand_shards(planned_.shards, names)["tensor"])
+    theirs = library_cuts(source.model, cls, kind, [v.name for v in graph.parameters if v.value in graph.last_reader_index])
     if not theirs:
         return Row(name, "not compared", "the plan names no weight of two dimensions that a text alone reads")
     differ = {name: word for name, (word, dim) in theirs.items() if ours.get(name) != dim}
@@ -126,7 +133,7 @@ def compare(name: str, cls: Any, clock: int = 0) -> Row:
         return Row(name, "equal", compared=len(theirs))
     cut = {k: d for k, d in ours.items() if k not in theirs} | {k: dim for k, (_, dim) in theirs.items() if dim is not None}
     plans = [replace(planned_, shards=(("tensor", tuple((k, c[k]) for k in names if k in c)),)) for c in (ours, cut)]
-    sent, collectives = zip(*(counted(graph, shard_of(one, graph)) for one in plans), strict=True)
+    sent, collectives = zip(*(counted(graph, shard_graph(one, graph)) for one in plans), strict=True)
     again = make_plan(subject.make, batch, loss=subject.loss, cluster=CLUSTER, like=plans[1], source=source)
     assert planned_.prediction is not None
     assert again.prediction is not None
@@ -137,16 +144,16 @@ def compare(name: str, cls: Any, clock: int = 0) -> Row:
     return Row(name, "cheaper" if cheaper else "dearer", "", len(theirs), tuple(rows), sent, collectives, steps, ratio)
 
 
-def clocked(plans: Sequence[Plan], batch: Any, loss: Any, source: Traced, rounds: int) -> float:
+def clocked(plans: Sequence[Plan], batch: Any, loss: Any, source: CachedModelSource, rounds: int) -> float:
     """The median over rounds of the second plan's time over the first's, on two ranks that take turns."""
     return float(launch(lambda world: _take_turns(world, plans, batch, loss, source, rounds), 2)[0])
 
 
-def _take_turns(world: World, plans: Sequence[Plan], batch: Any, loss: Any, source: Traced, rounds: int) -> float:
+def _take_turns(world: World, plans: Sequence[Plan], batch: Any, loss: Any, source: CachedModelSource, rounds: int) -> float:
     torch.set_num_threads(1)
     ours, theirs = (Engine(one, source, batch, loss, world, "adamw", seed=0) for one in plans)
     ways = {"ours": partial(ours.step, batch), "theirs": partial(theirs.step, batch)}
-    return median(took["theirs"] / took["ours"] for took in in_turns(ways, rounds, 3, world.everyone.barrier))
+    return median(took["theirs"] / took["ours"] for took in in_turns(ways, rounds, 3, world.world_group.barrier))
 
 
 def run(words: Sequence[str] = (), clock: int = 0) -> Iterator[Row]:
@@ -159,7 +166,7 @@ def said(row: Row) -> str:
     """A row as Markdown."""
     if row.status in ("equal", "not compared"):
         return f"| {row.model} | {row.status} | {row.compared or ''} | {row.note.replace('|', '/')} | | | | |"
-    words = "; ".join(f"`{name}` {word}, weft {'whole' if dim is None else f'dim {dim}'}" for name, word, dim in row.differ)
+    words = "; ".join(f"`{name}` {word}, shardwise {'whole' if dim is None else f'dim {dim}'}" for name, word, dim in row.differ)
     sent = " / ".join(f"{one / 1e6:.2f}" for one in row.sent_bytes)
     steps = " / ".join(f"{one * 1e3:.1f}" for one in row.predicted_s)
     clock = f"{row.ratio:.2f}" if row.ratio else ""
@@ -185,7 +192,7 @@ def document(rows: Sequence[Row], top: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what the arguments choose; 4 where weft's cuts are dearer than the library's anywhere."""
+    """Run what the arguments choose; 4 where shardwise's cuts are dearer than the library's anywhere."""
     parser = argparse.ArgumentParser(prog="scripts/bench tensor-plans", description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("models", nargs="*", help="model types, as llama; all by default")
     parser.add_argument("--clock", type=int, default=0, metavar="N", help="N rounds by the clock on two ranks where cuts differ")

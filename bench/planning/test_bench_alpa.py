@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.planning.alpa import CASES, Case, Found, Result, alpas, grid, markdown, run
-from weft.zoo.names import find
+from shardwise.zoo.names import find
 
 
 def test_there_are_21_configurations_seven_of_each_family() -> None:
@@ -47,6 +47,6 @@ def test_the_page_counts_who_is_faster() -> None:
 
 def test_a_small_configuration_is_planned_and_priced() -> None:
     found = run(Case("gpt", "gpt-tiny", 2, 8, "float16", 2, 4, 1))
-    assert found.weft.samples_per_s > 0
+    assert found.shardwise.samples_per_s > 0
     assert found.grid.samples_per_s > 0
     assert found.alpa.layout.startswith("data=1 tensor=1 pipeline=2")

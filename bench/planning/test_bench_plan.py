@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.planning.plan import CASES, LLAMA_8B, SWEEPS, Told, Work, growth, markdown, rows_of, run
-from weft.cluster.cluster import Cluster
-from weft.zoo.names import find
+from shardwise.cluster.cluster import Cluster
+from shardwise.zoo.names import find
 
 WORK = Work("a case", "gpt-tiny", "1xp4d.24xlarge", 8, target_s=10, peer=("a peer", 100.0))
 ANSWER = {"layout": "data=8", "planning_time_s": 1.0, "step_time_s": 0.5, "mfu": 0.4, "bound_gap": None}
@@ -21,8 +21,8 @@ def told(wall_s: float) -> Told:
 
 def test_a_row_has_what_the_interface_names() -> None:
     time_row, memory_row = rows_of(WORK, [told(s) for s in (5.0, 4.0, 50.0)])
-    assert {"case", "weft", "peer", "peer_name", "ratio", "unit"} <= set(asdict(time_row))
-    assert (time_row.weft, time_row.ratio, time_row.unit, time_row.met) == (5.0, 20.0, "s", True)
+    assert {"case", "shardwise", "peer", "peer_name", "ratio", "unit"} <= set(asdict(time_row))
+    assert (time_row.shardwise, time_row.ratio, time_row.unit, time_row.met) == (5.0, 20.0, "s", True)
     assert (memory_row.unit, memory_row.met) == ("bytes", True)
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from bench.planning import planned
 from bench.planning.planned import MODELS, Plans, Row, Run, Work, interface, markdown
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink
+from shardwise.plan.layout import Layout
+from shardwise.zoo.resolve import resolve
 from tests.support import networks
 from tests.support.networks import Hosts, NoNetworks
-from weft.cluster.cluster import Cluster, Device, Level, Link, Table
-from weft.plan.layout import Layout
-from weft.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +98,12 @@ def test_hosts_are_gone_when_what_made_them_is_killed() -> None:
 
 def test_every_plan_has_the_chosen_one_and_all_axes() -> None:
     core = Device("core", "cpu", (("float32", 1e11),), 8e9, 2e10, 1.0, 2e-6)
-    cluster = Cluster("two", core, (Level("node", 2, Link(1e-4, 1e9, protocol="gloo")),), tables=(Table("all_reduce", 2, ((64.0, 1e-4),)),))
+    cluster = Cluster(
+        "two",
+        core,
+        (ClusterLevel("node", 2, NetworkLink(1e-4, 1e9, protocol="gloo")),),
+        tables=(MeasuredTable("all_reduce", 2, ((64.0, 1e-4),)),),
+    )
     plans = Plans.of(Work("tiny", "gpt-tiny", 8), cluster, 2)
     assert plans.chosen in plans.every
     layouts = [Layout.parse(text) for text in plans.every]

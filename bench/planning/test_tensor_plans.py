@@ -1,4 +1,4 @@
-"""Where weft cuts weights, against the tensor plans that transformers ships with its configuration classes."""
+"""Where shardwise cuts weights, against the tensor plans that transformers ships with its configuration classes."""
 
 from __future__ import annotations
 

@@ -19,24 +19,24 @@ from typing import Any
 
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT
-from weft.serve.assign import Ask, Placed
-from weft.serve.baselines import greedy, one_size, two_steps
-from weft.serve.place import place
-from weft.serve.workflow import Link, Machines, Operator, Source, Variant, Worker, Workflow
-from weft.serve.workflow_files import read_workflow
+from shardwise.serve.placement.assignment_milp import Demand, ServicePlan
+from shardwise.serve.placement.baselines import greedy, one_size, two_steps
+from shardwise.serve.placement.service_planner import plan_service
+from shardwise.serve.placement.workflow import Machines, OperatorVariant, RequestSource, TierLink, WorkerGroup, Workflow, WorkflowOperator
+from shardwise.serve.placement.workflow_files import read_workflow
 
 PAGE = ROOT / "docs" / "benchmarks" / "serve.md"
 DRAWN, LARGE, LIMIT_S = 30, 5, 5.0
-Way = Callable[[Workflow, Machines, Ask], Placed | None]
+Way = Callable[[Workflow, Machines, Demand], ServicePlan | None]
 WAYS: dict[str, Way] = {"JellyBean's two steps": two_steps, "greedy": greedy, "one size, highest tier": one_size}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Dollars an hour of weft's placement and of a peer's, None where it finds none; `ratio` above 1: weft's is cheaper."""
+    """Dollars an hour of shardwise's placement and of a peer's, None where it finds none; `ratio` above 1: shardwise's is cheaper."""
 
     case: str
-    weft: float
+    shardwise: float
     peer: float | None
     peer_name: str
     ratio: float | None
@@ -44,12 +44,12 @@ class Row:
     bound_gap: float = 0.0
 
 
-def drawn(seed: int, operators: int, workers: int, variants: Sequence[int]) -> tuple[Workflow, Machines, Ask]:
+def drawn(seed: int, operators: int, workers: int, variants: Sequence[int]) -> tuple[Workflow, Machines, Demand]:
     """A workflow, machines and a demand that they can meet."""
     rng = random.Random(seed)
     tiers = [0, 1, 2] + [rng.choice((0, 0, 1, 1, 2)) for _ in range(workers - 3)]
-    machines = tuple(Worker(f"w{i}", t, round(rng.uniform(0.05, 0.5) * 4**t, 3)) for i, t in enumerate(tiers))
-    ops: list[Operator] = []
+    machines = tuple(WorkerGroup(f"w{i}", t, round(rng.uniform(0.05, 0.5) * 4**t, 3)) for i, t in enumerate(tiers))
+    ops: list[WorkflowOperator] = []
     for i in range(operators):
         before = [op.name for op in ops] or ["camera"]
         inputs = rng.sample(before, min(len(before), rng.choice((1, 1, 2)))) if i else ["camera"]
@@ -57,20 +57,20 @@ def drawn(seed: int, operators: int, workers: int, variants: Sequence[int]) -> t
         for k in range(rng.choice(variants)):
             work = rng.uniform(0.02, 0.1) * (1 + 0.8 * k)
             latency = tuple((w.name, ((1, work / (1 + 2.5 * w.tier) * rng.uniform(0.8, 1.25)),)) for w in machines)
-            made.append(Variant(f"v{k}", latency, rng.uniform(1e3, 3e5), 0.9 + 0.1 * (k + 1) / max(variants)))
-        ops.append(Operator(f"op{i}", tuple((name, rng.choice((0.5, 1.0, 1.0))) for name in inputs), tuple(made)))
-    workflow = Workflow("drawn", (Source("camera", rng.uniform(1e5, 1e6)),), tuple(ops))
-    links = (Link("0", "1", 0.05), Link("1", "2", 0.08), Link("0", "2", 0.1))
+            made.append(OperatorVariant(f"v{k}", latency, rng.uniform(1e3, 3e5), 0.9 + 0.1 * (k + 1) / max(variants)))
+        ops.append(WorkflowOperator(f"op{i}", tuple((name, rng.choice((0.5, 1.0, 1.0))) for name in inputs), tuple(made)))
+    workflow = Workflow("drawn", (RequestSource("camera", rng.uniform(1e5, 1e6)),), tuple(ops))
+    links = (TierLink("0", "1", 0.05), TierLink("1", "2", 0.08), TierLink("0", "2", 0.1))
     best, worst = (workflow.accuracy.base * prod(pick(v.factor for v in op.variants) for op in ops) for pick in (max, min))
-    return workflow, Machines(machines, links), Ask(1.0, worst + 0.6 * (best - worst))
+    return workflow, Machines(machines, links), Demand(1.0, worst + 0.6 * (best - worst))
 
 
-def _most(op: Operator, machines: Machines) -> float:
+def _most(op: WorkflowOperator, machines: Machines) -> float:
     """Requests/s of an operator's first variant if every worker ran it."""
     return sum(w.count / op.variants[0].batches(w.name)[0][1] for w in machines.workers)
 
 
-def loaded(workflow: Workflow, machines: Machines, ask: Ask, share: float) -> Ask:
+def loaded(workflow: Workflow, machines: Machines, ask: Demand, share: float) -> Demand:
     """The demand at a share of what the workers could do if each operator had its part of them."""
     most = min(_most(op, machines) / workflow.rates[op.name] for op in workflow.operators)
     return replace(ask, rate=share * most / len(workflow.operators))
@@ -79,14 +79,14 @@ def loaded(workflow: Workflow, machines: Machines, ask: Ask, share: float) -> As
 def public() -> tuple[list[Row], list[float]]:
     workflow, machines, rate = read_workflow(ROOT / "examples" / "serve" / "vqa.toml")
     assert machines is not None
-    return compared([(f"public, accuracy {level:g}", workflow, machines, Ask(rate, level)) for level in workflow.levels()])
+    return compared([(f"public, accuracy {level:g}", workflow, machines, Demand(rate, level)) for level in workflow.accuracy_levels()])
 
 
-def compared(cases: Sequence[tuple[str, Workflow, Machines, Ask]]) -> tuple[list[Row], list[float]]:
+def compared(cases: Sequence[tuple[str, Workflow, Machines, Demand]]) -> tuple[list[Row], list[float]]:
     """A row for each case and way, and the seconds of planning."""
     rows, seconds = [], []
     for name, workflow, machines, ask in cases:
-        placed = place(workflow, machines, ask, 60.0)
+        placed = plan_service(workflow, machines, ask, 60.0)
         assert placed is not None, name
         seconds.append(placed.planning_time_s)
         for way, choose in WAYS.items():
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> int:
         workflow, machines, ask = drawn(seed, 12, 60, (2, 3))
         ask = loaded(workflow, machines, ask, 0.3)
         begun = time.perf_counter()
-        placed = place(workflow, machines, ask, LIMIT_S)
+        placed = plan_service(workflow, machines, ask, LIMIT_S)
         large.append((time.perf_counter() - begun, placed.bound_gap if placed is not None else float("inf")))
     head = header(command("serve", arguments), versions(("highspy",)))
     text = page(head, rows, seconds, large)
@@ -133,9 +133,9 @@ def page(head: dict[str, Any], rows: Sequence[Row], seconds: Sequence[float], la
     lines += [f"`{head['command']}` on {head['machine']}, {head['date']}, highspy {head['versions'].get('highspy', '')}.", ""]
     gaps = {r.case: r.bound_gap for r in rows}
     proven, most = sum(gap < 1e-6 for gap in gaps.values()), max(gaps.values())
-    lines += ["Dollars an hour; a ratio is the other's price over weft's."]
+    lines += ["Dollars an hour; a ratio is the other's price over shardwise's."]
     lines += [
-        f"weft's is proven to be the least in {proven} of {len(gaps)} cases; the largest gap to the bound after 60 s is {most:.1%}.",
+        f"shardwise's is proven to be the least in {proven} of {len(gaps)} cases; the largest gap to the bound after 60 s is {most:.1%}.",
         "",
     ]
     lines += ["| | cases | found | median | mean (geometric) | largest |", "|---|---|---|---|---|---|"]
@@ -145,11 +145,11 @@ def page(head: dict[str, Any], rows: Sequence[Row], seconds: Sequence[float], la
             ratios = [r.ratio for r in mine if r.ratio is not None]
             told = [f"{f(ratios):.3f}" for f in (median, geometric_mean, max)] if ratios else ["", "", ""]
             lines.append(f"| {title}: {way} | {len(mine)} | {len(ratios)} | {' | '.join(told)} |")
-    lines += ["", "The public instance:", "", "| accuracy | weft | " + " | ".join(WAYS) + " |", "|---|---|---|---|---|"]
+    lines += ["", "The public instance:", "", "| accuracy | shardwise | " + " | ".join(WAYS) + " |", "|---|---|---|---|---|"]
     for case in dict.fromkeys(r.case for r in rows if r.case.startswith("public")):
         mine = {r.peer_name: r for r in rows if r.case == case}
         others = " | ".join(f"{mine[way].peer:.4f}" if mine[way].peer else "none fits" for way in WAYS)
-        lines.append(f"| {case.rpartition(' ')[2]} | {mine[next(iter(WAYS))].weft:.4f} | {others} |")
+        lines.append(f"| {case.rpartition(' ')[2]} | {mine[next(iter(WAYS))].shardwise:.4f} | {others} |")
     lines += ["", f"Planning the public instance takes {median(seconds):.2f} s (median), 12 operators on 60 workers:", ""]
     lines += ["| | seconds | above the proven bound |", "|---|---|---|"]
     lines += [f"| drawn {i} | {s:.1f} | {gap:.2%} |" for i, (s, gap) in enumerate(large)]

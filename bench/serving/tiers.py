@@ -1,6 +1,7 @@
 """`scripts/bench tiers`: plans at work between network namespaces: an edge box and servers behind a link of given bandwidth and delay.
 
-Each tier is a namespace with a Ray node of its own (`bench/common/namespaces`); vehicle tracking's clips come in at the edge. Two plans: all
+Each tier is a namespace with a Ray node of its own (`bench/common/namespaces`); vehicle tracking's clips come in at the edge. Two plans:
+all
 detection on servers, so that clips cross the link, and detection on the edge, so that what was detected does. Then ranks that train in a
 third namespace publish new weights to the servers' replicas, with a token and without. Out: docs/benchmarks/tiers.md. Needs root.
 """
@@ -71,7 +72,7 @@ def workflow_text() -> str:
 def _nodes(network: Network) -> Iterator[str]:
     """Ray's head on the hub, with the edge's workers, and a node on the servers. The address of the head."""
     folder = tempfile.mkdtemp(prefix="wr")
-    environment = {**os.environ, "WEFT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **INLINE}
+    environment = {**os.environ, "SHARDWISE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **INLINE}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", f"--object-store-memory={STORE}"]
     head = [*ray, "--head", "--port=6379", f"--node-ip-address={HUB}", "--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folder}"]
     node = [*ray, f"--address={HUB}:6379", f"--node-ip-address={network.address('server')}", "--num-cpus=2"]
@@ -122,13 +123,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def hub(network: Network, load_s: float) -> dict[str, Any]:
     """Both plans at work, and weights published; run on the hub."""
-    from weft.deploy.load import Load
-    from weft.deploy.profile import labelled_requests
-    from weft.deploy.server import How, Server
-    from weft.deploy.trial import tried
-    from weft.serve.assign import Ask
-    from weft.serve.place import place
-    from weft.serve.workflow_files import read_workflow
+    from shardwise.serve.deploy.load_generator import RequestLoad
+    from shardwise.serve.deploy.load_trial import run_load_trial
+    from shardwise.serve.deploy.profile import labelled_requests
+    from shardwise.serve.deploy.server import ServeOptions, Server
+    from shardwise.serve.placement.assignment_milp import Demand
+    from shardwise.serve.placement.service_planner import plan_service
+    from shardwise.serve.placement.workflow_files import read_workflow
 
     found: dict[str, Any] = {}
     # Of nodes, drivers and workers alike.
@@ -140,15 +141,16 @@ def hub(network: Network, load_s: float) -> dict[str, Any]:
         workflow, machines, _ = read_workflow(path)
         requests, labels = labelled_requests(workflow)
         for name, accuracy in PLANS.items():
-            placed = place(workflow, machines, Ask(accuracy=accuracy, rate=RATE), 20.0)
+            placed = plan_service(workflow, machines, Demand(accuracy=accuracy, rate=RATE), 20.0)
             assert placed is not None
-            server = Server(workflow, machines, placed, How(8000, SLOWER, 100, address, follow=False, links=False))
+            server = Server(workflow, machines, placed, ServeOptions(8000, SLOWER, 100, address, replans=False, emulates_links=False))
             server.start()
             try:
-                trial = tried(server, Load(RATE, load_s), requests, labels)
+                trial = run_load_trial(server, RequestLoad(RATE, load_s), requests, labels)
                 found[name] = {
                     "plan": [f"{c.operator} {c.variant} on {', '.join(s.worker for s in c.shares)}" for c in placed.choices],
-                    "rows": [(r.what, r.planned, r.measured, r.unit) for r in trial.rows], "sent": trial.answers.sent, "lost": trial.lost,
+                    "rows": [(r.quantity, r.planned, r.measured, r.unit) for r in trial.rows], "sent": trial.result.num_sent,
+                    "lost": trial.num_unanswered,
                 }  # fmt: skip
                 if name == "clips cross":
                     found["published"] = [_published(network, server.addresses("identity"), token) for token in (TOKEN, "")]
@@ -158,18 +160,18 @@ def hub(network: Network, load_s: float) -> dict[str, Any]:
 
 
 _TRAINER = """
-import json, sys, torch, weft
-from weft.errors import WeftError
-from weft.zoo.resolve import resolve
+import json, sys, torch, shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.zoo.resolve import resolve
 def rank(world, model, addresses):
     batch = (torch.randn(4, 4, 2), torch.randn(4, 4, 8, 8))
-    engine = weft.parallelize(resolve(model).make, batch, loss=lambda out, _: out.square().sum(), plan="data=2", world=world)
+    engine = shardwise.parallelize(resolve(model).make, batch, loss=lambda out, _: out.square().sum(), plan="data=2", world=world)
     try:
         return engine.publish([tuple(a) for a in addresses]), ""
-    except WeftError as error:
+    except ShardwiseError as error:
         return 0, str(error)
 if __name__ == "__main__":
-    print(json.dumps(weft.launch(rank, 2, sys.argv[1], json.loads(sys.argv[2]))))
+    print(json.dumps(shardwise.launch(rank, 2, sys.argv[1], json.loads(sys.argv[2]))))
 """
 
 
@@ -178,7 +180,7 @@ def _published(network: Network, addresses: list[tuple[str, int]], token: str) -
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "trainer.py")
         script.write_text(_TRAINER)
-        environment = {**os.environ, "WEFT_TOKEN": token, "PYTHONPATH": f"{ROOT}/src"}
+        environment = {**os.environ, "SHARDWISE_TOKEN": token, "PYTHONPATH": f"{ROOT}/src"}
         ran = subprocess.run(
             network.inside("trainer", sys.executable, str(script), f"{ROOT}/examples/serve/tracking.py:few", json.dumps(addresses)),
             env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -202,7 +204,7 @@ def page(found: dict[str, Any]) -> str:
         text += "\n"
     good, refusal = found["published"]
     text += f"## Weights published\n\nTwo ranks in a third namespace to {len(good['to'])} replicas on the servers: {good['bytes']:,} bytes"
-    text += f'{good["said"] and ": " + good["said"]}.\nWithout `WEFT_TOKEN`: "{refusal["said"]}".\n'
+    text += f'{good["said"] and ": " + good["said"]}.\nWithout `SHARDWISE_TOKEN`: "{refusal["said"]}".\n'
     return text + FOOT
 
 

@@ -1,4 +1,4 @@
-"""scripts/pictures trackers: what TensorBoard and MLflow show of a run of `weft train`, as pictures of their own pages.
+"""scripts/pictures trackers: what TensorBoard and MLflow show of a run of `shardwise train`, as pictures of their own pages.
 
 In: nothing. Out: docs/pictures/tensorboard.png and mlflow.png, of servers that run on loopback while Chromium loads their pages. Weights &
 Biases has no page without its server, and no picture.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (work / "tracked.toml").write_text(RUN)
     store = f"sqlite:///{work / 'mlflow.db'}"
     told = os.environ | {"MLFLOW_TRACKING_URI": store, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "weft", "train", "tracked.toml"], cwd=work, env=told, check=True)
+    subprocess.run([sys.executable, "-m", "shardwise", "train", "tracked.toml"], cwd=work, env=told, check=True)
     with _served("tensorboard.main", "--logdir", "runs/tracked/tensorboard", work=work) as port:
         _picture(browser, f"http://127.0.0.1:{port}/?tagFilter=loss#timeseries", PICTURES / "tensorboard.png", work)
     run = (work / "runs" / "tracked" / "mlflow.run").read_text()

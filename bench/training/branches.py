@@ -21,11 +21,11 @@ from torch import nn
 
 from bench.common.document import command, header, load, terminal, versions
 from bench.common.measure import in_turns
+from shardwise.api import plan as make_plan
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.towers import FourBranches
-from weft.api import plan as make_plan
-from weft.run.engine import Engine
-from weft.world.launch import launch
-from weft.world.world import World
 
 LAYOUTS = {2: ("data=2", "branch=2"), 4: ("data=4", "branch=4", "data=2 branch=2")}
 VOCABULARY, SEQUENCE = 512, 16
@@ -55,7 +55,9 @@ def measure(name: str, every_layer: bool, ranks: int, samples: int, rounds: int,
 
     def on_rank(world: World) -> list[dict[str, float]]:
         engines = {layout: Engine(plan, make, batch, None, world, seed=0) for layout, plan in plans.items()}
-        return in_turns({layout: partial(engine.step, batch) for layout, engine in engines.items()}, rounds, steps, world.everyone.barrier)
+        return in_turns(
+            {layout: partial(engine.step, batch) for layout, engine in engines.items()}, rounds, steps, world.world_group.barrier
+        )
 
     each = launch(on_rank, ranks, timeout_s=600, show=False)[0]
     first = LAYOUTS[ranks][0]

@@ -1,7 +1,9 @@
-"""`scripts/bench draws`: what weft's stream of random numbers costs in a step of a GPT with dropout.
+"""`scripts/bench draws`: what shardwise's stream of random numbers costs in a step of a GPT with dropout.
 
-One engine draws with weft's stream, one with torch's own dropout and attention, one has a model without dropout; they take turns in one
-process. Out: seconds a step, and which part of weft's step is spent drawing (dropping included), in the terminal, in `--json FILE` and in
+One engine draws with shardwise's stream, one with torch's own dropout and attention, one has a model without dropout; they take turns in
+one
+process. Out: seconds a step, and which part of shardwise's step is spent drawing (dropping included), in the terminal, in `--json FILE`
+and in
 docs/benchmarks/draws.md. Not measured: graphics processors (`scripts/bench draws --device cuda` where there is one).
 """
 
@@ -26,27 +28,30 @@ from torch import Tensor
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.measure import seconds_a_step, turn
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.lower import special
-from weft.lower.kernels import random_stream
-from weft.run.engine import Engine
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.lower import operator_lowering
+from shardwise.lower.kernels import random_stream
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "draws.md"
 MODELS = ("gpt-10m", "gpt-50m")
-NAMES = ("weft", "torch", "none")
+NAMES = ("shardwise", "torch", "none")
 
-INTRO = """Seconds a step, medians of rounds, one rank. `weft`: dropout of 0.1 drawn from weft's stream, in attention too; `torch`: the same
-model with torch's own dropout and attention in the place of weft's; `none`: without dropout. `ratio`: torch's step to weft's, by round,
-then the median; above 1 weft's draws are the faster. `drawing`: the part of weft's step that its draws take, forward and backward,
+INTRO = """Seconds a step, medians of rounds, one rank. `shardwise`: dropout of 0.1 drawn from shardwise's stream, in attention too;
+`torch`: the same
+model with torch's own dropout and attention in the place of shardwise's; `none`: without dropout. `ratio`: torch's step to shardwise's,
+by round,
+then the median; above 1 shardwise's draws are the faster. `drawing`: the part of shardwise's step that its draws take, forward and
+backward,
 dropping included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds a step by way of drawing, in every round, and of weft's the seconds that it draws."""
+    """Seconds a step by way of drawing, in every round, and of shardwise's the seconds that it draws."""
 
     model: str
     step_s: dict[str, list[float]]
@@ -54,12 +59,12 @@ class Found:
 
     @property
     def ratio(self) -> float:
-        return median(a / b for a, b in zip(self.step_s["torch"], self.step_s["weft"], strict=True))
+        return median(a / b for a, b in zip(self.step_s["torch"], self.step_s["shardwise"], strict=True))
 
     @property
     def drawing(self) -> float:
         """The part of a step."""
-        return median(a / b for a, b in zip(self.drawing_s, self.step_s["weft"], strict=True))
+        return median(a / b for a, b in zip(self.drawing_s, self.step_s["shardwise"], strict=True))
 
 
 def _dropout(x: Tensor, p: float, draw: object, where: object) -> Tensor:
@@ -76,18 +81,18 @@ def _attention(
 @contextmanager
 def _torchs_own() -> Iterator[None]:
     """While a model is lowered: torch's draws."""
-    kept = special.dropout, special.attention
-    special.dropout, special.attention = _dropout, _attention  # type: ignore[assignment]
+    kept = operator_lowering.dropout, operator_lowering.attention
+    operator_lowering.dropout, operator_lowering.attention = _dropout, _attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        special.dropout, special.attention = kept
+        operator_lowering.dropout, operator_lowering.attention = kept
 
 
 @contextmanager
 def _timed(spent: list[float], sync: Callable[[], None]) -> Iterator[None]:
     """Adds to `spent` the seconds of every draw."""
-    kept = random_stream._drop
+    kept = random_stream._compute_dropout
 
     def timed(*args: Any) -> Tensor:
         sync()
@@ -97,11 +102,11 @@ def _timed(spent: list[float], sync: Callable[[], None]) -> Iterator[None]:
         spent[0] += time.perf_counter() - began
         return found
 
-    random_stream._drop = timed  # type: ignore[assignment]
+    random_stream._compute_dropout = timed  # type: ignore[assignment]
     try:
         yield
     finally:
-        random_stream._drop = kept
+        random_stream._compute_dropout = kept
 
 
 def measure(name: str, batch_size: int, rounds: int, steps: int, device: str) -> Found:
@@ -130,7 +135,7 @@ def measure(name: str, batch_size: int, rounds: int, steps: int, device: str) ->
                     took[way].append(seconds)
             spent = [0.0]
             with _timed(spent, sync):
-                seconds_a_step(partial(engines["weft"].step, batches["weft"]), steps, sync)
+                seconds_a_step(partial(engines["shardwise"].step, batches["shardwise"]), steps, sync)
             if number >= 0:
                 drawing.append(spent[0] / steps)
         return took, drawing
@@ -142,7 +147,7 @@ def measure(name: str, batch_size: int, rounds: int, steps: int, device: str) ->
 def table(found: Sequence[Found]) -> Table:
     """One row a model."""
     out = Table(title="A step with dropout", title_justify="left")
-    for name in ("model", "weft, ms", "torch, ms", "none, ms", "ratio", "drawing"):
+    for name in ("model", "shardwise, ms", "torch, ms", "none, ms", "ratio", "drawing"):
         out.add_column(name, justify="left" if name == "model" else "right")
     for f in found:
         steps = [f"{median(f.step_s[way]) * 1e3:.1f}" for way in NAMES]
@@ -154,7 +159,7 @@ def rows(found: Sequence[Found]) -> list[dict[str, Any]]:
     """As every benchmark tells them."""
     return [
         {
-            "case": f"{f.model} with dropout", "weft": median(f.step_s["weft"]), "peer": median(f.step_s["torch"]),
+            "case": f"{f.model} with dropout", "shardwise": median(f.step_s["shardwise"]), "peer": median(f.step_s["torch"]),
             "peer_name": "torch's own draws", "ratio": f.ratio, "unit": "s", "drawing": f.drawing,
         }
         for f in found

@@ -1,4 +1,4 @@
-"""What weft's executor adds to the compute: processor time an action in Python, and how measured steps lie beside simulated ones.
+"""What shardwise's executor adds to the compute: processor time an action in Python, and how measured steps lie beside simulated ones.
 
 In: a model of the zoo, schedules. Out: microseconds an action; per schedule the total of a measured step and of the simulated one, whose
 computes take what they took in the median. Not modelled in the simulation: transfers, which cost the receiver a copy.
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from bench.common.case import Case
-from weft.api import plan as make_plan
-from weft.plan.difference import by_action
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.program import Compute, Program
-from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
-from weft.run.build import Source
-from weft.run.engine import Engine
-from weft.simulate.clock import simulate
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.plan.ir.program import Compute, Program
+from shardwise.plan.ir.timeline import COMPUTE_LANE, Span, Timeline
+from shardwise.plan.ir.timeline_difference import compare_by_action
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.simulate.clock import simulate
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 STAGES, MICROBATCHES = 4, 8  # of the tiny model
 STEPS = 60
@@ -72,9 +72,9 @@ def overhead(num_ranks: int) -> Overhead:
     def on_rank(world: World) -> tuple[int, float, float]:
         engine = Engine(plan, Tiny, batch, None, world, seed=0)
         whole = [_processor_s(lambda: engine.forward_backward(batch), world) for _ in range(STEPS)]
-        bare = [_processor_s(lambda: _computes(engine, engine._local(batch)), world) for _ in range(STEPS)]
-        other = [_processor_s(lambda: engine._local(batch), world) for _ in range(STEPS)]
-        actions = sum(isinstance(a, Compute) for a in engine.parts.program.actions[world.rank])
+        bare = [_processor_s(lambda: _computes(engine, engine._local_inputs(batch)), world) for _ in range(STEPS)]
+        other = [_processor_s(lambda: engine._local_inputs(batch), world) for _ in range(STEPS)]
+        actions = sum(isinstance(a, Compute) for a in engine.rank_model.program.actions[world.rank])
         return actions, median(whole[STEPS // 4 :]) / actions, (median(bare[STEPS // 4 :]) - median(other)) / actions
 
     found = launch(on_rank, num_ranks, timeout_s=120, show=False)
@@ -82,7 +82,7 @@ def overhead(num_ranks: int) -> Overhead:
 
 
 def _processor_s(work: Any, world: World) -> float:
-    world.everyone.barrier()
+    world.world_group.barrier()
     began = time.process_time()
     work()
     return time.process_time() - began
@@ -90,7 +90,7 @@ def _processor_s(work: Any, world: World) -> float:
 
 def _computes(engine: Engine, inputs: Sequence[Mapping[str, Tensor]]) -> None:
     """The same forwards and backwards, called one after the other on tensors that are there."""
-    executor, variables = engine._executor, engine.parts.variables
+    executor, variables = engine._executor, engine.rank_model.variables
     for m in range(MICROBATCHES):
         for number, runner in executor.runners.items():
             received = [
@@ -125,7 +125,7 @@ def beside(case: Case, layout: str, steps: int = 7) -> Beside:
     resolved = resolve(case.model)
     batch = resolved.batch(case.batch)
     torch.manual_seed(case.seed)
-    source = Source.of(resolved.make)
+    source = ModelSource.from_model(resolved.make)
     plan = make_plan(resolved.make, batch, loss=resolved.loss, cluster="1xcpu-2", layout=Layout.parse(layout), source=source)
     plan = replace(plan, layout=replace(plan.layout, threads=1))
 
@@ -137,7 +137,11 @@ def beside(case: Case, layout: str, steps: int = 7) -> Beside:
             if number >= 0 and engine.timeline is not None:
                 found.append([tuple(span) for span in engine.timeline.spans])
         executor = engine._executor
-        return str(engine.parts.program), found, [str(executor.program.actions[executor.rank][step]) for step in executor.lent]
+        return (
+            str(engine.rank_model.program),
+            found,
+            [str(executor.program.actions[executor.rank][step]) for step in executor.threads_by_step],
+        )
 
     rows = launch(on_rank, plan.layout.num_ranks, timeout_s=240, show=False)
     timelines = [Timeline(layout, len(rows), tuple(Span(*span) for _, spans, _ in rows for span in spans[step])) for step in range(steps)]
@@ -157,9 +161,9 @@ def _compared(layout: str, measured: Timeline, timelines: Sequence[Timeline], pr
             if span.lane == COMPUTE_LANE:
                 seconds[kind(span.name)].append(span.duration_s)
     simulated = simulate(Program.parse(program), lambda action: median(seconds[kind(str(action))]), lambda *_: 0.0)
-    found = by_action(simulated, measured)
-    last = max(found.actions, key=lambda d: abs(d.later_s))
-    return Beside(layout, measured.total_s, simulated.total_s, f"{last.name} of rank {last.rank}", last.later_s / simulated.total_s)
+    found = compare_by_action(simulated, measured)
+    last = max(found.actions, key=lambda d: abs(d.delay_s))
+    return Beside(layout, measured.total_s, simulated.total_s, f"{last.name} of rank {last.rank}", last.delay_s / simulated.total_s)
 
 
 def _kind(action: str) -> str:

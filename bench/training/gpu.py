@@ -1,6 +1,7 @@
-"""`scripts/bench gpu`: models on one GPU, weft beside plain PyTorch, and what weft predicts for that card.
+"""`scripts/bench gpu`: models on one GPU, shardwise beside plain PyTorch, and what shardwise predicts for that card.
 
-Out: seconds a step, memory, MFU against the measured rate of large matrix products, docs/benchmarks/data/gpu.json with all that was measured
+Out: seconds a step, memory, MFU against the measured rate of large matrix products, docs/benchmarks/data/gpu.json with all that was
+    measured
 and the card as it was probed, and docs/benchmarks/gpu.md. `--again FILE` measures nothing: it predicts what FILE measured with today's
 code. Where torch sees no GPU it says so and ends with status 0.
 
@@ -25,21 +26,21 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import weft
+import shardwise
 from bench.common.arithmetic import Series, Target, Verdict, judge, row
 from bench.common.document import command, header, markdown, show, versions
 from bench.common.measure import Effort, turn
 from bench.common.processes import ROOT
-from weft.capture.capture import call
-from weft.cluster.catalogue import dump, loads, names
-from weft.cluster.cluster import Cluster
-from weft.cluster.probe.here import measure_here
-from weft.cost.calibration.efficiency import chip_of
-from weft.errors import OutOfMemory, WeftError
-from weft.plan.plan import Prediction
-from weft.world.world import World
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+from shardwise.capture.capture import call_with_loss
+from shardwise.cluster.catalogue import catalogue_names, dump, parse_cluster
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.probe.measure import measure_here
+from shardwise.cost.calibration.efficiency import chip_of
+from shardwise.errors import OutOfMemory, ShardwiseError
+from shardwise.plan.plan import Prediction
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 PEER = "PyTorch"
@@ -48,12 +49,13 @@ MFU_GOAL = 0.60
 MATRIX_UNITS = "bfloat16"
 MOST_KERNELS = 40
 
-INTRO = """One GPU. Ratios are PyTorch's time over weft's (more than 1: weft is faster). MFU is the model's FLOPs over the step time and
+INTRO = """One GPU. Ratios are PyTorch's time over shardwise's (more than 1: shardwise is faster). MFU is the model's FLOPs over the step
+time and
 the rate of large bfloat16 matrix products measured in the same run."""
 
 PREDICTED = """## Predictions
 
-`measured card`: by the rates of the card that `weft` measures itself before it plans for it. `catalogue`: by the card's name
+`measured card`: by the rates of the card that `shardwise` measures itself before it plans for it. `catalogue`: by the card's name
 alone, eager as `1xhgx-h200@eager` has it. `kernels` is how long kernels run in a step; where that is much less than the step, the
 host that launches them is what takes the time. Of memory, the allocator's peak and what is predicted without its margin."""
 
@@ -87,7 +89,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: seconds a step by round, losses by step, peak of the allocator, of both sides; of weft's step also its kernels."""
+    """One case: seconds a step by round, losses by step, peak of the allocator, of both sides; of shardwise's step also its kernels."""
 
     model: str
     samples: int
@@ -109,7 +111,7 @@ class Measured:
     @property
     def pair(self) -> tuple[Series, Series]:
         settings = "compiled" if self.case.is_compiled else "eager"
-        ours = Series("weft", self.seconds, (), self.losses, self.memory_bytes, self.case.layout, MATRIX_UNITS, settings)
+        ours = Series("shardwise", self.seconds, (), self.losses, self.memory_bytes, self.case.layout, MATRIX_UNITS, settings)
         return ours, Series(PEER, self.peer_seconds, (), self.peer_losses, self.peer_memory_bytes, "", MATRIX_UNITS, settings)
 
 
@@ -144,7 +146,7 @@ def matmul_peak(device: torch.device, size: int = 8192, repeats: int = 30) -> fl
 Step = Callable[[Mapping[str, Tensor]], float]
 
 
-def plain_step(model: Resolved, device: torch.device, seed: int, lr: float, compiled: bool) -> Step:
+def plain_step(model: ResolvedModel, device: torch.device, seed: int, lr: float, compiled: bool) -> Step:
     """The model as users of plain PyTorch train it. Returns a function from a batch to its loss."""
     torch.manual_seed(seed)
     module = model.make().to(device)
@@ -153,7 +155,7 @@ def plain_step(model: Resolved, device: torch.device, seed: int, lr: float, comp
 
     def step(batch: Mapping[str, Tensor]) -> float:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = call(run, batch, model.loss)
+            loss = call_with_loss(run, batch, model.loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,10 +164,10 @@ def plain_step(model: Resolved, device: torch.device, seed: int, lr: float, comp
     return step
 
 
-def weft_step(model: Resolved, case: Case, device: torch.device, seed: int, lr: float) -> tuple[Step, float]:
-    """weft on one rank: (function from a batch to its loss, the model's FLOPs a step)."""
+def shardwise_step(model: ResolvedModel, case: Case, device: torch.device, seed: int, lr: float) -> tuple[Step, float]:
+    """shardwise on one rank: (function from a batch to its loss, the model's FLOPs a step)."""
     optimizer = {"name": "adamw", "lr": lr}
-    engine = weft.parallelize(model, case.samples, plan=case.layout, world=World(device=device), seed=seed, optimizer=optimizer)
+    engine = shardwise.parallelize(model, case.samples, plan=case.layout, world=World(device=device), seed=seed, optimizer=optimizer)
     return (lambda batch: engine.step(batch).loss), float(engine.model_flops)
 
 
@@ -195,16 +197,16 @@ def kernels_of(step: Callable[[], float], device: torch.device) -> tuple[float, 
 
 
 def measure(case: Case, device: torch.device, effort: Effort) -> Measured:
-    """weft and PyTorch in turns. The memory of each is taken before the other is there, or less what the other holds."""
+    """shardwise and PyTorch in turns. The memory of each is taken before the other is there, or less what the other holds."""
     resolved = resolve(case.model, case.samples)
     batch = {k: v.to(device) for k, v in resolved.batch(case.samples).items()}
-    ours, flops = weft_step(resolved, case, device, 0, 1e-4)
-    steps = {"weft": ours}
+    ours, flops = shardwise_step(resolved, case, device, 0, 1e-4)
+    steps = {"shardwise": ours}
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     held = 0
-    for name in ("weft", PEER):
+    for name in ("shardwise", PEER):
         if name == PEER:
             held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             steps[PEER] = plain_step(resolved, device, 0, 1e-4, case.is_compiled)
@@ -219,9 +221,9 @@ def measure(case: Case, device: torch.device, effort: Effort) -> Measured:
             losses[name] += [steps[name](batch) for _ in range(effort.steps)]
             wait(device)
             seconds[name].append((time.perf_counter() - began) / effort.steps)
-    both = [tuple(of[name]) for of in (seconds, losses) for name in ("weft", PEER)]
+    both = [tuple(of[name]) for of in (seconds, losses) for name in ("shardwise", PEER)]
     return Measured(
-        case.model, case.samples, case.more, flops, *both, memory["weft"], memory[PEER], *kernels_of(lambda: ours(batch), device)
+        case.model, case.samples, case.more, flops, *both, memory["shardwise"], memory[PEER], *kernels_of(lambda: ours(batch), device)
     )
 
 
@@ -245,11 +247,11 @@ def _let_go(device: torch.device) -> None:
 
 
 def predicted(case: Case, cluster: Cluster | str) -> Prediction | None:
-    """What weft predicts for a case; None where it says that it cannot be."""
+    """What shardwise predicts for a case; None where it says that it cannot be."""
     try:
-        return weft.plan(resolve(case.model, case.samples), case.samples, layout=case.layout, cluster=cluster).prediction
-    except WeftError as error:
-        print(f"weft: {case.name} on {cluster}: {error}", file=sys.stderr)
+        return shardwise.plan(resolve(case.model, case.samples), case.samples, layout=case.layout, cluster=cluster).prediction
+    except ShardwiseError as error:
+        print(f"shardwise: {case.name} on {cluster}: {error}", file=sys.stderr)
         return None
 
 
@@ -281,12 +283,18 @@ def tell(file: Mapping[str, Any], console: Console, page: Path) -> None:
     verdicts = judge(TARGETS, rows)
     for one in cases[:1]:
         mfu, peer = (one.flops / series.median / file["peak"] for series in one.pair)
-        about["mfu"] = f"{mfu:.3f} weft, {peer:.3f} {PEER}, {one.case.name}"
+        about["mfu"] = f"{mfu:.3f} shardwise, {peer:.3f} {PEER}, {one.case.name}"
         said = f"{one.pair[0].median:.3f} s a step"
         verdicts = [*verdicts, Verdict("MFU against the measured peak", MFU_GOAL, mfu >= MFU_GOAL, mfu, one.case.name, said)]
     show(console, rows, verdicts, {})
     text = markdown(about, rows, verdicts, {}, {one.case.name: one.pair for one in cases}, INTRO)
-    lines = [PREDICTED, "", *filter(None, [file.get("note")]), "", *prediction_lines(cases, loads(file["card"]), _node(about["gpu"]))]
+    lines = [
+        PREDICTED,
+        "",
+        *filter(None, [file.get("note")]),
+        "",
+        *prediction_lines(cases, parse_cluster(file["card"]), _node(about["gpu"])),
+    ]
     page.write_text(text + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -296,7 +304,7 @@ def _tuples(value: Any) -> Any:
 
 def _node(card: str) -> str:
     """A machine of the catalogue that has such cards; "" where there is none."""
-    machines = {Cluster.parse(name).device.name: f"1x{name}" for name in names()}
+    machines = {Cluster.parse(name).device.name: f"1x{name}" for name in catalogue_names()}
     return machines.get(chip_of(card, machines), "")
 
 
@@ -315,7 +323,7 @@ def measured_file(given: argparse.Namespace, arguments: Sequence[str], console: 
             continue
         try:
             found = measure_what_fits(case, device, Effort(given.rounds, given.steps, 3))
-        except (WeftError, RuntimeError) as error:
+        except (ShardwiseError, RuntimeError) as error:
             console.print(f"{case.name}: {type(error).__name__}: {error}", markup=False)
             continue
         file["measured"].append(asdict(found))
@@ -342,7 +350,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     reason = reason_to_skip()
     if reason:
-        print(f"weft: bench gpu is skipped: {reason}")
+        print(f"shardwise: bench gpu is skipped: {reason}")
         return 0
     tell(measured_file(given, arguments, console), console, given.page)
     return 0

@@ -4,9 +4,10 @@ In: deep models of tiny tensors, one thread, float32 and bfloat16. Both sides ta
 and backward (in plain PyTorch also of `zero_grad`), and of whole steps; operators that torch dispatches in a step; and of wider models the
 most memory that either holds. A GPU waits for just this where it is faster than the host.
 
-AdamW is fused on both sides: on a processor torch then goes from tensor to tensor, so whole steps are kinder to weft than a GPU's are, and
+AdamW is fused on both sides: on a processor torch then goes from tensor to tensor, so whole steps are kinder to shardwise than a GPU's
+are, and
 the target is of forward and backward. Of the models for memory the last has more weights than activations: then both hold most when
-backward is over, and weft a bucket of gradients twice.
+backward is over, and shardwise a bucket of gradients twice.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
+import shardwise
 from bench.common.document import command, header, load, terminal, versions
 from bench.common.measure import turn
 from bench.common.processes import ROOT
-from weft.capture.capture import call
-from weft.run.engine import Engine
-from weft.world.memory import Accounts, accounts_of
-from weft.world.world import World
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+from shardwise.capture.capture import call_with_loss
+from shardwise.run.engine import Engine
+from shardwise.world.memory import Accounts, accounts_of
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
 PAGE = ROOT / "docs" / "benchmarks" / "host.md"
 GOAL = 1.05
@@ -71,7 +72,7 @@ class Took:
 
     @property
     def backward_ratio(self) -> float:
-        """weft's seconds over plain PyTorch's, the median of rounds."""
+        """shardwise's seconds over plain PyTorch's, the median of rounds."""
         return median(a / b for a, b in zip(self.backward_s, self.peer_backward_s, strict=True))
 
     @property
@@ -91,15 +92,15 @@ class Held:
     peer_bytes: float
 
 
-def weft_side(model: Resolved, samples: int, precision: str) -> tuple[Step, Step]:
+def shardwise_side(model: ResolvedModel, samples: int, precision: str) -> tuple[Step, Step]:
     """(forward and backward, a step) of an engine."""
     plan = "data=1" if precision == "float32" else f"data=1 precision={precision}"
-    engine: Engine = weft.parallelize(model, samples, plan=plan, world=World(), seed=0, optimizer={"name": "adamw", "lr": 1e-4})
+    engine: Engine = shardwise.parallelize(model, samples, plan=plan, world=World(), seed=0, optimizer={"name": "adamw", "lr": 1e-4})
     batch = model.batch(samples)
     return (lambda: engine.forward_backward(batch)), (lambda: engine.step(batch).loss)
 
 
-def plain_side(model: Resolved, samples: int, precision: str) -> tuple[Step, Step]:
+def plain_side(model: ResolvedModel, samples: int, precision: str) -> tuple[Step, Step]:
     """(forward and backward, a step) of the loop that users of plain PyTorch write."""
     torch.manual_seed(0)
     module, batch = model.make(), model.batch(samples)
@@ -108,7 +109,7 @@ def plain_side(model: Resolved, samples: int, precision: str) -> tuple[Step, Ste
     def backward() -> Tensor:
         optimizer.zero_grad()
         with nullcontext() if precision == "float32" else torch.autocast("cpu", dtype=torch.bfloat16):
-            loss: Tensor = call(module, batch, model.loss)
+            loss: Tensor = call_with_loss(module, batch, model.loss)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -124,7 +125,7 @@ def plain_side(model: Resolved, samples: int, precision: str) -> tuple[Step, Ste
 def measure(name: str, precision: str, rounds: int, steps: int) -> Took:
     """Both sides in turns."""
     model = resolve(name, SAMPLES)
-    sides = [make(model, SAMPLES, precision) for make in (weft_side, plain_side)]
+    sides = [make(model, SAMPLES, precision) for make in (shardwise_side, plain_side)]
     for _ in range(3):
         losses = [step() for _, step in sides]
     if losses[0] != losses[1]:
@@ -151,14 +152,14 @@ def dispatched(step: Step) -> int:
 def held(name: str, samples: int, precision: str, accounts: Accounts) -> Held:
     """The peak of each, without the other."""
     model, found = resolve(name, samples), []
-    for make in (weft_side, plain_side):
+    for make in (shardwise_side, plain_side):
         gc.collect()
-        before = accounts.held().total
+        before = accounts.current().total
         with accounts.counting("buffers"):
             _, step = make(model, samples, precision)
             for _ in range(2):
                 step()
-            accounts.forget_peak()
+            accounts.reset_peak()
             step()
         found.append(accounts.peak().total - before)
         del step, _
@@ -180,7 +181,7 @@ def lines(file: Mapping[str, Any]) -> Iterator[str]:
         cells = [f"{median(s) * 1e3:.1f} ms" for s in (row.backward_s, row.peer_backward_s, row.step_s, row.peer_step_s)]
         cells = [*cells[:2], f"**{row.backward_ratio:.2f}**", *cells[2:], f"{row.step_ratio:.2f}"]
         yield f"| {row.model} | {row.precision} | {' | '.join(cells)} | {row.operators} | {row.peer_operators} |"
-    yield from ("", "Memory, at the fullest moment of a step:", "", "| model | samples | precision | weft | plain | ratio |")
+    yield from ("", "Memory, at the fullest moment of a step:", "", "| model | samples | precision | shardwise | plain | ratio |")
     yield "| --- " * 6 + "|"
     for one in (Held(**row) for row in file["held"]):
         sizes = f"{one.held_bytes / 2**20:.1f} MiB | {one.peer_bytes / 2**20:.1f} MiB | {one.held_bytes / one.peer_bytes:.3f}"
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     about = header(command("host", arguments), versions(("torch",)), load=load())
     accounts, console = accounts_of(torch.device("cpu")), terminal()
     measured = [asdict(measure(name, precision, given.rounds, given.steps)) for name in TINY for precision in PRECISIONS]
-    memory = [asdict(held(*one, precision, accounts)) for one in WIDE for precision in PRECISIONS] if accounts.counts else []
+    memory = [asdict(held(*one, precision, accounts)) for one in WIDE for precision in PRECISIONS] if accounts.is_counting else []
     file = {"header": about, "measured": measured, "held": memory}
     if given.json:
         given.json.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")

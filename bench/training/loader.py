@@ -23,16 +23,18 @@ from rich.table import Table
 from bench.common.arithmetic import Row, Series, row
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.processes import ROOT
-from weft.train.config import Config
-from weft.train.corpus import open_data
-from weft.train.loader import Loader
-from weft.train.subject import subject_of
+from shardwise.train.config import TrainingConfig
+from shardwise.train.corpus import open_data
+from shardwise.train.data.loader import Loader
+from shardwise.train.training_task import training_task_of
 
 PAGE = ROOT / "docs" / "benchmarks" / "loader.md"
-INTRO = """Batches of `weft train` beside `torch.utils.data.DataLoader`, which is given the same samples by the same function: what
-differs is how batches are prepared ahead. weft has threads, since decoding lets other threads run; the DataLoader has processes, which send
+INTRO = """Batches of `shardwise train` beside `torch.utils.data.DataLoader`, which is given the same samples by the same function: what
+differs is how batches are prepared ahead. shardwise has threads, since decoding lets other threads run; the DataLoader has processes,
+which send
 batches through shared memory. "alone" is the time of a batch where nobody computes; "wait" is what a loop waits for a batch while each step
-keeps one core busy for as long as a batch takes to prepare. Ratios are the DataLoader's time over weft's: more than 1 means that weft is
+keeps one core busy for as long as a batch takes to prepare. Ratios are the DataLoader's time over shardwise's: more than 1 means that
+shardwise is
 better."""
 
 
@@ -68,13 +70,13 @@ def text(folder: Path) -> Callable[[int], Any]:
 
 
 def source(folder: Path, data: str, model: str, batch: int) -> Callable[[int], Any]:
-    config = Config.parse(f'[model]\nname = "{model}"\n[data]\n{data}\n[train]\nbatch = {batch}')
-    subject = subject_of(config, open_data(config.data, model, folder / "run"))
+    config = TrainingConfig.parse(f'[model]\nname = "{model}"\n[data]\n{data}\n[train]\nbatch = {batch}')
+    subject = training_task_of(config, open_data(config.data, model, folder / "run"))
     return partial(subject.source.train, rows=range(batch))
 
 
 def contenders(make: Callable[[int], Any], count: int, workers: int) -> dict[str, Callable[[], Iterator[Any]]]:
-    """What makes `count` batches, by name; weft's first."""
+    """What makes `count` batches, by name; shardwise's first."""
 
     def ours() -> Iterator[Any]:
         with Loader(make, 0, count, workers=workers) as loader:
@@ -85,7 +87,7 @@ def contenders(make: Callable[[int], Any], count: int, workers: int) -> dict[str
         yield from torch.utils.data.DataLoader(Samples(make, count), batch_size=None, num_workers=processes, **ahead)
 
     names = {f"DataLoader, {n} processes" if n else "DataLoader, none": partial(theirs, n) for n in (0, workers)}
-    return {"weft": ours, **names}
+    return {"shardwise": ours, **names}
 
 
 def waits(batches: Iterator[Any], step_s: float) -> float:
@@ -126,7 +128,7 @@ def measure(case: str, make: Callable[[int], Any], count: int, rounds: int, work
             for name, start in makers.items():
                 seconds[name].append(max(1e-9, how(start())))
         series = {name: Series(name, tuple(values)) for name, values in seconds.items()}
-        ours = series.pop("weft")
+        ours = series.pop("shardwise")
         label = f"{case}, {kind}" if kind == "alone" else f"{case}, wait in steps of {1000 * step_s:.0f} ms"
         found += [replace(row(label, kind, ours, peer), unit="s/batch") for peer in series.values()]
     return found
@@ -135,10 +137,10 @@ def measure(case: str, make: Callable[[int], Any], count: int, rounds: int, work
 def table(rows: Sequence[Row]) -> Table:
     """Rows for people."""
     out = Table(title="Batches", title_justify="left")
-    for name in ("case", "beside", "weft, ms", "beside it, ms", "ratio", "from", "to"):
+    for name in ("case", "beside", "shardwise, ms", "beside it, ms", "ratio", "from", "to"):
         out.add_column(name, justify="left" if name in ("case", "beside") else "right")
     for r in rows:
-        times, ratios = (r.weft, r.peer), (r.ratio, r.ratio_min, r.ratio_max)
+        times, ratios = (r.shardwise, r.peer), (r.ratio, r.ratio_min, r.ratio_max)
         out.add_row(r.case, r.peer_name, *(f"{1000 * s:.2f}" for s in times), *(f"{x:.2f}" for x in ratios))
     return out
 
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--json", metavar="FILE", type=Path, help="write header and rows to FILE")
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--batches", type=int, default=24, help="that each contender makes in a round")
-    p.add_argument("--workers", type=int, default=2, help="threads of weft, processes of the DataLoader")
+    p.add_argument("--workers", type=int, default=2, help="threads of shardwise, processes of the DataLoader")
     p.add_argument("--quick", action="store_true", help="one round of few batches; does not write the page")
     given = p.parse_args(list(arguments))
     rounds, count = (1, 4) if given.quick else (given.rounds, given.batches)

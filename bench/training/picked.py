@@ -19,12 +19,12 @@ from statistics import median
 from bench.common.document import command, header, load, opening, terminal, versions
 from bench.common.measure import turn
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.run.engine import Engine
-from weft.units import format_seconds
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.run.engine import Engine
+from shardwise.units import format_seconds
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "picked.md"
 ALONE = "data=2"
@@ -94,12 +94,12 @@ def measure(case: Case, cluster: str, rounds: int, steps: int) -> list[Row]:
 
 
 def _timed(step: Callable[[], float], steps: int, world: World) -> tuple[float, float]:
-    world.everyone.barrier()
+    world.world_group.barrier()
     began, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     used = time.process_time() - used
-    world.everyone.barrier()
+    world.world_group.barrier()
     return (time.perf_counter() - began) / steps, used / steps
 
 

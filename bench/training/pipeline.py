@@ -1,7 +1,7 @@
-"""`scripts/bench pipeline`: weft's pipelines beside torch.distributed.pipelining, schedule by schedule, on small and on large stages.
+"""`scripts/bench pipeline`: shardwise's pipelines beside torch.distributed.pipelining, schedule by schedule, on small and on large stages.
 
 Out: rows and verdicts in the terminal, `--json FILE`, and docs/benchmarks/pipeline.md, with what the executor adds to the compute and how
-measured steps lie beside simulated ones. Exit status 0 also where a target is missed; 4 where weft itself does not run or computes
+measured steps lie beside simulated ones. Exit status 0 also where a target is missed; 4 where shardwise itself does not run or computes
 another loss than its peer.
 """
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.common.arithmetic import Row, Series, Target, as_json, judge, row, wrong
 from bench.common.case import Case, Contender
-from bench.common.contenders import weft
+from bench.common.contenders import shardwise
 from bench.common.document import command, header, lines_of, load, markdown, show, terminal, versions
 from bench.common.measure import Effort, measure
 from bench.common.processes import ROOT
@@ -30,7 +30,7 @@ MOST_US = 60.0
 SMALL = Case("gpt:layers=8,hidden=64,heads=4,sequence=32,vocabulary=256", batch=16, sequence=32, microbatches=8)
 LARGE = Case("gpt-10m", batch=8, sequence=256, microbatches=4)
 CASES = {"small": SMALL, "large": LARGE}
-# weft's schedule, the peer's, and the stages that each rank has
+# shardwise's schedule, the peer's, and the stages that each rank has
 PAIRS = (
     ("gpipe", "GPipe", 1),
     ("1f1b", "1F1B", 1),
@@ -38,7 +38,7 @@ PAIRS = (
     ("zb-h1", "InterleavedZeroBubble", 1),
     ("zb-v", "ZBVZeroBubble", 2),
 )
-# All that weft runs, simulated and measured.
+# All that shardwise runs, simulated and measured.
 SCHEDULES = (
     "sequential", "gpipe", "1f1b", "interleaved chunks=2", "breadth-first chunks=2", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-master",
 )  # fmt: skip
@@ -48,17 +48,18 @@ TARGETS = (
     Target("large stages", 1.1, lambda r: r.case.startswith("gpt-10m")),
 )
 
-INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. Each pair is started together
+INTRO = """Ratios are the peer's time over shardwise's (more than 1: shardwise is faster), by round, then their median. Each pair is
+started together
 and takes turns, with the same model, batches, microbatches, threads, allocator settings and AdamW. "loss differs" is the largest
 relative difference of the two loss curves from the same weights: the gradients are equal where it is rounding."""
 
 
 def contenders(case: Case, ours: str, theirs: str, chunks: int) -> tuple[Contender, Contender]:
-    """weft and its peer under one schedule."""
+    """shardwise and its peer under one schedule."""
     several = " chunks=2" if ours == "interleaved" else ""
     layout = f"pipeline=2 microbatches={case.microbatches} threads=1 schedule={ours}{several}"
     peer = Contender(f"torch {theirs}", "bench.peers.pipelining", options={"schedule": theirs, "chunks": chunks})
-    return weft(f"weft {ours}", layout), peer
+    return shardwise(f"shardwise {ours}", layout), peer
 
 
 def overhead_table(found: Sequence[Overhead]) -> Table:
@@ -139,5 +140,5 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     problems = wrong(rows, skipped)
     for problem in problems:
-        print(f"weft: {problem}", file=sys.stderr)
+        print(f"shardwise: {problem}", file=sys.stderr)
     return 4 if problems else 0

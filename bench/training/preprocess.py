@@ -21,8 +21,8 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.document import command, header, load, terminal, versions
-from weft.errors import ConfigError
-from weft.train.reading import pixels, tables
+from shardwise.errors import ConfigError
+from shardwise.train.data.reading import pixels, tables
 
 Work = Callable[[], np.ndarray[Any, Any]]
 ROWS, COLUMNS = 200_000, 16
@@ -33,7 +33,7 @@ class Outcome:
     """`ratio` is the device's advantage: the processor's time over the device's, 0 where it was not measured; `why` says why not."""
 
     case: str
-    weft: float
+    shardwise: float
     peer: float
     peer_name: str
     ratio: float
@@ -49,16 +49,16 @@ def cases(folder: Path, device: bool, rows: int) -> dict[str, tuple[str, str, Ca
     if not file.exists():
         np.savetxt(file, values, delimiter=",", fmt="%.6g", header=",".join(f"c{i}" for i in range(COLUMNS)), comments="")
 
-    def ours() -> tables.Tables:
-        return tables.on_device() if device else tables.on_processor()
+    def ours() -> tables.TableReader:
+        return tables.cudf_table_reader() if device else tables.pandas_table_reader()
 
     def reading() -> Work:
         made = ours()
-        return lambda: tables.numbers(made.read(file), [f"c{i}" for i in range(COLUMNS)], file)
+        return lambda: tables.stack_columns(made.read(file), [f"c{i}" for i in range(COLUMNS)], file)
 
     def scaling() -> Work:
         made = ours()
-        return lambda: made.scaled(values, values)
+        return lambda: made.standardize(values, values)
 
     def images() -> Work:
         prepare = pixels.preparer_of("device" if device else "cpu")
@@ -125,7 +125,7 @@ def table(found: Sequence[Outcome]) -> Table:
         out.add_column(name, justify="left" if name in ("case", "device") else "right")
     for f in found:
         measured = ("", "", f.why) if f.why else (f"{1000 * f.peer:.1f}", f"{f.ratio:.2f}", f"{f.difference:.1e}")
-        out.add_row(f.case, f"{1000 * f.weft:.1f}" if f.weft else "", f.peer_name, *measured)
+        out.add_row(f.case, f"{1000 * f.shardwise:.1f}" if f.shardwise else "", f.peer_name, *measured)
     return out
 
 

@@ -21,13 +21,13 @@ from bench.common.arithmetic import Row
 from bench.common.document import command, header, opening, terminal, versions
 from bench.common.measure import in_turns
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cluster.mixed import mixed
-from weft.run.engine import Engine
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cluster.heterogeneous import mix_clusters
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "shares.md"
 MODEL, SAMPLES = "gpt:layers=4,hidden=256,heads=8,sequence=128,vocabulary=512", 12
@@ -42,10 +42,10 @@ they must be slower."""
 
 def hosts() -> Cluster:
     """A host of one core, and one of which another process has half."""
-    link = Link(2e-5, 2.5e9)
+    link = NetworkLink(2e-5, 2.5e9)
     core = Device("core", "cpu", (("float32", 1e11),), 8e9, 1e10)
     half = Device("half a core", "cpu", (("float32", 5e10),), 8e9, 5e9)
-    return mixed("a core and half a core", [Cluster(one.name, one, (Level("node", 1, link),)) for one in (core, half)], link)
+    return mix_clusters("a core and half a core", [Cluster(one.name, one, (ClusterLevel("node", 1, link),)) for one in (core, half)], link)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def measure(rounds: int, steps: int, slow: bool) -> list[list[float]]:
         os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
         engines = {layout: Engine(plan, model.make, batch, model.loss, world, seed=0) for layout, plan in zip(LAYOUTS, plans, strict=True)}
         ways = {layout: lambda engine=engine: float(engine.step(batch).loss) for layout, engine in engines.items()}  # type: ignore[misc]
-        return [[took[layout] for layout in LAYOUTS] for took in in_turns(ways, rounds, steps, world.everyone.barrier)]
+        return [[took[layout] for layout in LAYOUTS] for took in in_turns(ways, rounds, steps, world.world_group.barrier)]
 
     with busy(cores[-1] if slow else None):
         return launch(on_rank, 2, timeout_s=600, show=False)[0]
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
     lines = ["| case | equal | chosen | ratio | least to most |", "|---|---|---|---|---|"]
     for row in rows:
         spread = f"{row.ratio_min:.2f} to {row.ratio_max:.2f}"
-        lines.append(f"| {row.case} | {row.peer * 1e3:.0f} ms | {row.weft * 1e3:.0f} ms | {row.ratio:.2f} | {spread} |")
+        lines.append(f"| {row.case} | {row.peer * 1e3:.0f} ms | {row.shardwise * 1e3:.0f} ms | {row.ratio:.2f} | {spread} |")
     terminal().print("\n".join(lines), markup=False)
     about = header(command("shares", arguments), versions(("torch",)))
     if given.json:

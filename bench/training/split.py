@@ -1,6 +1,7 @@
 """`scripts/bench split`: every kind of splitting that runs: bytes counted against its formula, seconds beside the nearest library.
 
-Out: rows in the terminal, `--json FILE`, and docs/benchmarks/split.md. Exit status 0 also where a target is missed; 4 where weft does not
+Out: rows in the terminal, `--json FILE`, and docs/benchmarks/split.md. Exit status 0 also where a target is missed; 4 where shardwise
+    does not
 run, computes another loss than its peer, or sends other bytes than the formula says.
 """
 
@@ -18,7 +19,7 @@ from rich.table import Table
 from bench.common import arithmetic
 from bench.common.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.common.case import Case, Contender
-from bench.common.contenders import weft
+from bench.common.contenders import shardwise
 from bench.common.document import command, header, lines_of, load, markdown, show, terminal, versions
 from bench.common.measure import Effort, measure
 from bench.common.processes import ROOT
@@ -28,7 +29,7 @@ from bench.training.split_formulas import FORMULAS
 PAGE = ROOT / "docs" / "benchmarks" / "split.md"
 NEAR = 0.01  # part by which bytes may differ from the formula: norms' gradients and rows of losses, which formulas leave out
 TEXT = Case("gpt:layers=4,hidden=512,heads=8,sequence=128,vocabulary=512", batch=8, sequence=128, microbatches=4)
-# With fewer words than tokens weft gathers the embedding's weight, which is less than the formula of Megatron-LM.
+# With fewer words than tokens shardwise gathers the embedding's weight, which is less than the formula of Megatron-LM.
 WORDS = Case(TEXT.model.replace("vocabulary=512", "vocabulary=2048"), batch=8, sequence=128, microbatches=4)
 # At a rate of 1e-4 norms over one image make 1e-3 of the loss, after 17 steps, of 1e-7 in the weights; at 1e-5 4e-6.
 IMAGES = Case("resnet-18:image=160,classes=16", batch=1, sequence=3 * 160 * 160, microbatches=1, lr=1e-5)
@@ -71,7 +72,8 @@ KINDS = (
 
 TARGETS = tuple(Target(kind.name, 1.0, lambda r, name=kind.name: r.kind == name) for kind in KINDS if kind.peer is not None)  # type: ignore[misc]
 
-INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. Each pair is started together
+INTRO = """Ratios are the peer's time over shardwise's (more than 1: shardwise is faster), by round, then their median. Each pair is
+started together
 and takes turns, with the same model, batches, microbatches, threads, allocator settings and AdamW. "loss differs" is the largest
 relative difference of the two loss curves from the same weights. Of pieces of an image and of experts no library that runs on processors
 has the same split, so the peer is what one would run without it: one process with both cores, and replicas that have all experts. Halves
@@ -113,7 +115,7 @@ def bytes_table(found: Sequence[Bytes]) -> Table:
 
 
 def wrong(rows: Sequence[Row], sent: Sequence[Bytes], skipped: dict[str, str]) -> list[str]:
-    """What must not be: weft that does not run, loss curves that part, bytes that the formula does not say."""
+    """What must not be: shardwise that does not run, loss curves that part, bytes that the formula does not say."""
     bytes_ = [f"{b.kind}: {b.counted:,.0f} bytes sent, {b.difference:+.1%} against the formula" for b in sent if abs(b.difference) > NEAR]
     return arithmetic.wrong(rows, skipped, lambda r: r.kind) + bytes_
 
@@ -146,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         if kind.peer is None:
             skipped[f"a peer for {kind.name}"] = kind.why
         elif not given.only_bytes:
-            ours = weft(f"weft {kind.name}", f"{kind.layout} threads=1", kind.ranks)
+            ours = shardwise(f"shardwise {kind.name}", f"{kind.layout} threads=1", kind.ranks)
             found, left = measure(kind.case, (ours, kind.peer), effort, lambda text: console.print(text, highlight=False, markup=False))
             skipped |= left
             series[kind.name] = list(found.values())
@@ -164,5 +166,5 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     problems = wrong(rows, sent, skipped)
     for problem in problems:
-        print(f"weft: {problem}", file=sys.stderr)
+        print(f"shardwise: {problem}", file=sys.stderr)
     return 4 if problems else 0

@@ -12,32 +12,32 @@ from typing import Any
 
 from torch import Tensor
 
-import weft
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.world import recorder
-from weft.world.group import Group
-from weft.world.recorder import Recorder
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.world import recorder
+from shardwise.world.comm.group import Group
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 LEAST = 1024
 
 
 def counted(model: str, batch: int, layout: str) -> dict[str, float]:
     """By operation, bytes that the busiest rank sends in the second step."""
-    plan = weft.plan(model, batch, layout=layout)
-    found = weft.launch(_sent, plan.layout.num_ranks, model, batch, format_plan(plan), threads=1, show=False)
+    plan = shardwise.plan(model, batch, layout=layout)
+    found = shardwise.launch(_sent, plan.layout.num_ranks, model, batch, format_plan(plan), threads=1, show=False)
     return max(found, key=lambda sent: sum(sent.values()))
 
 
 def _sent(world: World, model: str, batch: int, plan: str) -> dict[str, float]:
     resolved, sent = resolve(model), Counter[str]()
-    engine = weft.parallelize(model, batch, plan=parse_plan(plan), world=world, seed=0)
+    engine = shardwise.parallelize(model, batch, plan=parse_plan(plan), world=world, seed=0)
     data = resolved.batch(batch)
     engine.step(data)
-    start, exchange = Recorder.start, Group.exchange
+    start, exchange = CollectiveRecorder.start, Group.exchange
 
-    def starts(self: Recorder, op: int, slot: int, dtype: int, shape: Any, size: int, peer: int = -1, tag: int = 0) -> int:
+    def starts(self: CollectiveRecorder, op: int, slot: int, dtype: int, shape: Any, size: int, peer: int = -1, tag: int = 0) -> int:
         n = next((len(ranks) for ranks, mine in self._slots.items() if mine == slot), 1)
         parts = {
             recorder.ALL_REDUCE: 2 * (n - 1) / n, recorder.REDUCE_SCATTER: (n - 1) / n, recorder.ALL_GATHER: n - 1.0, recorder.SEND: 1.0,
@@ -51,9 +51,9 @@ def _sent(world: World, model: str, batch: int, plan: str) -> dict[str, float]:
         sent["exchange"] += sum(x.nbytes for i, x in enumerate(given) if i != self.index)
         return exchange(self, given, shapes)
 
-    Recorder.start, Group.exchange = starts, exchanges  # type: ignore[method-assign]
+    CollectiveRecorder.start, Group.exchange = starts, exchanges  # type: ignore[method-assign]
     try:
         engine.step(data)
     finally:
-        Recorder.start, Group.exchange = start, exchange  # type: ignore[method-assign]
+        CollectiveRecorder.start, Group.exchange = start, exchange  # type: ignore[method-assign]
     return dict(sent)

@@ -1,4 +1,5 @@
-"""What a rank sends in one step by the formula of its kind of splitting, in bytes of float32. In: a model's shapes. No weft but the zoo's.
+"""What a rank sends in one step by the formula of its kind of splitting, in bytes of float32. In: a model's shapes. No shardwise but the
+zoo's.
 
 n ranks, P parameters, B samples of S positions, width H, L layers, vocabulary V. An all-reduce of x bytes sends 2 (n-1)/n x a rank, a
 gather or scatter of x in all (n-1)/n x (Patarasuk and Yuan 2009).
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from bench.common.case import Case
 from bench.training.split_models import ROWS, WIDTHS
-from weft.plan.placement import pieces
-from weft.zoo.resolve import resolve
+from shardwise.plan.ir.placement import even_shard_ranges
+from shardwise.zoo.resolve import resolve
 
 WORD = 4.0
 WAYS = 2  # there and back
@@ -115,8 +116,8 @@ def _windows(case: Case, model: nn.Module, n: int) -> Iterator[tuple[tuple[tuple
     pooled = torch.Size((case.batch, model.stem.conv.out_channels, side // 2, side // 2))  # type: ignore[union-attr]
     for shape, k, s, p in [(pooled, 3, 2, 1), *seen[1:]]:
         length = (shape[2] + 2 * p - k) // s + 1
-        reads = [(a * s - p, (b - 1) * s - p + k) if a < b else (0, 0) for a, b in pieces(length, n)]
-        yield pieces(shape[2], n), reads, WORD * shape[0] * shape[1] * shape[3]
+        reads = [(a * s - p, (b - 1) * s - p + k) if a < b else (0, 0) for a, b in even_shard_ranges(length, n)]
+        yield even_shard_ranges(shape[2], n), reads, WORD * shape[0] * shape[1] * shape[3]
 
 
 def expert(case: Case, n: int) -> float:

@@ -25,11 +25,11 @@ from torch import Tensor
 from bench.common.document import command, header, lines_of, load, opening, terminal, versions
 from bench.common.measure import turn
 from bench.common.processes import ROOT
-from weft.api import plan as make_plan
-from weft.run.engine import Engine
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+from shardwise.api import plan as make_plan
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 PAGE = ROOT / "docs" / "benchmarks" / "staleness.md"
 STALENESS = (0, 1, 3)
@@ -40,12 +40,12 @@ LAST = 10  # steps whose mean loss is told
 INTRO = """Seconds a step, medians of rounds. In every step every rank sleeps a while drawn from an exponential distribution, the same for
 every K; synchronous ranks wait for the one that sleeps longest. `most asleep`: the rank that slept most in a round, with no compute and
 no waiting: less is not possible. `ratio` is that of a step with staleness=0 to that with K, by round: the median, and the least and the
-most. A GPT learns text by byte (weft's own pages), every K from the same weights over the same batches: `last loss` is the mean of its
+most. A GPT learns text by byte (shardwise's own pages), every K from the same weights over the same batches: `last loss` is the mean of its
 last 10 steps, and `s to it` how long a K takes, by steps times its median step, until the mean of 10 is the highest of these."""
 
 
 def text_batches(count: int, samples: int, sequence: int) -> list[dict[str, Tensor]]:
-    """Batches of text by byte: windows of weft's own pages, drawn with a seed; labels are the next bytes."""
+    """Batches of text by byte: windows of shardwise's own pages, drawn with a seed; labels are the next bytes."""
     pages = b"\n".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md")))
     text = torch.frombuffer(bytearray(pages), dtype=torch.uint8).long()
     drawn = random.Random(0)
@@ -127,14 +127,14 @@ def measure(ranks: int, all_reduce: str, rounds: int, steps: int, mean_s: float)
 
 def _timed(engine: Engine, world: World, text: Sequence[Any], mine: Sequence[float], losses: list[float]) -> float:
     """Seconds of all steps, the last update included, until every rank is there. `losses`: to which each step's is added."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     began = time.perf_counter()
     results = []
     for seconds, batch in zip(mine, text, strict=True):
         time.sleep(seconds)
         results.append(engine.step(batch))
     engine.drain()
-    world.everyone.barrier()
+    world.world_group.barrier()
     took = time.perf_counter() - began
     losses += [float(one.loss) for one in results]
     return took

@@ -1,7 +1,9 @@
 """`scripts/bench start`: seconds from `python train.py` to the end of the first step, beside plain PyTorch.
 
-A GPT of 10 M parameters trains one step, in plain PyTorch (on two ranks DistributedDataParallel) and with `weft.auto_parallelize`; scripts
-take turns. On two ranks torchrun starts both. `first` is weft with an empty cache, `again` with what the first run left there. Out: medians
+A GPT of 10 M parameters trains one step, in plain PyTorch (on two ranks DistributedDataParallel) and with `shardwise.auto_parallelize`;
+scripts
+take turns. On two ranks torchrun starts both. `first` is shardwise with an empty cache, `again` with what the first run left there. Out:
+medians
 in the terminal, in `--json FILE` and in docs/benchmarks/start.md. Not measured: graphics processors, a cold page cache of the file system.
 """
 
@@ -31,7 +33,8 @@ ALLOWED_S = {1: 2.0, 2: 4.0}
 LONGEST_S = 300.0
 
 INTRO = """Seconds from the start of the command to the line that all ranks print behind their first step; medians of rounds, in which
-the scripts take turns. `above`: weft less plain PyTorch, the median of rounds. Processor seconds are of all processes, to their end."""
+the scripts take turns. `above`: shardwise less plain PyTorch, the median of rounds. Processor seconds are of all processes, to their
+end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def start(script: str, ranks: int, cache: Path) -> Started:
         words = [*torchrun, *words]
     # Each rank has its share of the cores: torchrun's own choice, for both.
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "WEFT_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "SHARDWISE_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")}
     before, began = os.times(), time.perf_counter()
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
@@ -81,7 +84,7 @@ class Case:
     again: list[Started]
 
     def above_s(self, which: str) -> float:
-        """Seconds that weft takes more."""
+        """Seconds that shardwise takes more."""
         return median(b.seconds - a.seconds for a, b in zip(self.plain, getattr(self, which), strict=True))
 
     @property
@@ -92,11 +95,11 @@ class Case:
 
 
 def measure(ranks: int, rounds: int) -> Case:
-    """Rounds of plain PyTorch, weft with an empty cache, weft again."""
+    """Rounds of plain PyTorch, shardwise with an empty cache, shardwise again."""
     case = Case(ranks, [], [], [])
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory(prefix="weft-start-") as folder:
-            for runs, script in ((case.plain, "plain.py"), (case.first, "weft_loop.py"), (case.again, "weft_loop.py")):
+        with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder:
+            for runs, script in ((case.plain, "plain.py"), (case.first, "shardwise_loop.py"), (case.again, "shardwise_loop.py")):
                 runs.append(start(script, ranks, Path(folder)))
     return case
 
@@ -107,7 +110,7 @@ def table(cases: Sequence[Case]) -> Table:
     for name in ("ranks", "", "seconds", "above plain", "allowed", "processor s", "loss differs"):
         made.add_column(name, justify="left" if name == "" else "right")
     for case in cases:
-        for which, words in (("plain", "plain PyTorch"), ("first", "weft, cache empty"), ("again", "weft, again")):
+        for which, words in (("plain", "plain PyTorch"), ("first", "shardwise, cache empty"), ("again", "shardwise, again")):
             runs: list[Started] = getattr(case, which)
             above = "" if which == "plain" else f"{case.above_s(which):+.2f}"
             allowed = "" if which == "plain" else f"{ALLOWED_S.get(case.ranks, 0.0):.0f}"
@@ -121,7 +124,7 @@ def rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [
         {
             "case": f"{case.ranks} ranks, {'cache empty' if which == 'first' else 'again'}",
-            "weft": median(r.seconds for r in getattr(case, which)),
+            "shardwise": median(r.seconds for r in getattr(case, which)),
             "peer": median(r.seconds for r in case.plain),
             "peer_name": "plain PyTorch",
             "ratio": median(a.seconds / b.seconds for a, b in zip(case.plain, getattr(case, which), strict=True)),

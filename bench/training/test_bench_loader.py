@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.training import loader, preprocess
-from weft.train.loader import Loader
+from shardwise.train.data.loader import Loader
 
 
 def test_rows_beside_the_data_loader(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_rows_beside_the_data_loader(tmp_path: Path) -> None:
     assert [(r.case.split(",")[1].split()[0], r.peer_name, r.unit) for r in rows] == [
         (kind, peer, "s/batch") for kind in ("alone", "wait") for peer in ("DataLoader, none", "DataLoader, 1 processes")
     ]
-    assert all(r.ratio == pytest.approx(r.peer / r.weft) for r in rows)
+    assert all(r.ratio == pytest.approx(r.peer / r.shardwise) for r in rows)
     assert loader.table(rows).row_count == 4
 
 
@@ -43,5 +43,5 @@ def test_what_is_not_installed_is_said(tmp_path: Path) -> None:
     assert [f.peer_name for f in found] == ["cuDF", "cuML", "DALI"]
     for f in found:
         assert f.why == f"{f.peer_name} is not installed"
-        assert f.weft > 0
+        assert f.shardwise > 0
     assert preprocess.table(found).row_count == 3

@@ -14,12 +14,12 @@ from bench.common.document import lines_of  # noqa: E402
 from bench.peers.pipelining import stages_of  # noqa: E402
 from bench.training.executor import Overhead, _compared  # noqa: E402
 from bench.training.pipeline import CASES, PAIRS, SCHEDULES  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.program import Compute  # noqa: E402
-from weft.plan.schedule_sizes import SCHEDULES as ALL  # noqa: E402
-from weft.plan.timeline import Timeline  # noqa: E402
-from weft.schedules import build  # noqa: E402
-from weft.simulate.clock import simulate  # noqa: E402
+from shardwise.plan.ir.program import Compute  # noqa: E402
+from shardwise.plan.ir.schedule_sizes import SCHEDULES as ALL  # noqa: E402
+from shardwise.plan.ir.timeline import Timeline  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.schedules import build  # noqa: E402
+from shardwise.simulate.clock import simulate  # noqa: E402
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
@@ -62,4 +62,4 @@ def test_tables_and_what_is_wrong() -> None:
     assert Overhead("1f1b", 8, 3e-6, 1e-6).overhead_us == pytest.approx(2.0)
     same, parted = (Row("small", 1.0, 1.0, "torch", 1.0, loss_difference=x) for x in (1e-7, 0.1))
     assert wrong([same], {"torch GPipe (small)": "reason"}) == []
-    assert len(wrong([parted], {"weft gpipe (small)": "reason"})) == 2
+    assert len(wrong([parted], {"shardwise gpipe (small)": "reason"})) == 2

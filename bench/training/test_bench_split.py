@@ -12,8 +12,8 @@ from bench.common.case import Case  # noqa: E402
 from bench.training.split import KINDS, Bytes, wrong  # noqa: E402
 from bench.training.split_bytes import counted  # noqa: E402
 from bench.training.split_formulas import FORMULAS  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.zoo.resolve import resolve  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.zoo.resolve import resolve  # noqa: E402
 
 TINY = Case("gpt:layers=2,hidden=32,heads=2,sequence=16,vocabulary=64", batch=4, sequence=16)
 

@@ -1,7 +1,7 @@
-"""`scripts/bench train`: weft beside its peers on the same GPT, in one run.
+"""`scripts/bench train`: shardwise beside its peers on the same GPT, in one run.
 
 Out: rows and verdicts in the terminal, `--json FILE`, and docs/benchmarks/train.md. Exit status 0 also where a target is missed: a
-measurement that says so is a good one. 4 where weft itself does not run or computes another loss than its peers.
+measurement that says so is a good one. 4 where shardwise itself does not run or computes another loss than its peers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ TARGETS = (
     Target("own plan, beside DDP as users write it", 1.8, lambda r: r.kind == "settings" and r.peer_name == who.DDP_WRITTEN.name),
 )
 
-INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. All contenders of a set are
+INTRO = """Ratios are the peer's time over shardwise's (more than 1: shardwise is faster), by round, then their median. All contenders of
+a set are
 started together and take turns; while one runs, the others wait in a blocked read. Settings `equal`: the same threads a rank, the same
 allocator settings of the C library, float32 products by the same library, the same optimizer (AdamW, fused where the peer takes it),
 float32, the same batches and microbatches; `own`: everything as the contender sets it by itself. "loss differs" is the largest relative
@@ -59,13 +60,13 @@ difference of the two loss curves, from the same initial weights and data."""
 
 
 def is_pipeline(r: Row, peer_name: str, own: bool) -> bool:
-    """Whether a row compares pipelines: in the peer's schedule, or with `own` in one that weft has for the same memory."""
-    return r.kind == "pipeline" and r.peer_name == peer_name and (r.weft_name == who.BEST_SCHEDULE) is own
+    """Whether a row compares pipelines: in the peer's schedule, or with `own` in one that shardwise has for the same memory."""
+    return r.kind == "pipeline" and r.peer_name == peer_name and (r.shardwise_name == who.BEST_SCHEDULE) is own
 
 
-def is_best(r: Row, weft_name: str, precision: str) -> bool:
-    """Whether a row compares one of weft's own plans with the fastest of all peers in a precision."""
-    return r.weft_name == weft_name and r.case.endswith(f", best of all in {precision}")
+def is_best(r: Row, shardwise_name: str, precision: str) -> bool:
+    """Whether a row compares one of shardwise's own plans with the fastest of all peers in a precision."""
+    return r.shardwise_name == shardwise_name and r.case.endswith(f", best of all in {precision}")
 
 
 @dataclass
@@ -83,10 +84,10 @@ def rows_of(case: Case, group: Set, series: Mapping[str, Series]) -> list[Row]:
 
 
 def best_rows(case: Case, rows: Sequence[Row]) -> list[Row]:
-    """weft's own plans beside the peer that does best against them, in float32 and in the plan's own precision."""
+    """shardwise's own plans beside the peer that does best against them, in float32 and in the plan's own precision."""
     out = []
     for ours, words in ((who.CHOSEN_FLOAT32, "float32"), (who.CHOSEN, "float32"), (who.CHOSEN, "its precision")):
-        mine = [r for r in rows if r.kind == "chosen" and r.weft_name == ours]
+        mine = [r for r in rows if r.kind == "chosen" and r.shardwise_name == ours]
         found = [r for r in mine if (r.peer_precision == "float32" if words == "float32" else r.peer_precision == r.precision)]
         if found:
             out.append(replace(min(found, key=lambda r: r.ratio), case=f"{case.label}, best of all in {words}"))
@@ -94,14 +95,14 @@ def best_rows(case: Case, rows: Sequence[Row]) -> list[Row]:
 
 
 def fastest(found: Found, model: str, count: int) -> tuple[Contender, ...]:
-    """The peers that were fastest in the earlier sets, by their distance to weft's contender that both ran beside."""
+    """The peers that were fastest in the earlier sets, by their distance to shardwise's contender that both ran beside."""
     peers = {c.name: c for s in (who.data_set(), who.pipeline_set(MODELS[model]), who.tensor_set()) for c in s.contenders}
     seconds = {r.peer_name: r.peer for r in found.rows if r.case.startswith(model) and r.peer_name in peers and r.kind != "chosen"}
     return tuple(peers[name] for name in sorted(seconds, key=lambda n: seconds[n])[:count])
 
 
 def set_of(kind: str, work: Case, found: Found) -> Set:
-    """The contenders of a kind; beside weft's own plan, the three fastest peers of the sets before."""
+    """The contenders of a kind; beside shardwise's own plan, the three fastest peers of the sets before."""
     match kind:
         case "data":
             return who.data_set()
@@ -141,7 +142,7 @@ def run(models: Sequence[str], kinds: Sequence[str], effort: Effort, console: Co
 
 
 def wrong(found: Found) -> list[str]:
-    """What must not be: weft that does not run, or float32 loss curves that part."""
+    """What must not be: shardwise that does not run, or float32 loss curves that part."""
     alone = (who.ALONE, who.DDP_ALONE.name)  # every rank trains a model of its own
     same = [r for r in found.rows if r.precision == r.peer_precision == "float32" and r.peer_name not in alone]
     return arithmetic.wrong(same, found.skipped)
@@ -158,10 +159,10 @@ def install_peers() -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-build-isolation"]
     for line in (Path(__file__).parent / "peers" / "requirements.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            print(f"weft: installing {line} into .venv-peers", flush=True)
+            print(f"shardwise: installing {line} into .venv-peers", flush=True)
             done = subprocess.run([*pip, line], capture_output=True, text=True, check=False)
             if done.returncode:
-                print(f"weft: {line} does not install, its rows will be skipped: {done.stderr.strip().splitlines()[-1]}", flush=True)
+                print(f"shardwise: {line} does not install, its rows will be skipped: {done.stderr.strip().splitlines()[-1]}", flush=True)
 
 
 def page_of(models: Sequence[str]) -> Path:
@@ -175,7 +176,7 @@ def page_of(models: Sequence[str]) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Read the options, measure, tell."""
-    p = argparse.ArgumentParser(prog="scripts/bench train", description="weft beside its peers on the same GPT", allow_abbrev=False)
+    p = argparse.ArgumentParser(prog="scripts/bench train", description="shardwise beside its peers on the same GPT", allow_abbrev=False)
     p.add_argument("--json", metavar="FILE", type=Path, help="write header, rows and targets to FILE")
     p.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     p.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
@@ -210,5 +211,5 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"wrote {page.relative_to(ROOT)}")
     problems = wrong(found)
     for problem in problems:
-        print(f"weft: {problem}", file=sys.stderr)
+        print(f"shardwise: {problem}", file=sys.stderr)
     return 4 if problems else 0

@@ -1,6 +1,6 @@
 """scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON.
 
-Other checks against what is not weft's code are commands of their own: scripts/validate rules (factor rules beside brute force),
+Other checks against what is not shardwise's code are commands of their own: scripts/validate rules (factor rules beside brute force),
 scripts/validate mutations (everything in the runtime broken once, which verify must see), scripts/validate scripts (public training
 scripts beside themselves on ranks).
 """
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from bench.validate import bubbles, collectives, document, layer, sharded, single_node
-from weft.errors import WeftError
+from shardwise.errors import ShardwiseError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -43,7 +43,7 @@ def main() -> int:
             print("\n".join(part.refit(asked.data) for name, part in chosen.items() if name != "bubbles"))
             return 0
         rows = [row for part in chosen.values() for row in part.rows(asked.data)]
-    except WeftError as error:
+    except ShardwiseError as error:
         print(f"scripts/validate: {error}", file=sys.stderr)
         return 2
     print(document.table(rows))

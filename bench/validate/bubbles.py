@@ -1,4 +1,4 @@
-"""Bubbles of 1F1B: the published stage times and transfers through weft's own schedule and clock.
+"""Bubbles of 1F1B: the published stage times and transfers through shardwise's own schedule and clock.
 
 Qi et al. 2023, Tables 5 and 6: a bubble is the part of the pipeline's time in which a stage does not compute. Nothing is fitted. GPipe's
 throughputs (Huang et al. 2019, Table 2) have no stage times: what is compared is the speedup over 2 partitions that its schedule gives
@@ -11,16 +11,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.validate.rows import Row, table
-from weft.plan.program import Op
-from weft.schedules import build
-from weft.simulate.clock import simulate
+from shardwise.plan.ir.program import ComputeOp
+from shardwise.schedules import build
+from shardwise.simulate.clock import simulate
 
 NAME = "1F1B bubbles, zero-bubble paper"
 
 
 def bubble(p: int, m: int, forward: float, backward: float, transfer: float) -> float:
     """The part of the time in which a stage is idle, for equal stages."""
-    timeline = simulate(build("1f1b", p, m), lambda action: forward if action.op is Op.F else backward, lambda *_: transfer)
+    timeline = simulate(build("1f1b", p, m), lambda action: forward if action.op is ComputeOp.F else backward, lambda *_: transfer)
     return 1 - m * (forward + backward) / timeline.total_s
 
 
@@ -59,5 +59,5 @@ def speedups(folder: Path) -> list[float]:
 
 def _gpipe(p: int, m: int) -> float:
     """Time of m microbatches of a model of one second forward and two backward, in p stages."""
-    timeline = simulate(build("gpipe", p, m), lambda action: (1.0 if action.op is Op.F else 2.0) / p, lambda *_: 0.0)
+    timeline = simulate(build("gpipe", p, m), lambda action: (1.0 if action.op is ComputeOp.F else 2.0) / p, lambda *_: 0.0)
     return timeline.total_s

@@ -14,9 +14,9 @@ import numpy as np
 
 from bench.validate.fit import fit
 from bench.validate.rows import Row, table
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Line, Protocols, protocols
-from weft.cost.network.network import Group, collective_s
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import ProtocolCost, Protocols, protocols_named
+from shardwise.cost.network.network import RankGroup, collective_s
 
 MIB = 2.0**20
 Point = tuple[int, float, float]  # ranks, bytes, seconds
@@ -49,7 +49,7 @@ def constants(rules: Protocols, cluster: Cluster, lines: Iterable[str]) -> dict[
 
 
 def rules_of(rules: Protocols, found: dict[str, float]) -> Protocols:
-    changed: dict[str, Line] = {}
+    changed: dict[str, ProtocolCost] = {}
     for key, value in found.items():
         line, _, part = key.partition(".")
         if part:
@@ -65,12 +65,12 @@ def with_links(cluster: Cluster, node: float, network: float) -> Cluster:
 def predicted(name: str, rules: Protocols, found: dict[str, float], points: list[Point]) -> list[float]:
     rules = rules_of(rules, found)
     clusters = {n: with_links(cluster_of(name, n), found["node"], found["network"]) for n in {p[0] for p in points}}
-    return [collective_s(clusters[n], "all_reduce", size, Group(n), rules) for n, size, _ in points]
+    return [collective_s(clusters[n], "all_reduce", size, RankGroup(n), rules) for n, size, _ in points]
 
 
 def fitted(name: str, points: list[Point], start: dict[str, float], only: tuple[str, ...] = ()) -> dict[str, float]:
     """`start` with the constants `only` (all by default) fitted to the points."""
-    rules = protocols(cluster_of(name, 16).levels[1].link.protocol)
+    rules = protocols_named(cluster_of(name, 16).levels[1].link.protocol)
     moving = {k: v for k, v in start.items() if not only or k in only}
     measured = np.array([p[2] for p in points])
     caps = {"node": (0.05, 1.0), "network": (0.05, 1.0)}
@@ -81,7 +81,7 @@ def fitted(name: str, points: list[Point], start: dict[str, float], only: tuple[
 
 
 def errors(name: str, found: dict[str, float], points: list[Point]) -> list[float]:
-    rules = protocols(cluster_of(name, 16).levels[1].link.protocol)
+    rules = protocols_named(cluster_of(name, 16).levels[1].link.protocol)
     return [p / m - 1 for p, (_, _, m) in zip(predicted(name, rules, found, points), points, strict=True)]
 
 
@@ -89,7 +89,7 @@ def rows(folder: Path) -> list[Row]:
     """A100: as frozen, and with every cluster size held out. H100: as frozen, and every second size in bytes held out."""
     found: list[Row] = []
     points = a100(folder)
-    start = constants(protocols("nccl"), cluster_of("dgx-a100-40", 16), (*NODE, *NETWORK))
+    start = constants(protocols_named("nccl"), cluster_of("dgx-a100-40", 16), (*NODE, *NETWORK))
     held: list[tuple[Point, float]] = []
     for ranks in sorted({p[0] for p in points}):
         out = [p for p in points if p[0] == ranks]
@@ -97,7 +97,7 @@ def rows(folder: Path) -> list[Row]:
     found += _both("all-reduce, A100, Azure ND", "frozen", points, errors("dgx-a100-40", start, points))
     found += _both("all-reduce, A100, Azure ND", "leave one cluster size out", [p for p, _ in held], [e for _, e in held])
     points = h100(folder)
-    start = constants(protocols("tcpxo"), cluster_of("a3-megagpu-8g", 16), NETWORK)
+    start = constants(protocols_named("tcpxo"), cluster_of("a3-megagpu-8g", 16), NETWORK)
     found += _both("all-reduce, H100, a3-mega", "frozen", points, errors("a3-megagpu-8g", start, points))
     held = []
     for part in (0, 1):
@@ -119,8 +119,8 @@ def _both(name: str, protocol: str, points: list[Point], errors: list[float]) ->
 def refit(folder: Path) -> str:
     """The fitted constants, to be written into the catalogue by hand."""
     lines = []
-    start = constants(protocols("nccl"), cluster_of("dgx-a100-40", 16), (*NODE, *NETWORK))
+    start = constants(protocols_named("nccl"), cluster_of("dgx-a100-40", 16), (*NODE, *NETWORK))
     lines += [f"nccl {k} = {v:.4g}" for k, v in fitted("dgx-a100-40", a100(folder), start).items()]
-    start = constants(protocols("tcpxo"), cluster_of("a3-megagpu-8g", 16), NETWORK)
+    start = constants(protocols_named("tcpxo"), cluster_of("a3-megagpu-8g", 16), NETWORK)
     lines += [f"tcpxo {k} = {v:.4g}" for k, v in fitted("a3-megagpu-8g", h100(folder), start, H100).items()]
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from math import log, sqrt
 from pathlib import Path
 
 from bench.validate.collectives import MIB, Point, a100, cluster_of, h100
-from weft.cost.network.network import Group, library_lines
+from shardwise.cost.network.network import RankGroup, library_times
 
 LEAST_FALL = 0.04  # smaller ones are repeat noise: in and out of place differ by 1 %, which is 0.015 in an exponent
 MACHINES = {"dgx-a100-40": a100, "a3-megagpu-8g": h100}
@@ -56,10 +56,10 @@ def falls(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def changes(machine: str, ranks: int) -> list[tuple[str, str, float]]:
     """(before, after, bytes) of every change of the model's fastest, by halving."""
-    cluster, group = cluster_of(machine, ranks), Group(ranks)
+    cluster, group = cluster_of(machine, ranks), RankGroup(ranks)
 
     def best(size: float) -> str:
-        lines = library_lines(cluster, size, group)
+        lines = library_times(cluster, size, group)
         return min(lines, key=lines.__getitem__)
 
     found, size = [], float(FROM)

@@ -1,7 +1,7 @@
 """Figures of devices from the tables that ai-dynamo/aiconfigurator measured. In: a checkout of it. Out: constants, curves, held-out errors.
 
     python -m bench.validate.devices CHECKOUT            # the constants, for `[stack.torch.on.*]` of the catalogue, and the errors
-    python -m bench.validate.devices CHECKOUT --write    # src/weft/cluster/curves.toml and docs/benchmarks/devices.md as well
+    python -m bench.validate.devices CHECKOUT --write    # src/shardwise/cluster/curves.toml and docs/benchmarks/devices.md as well
 
 The tables are parquet files (`pip install pyarrow`), Apache-2.0; what is taken from them are the constants of two closed forms and
 curves of NCCL, every second size of them. Held out: the weights' shapes, a fifth at a time; the same products in the table of another
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from bench.validate.document import table
 from bench.validate.fit import fit
 from bench.validate.rows import Row
-from weft.cluster.cluster import Cluster, Device, Table
-from weft.cost.calibration.efficiency import stack_of
-from weft.cost.devices.kernels import Kernel
-from weft.cost.network.network import FACTORS, Group, collective_s
-from weft.errors import UsageError
+from shardwise.cluster.cluster import Cluster, Device, MeasuredTable
+from shardwise.cost.calibration.efficiency import stack_of
+from shardwise.cost.devices.kernels import LocalKernel
+from shardwise.cost.network.network import FACTORS, RankGroup, collective_s
+from shardwise.errors import UsageError
 
 Column = NDArray[np.float64]
 DATA = "aic-core/src/aiconfigurator_core/systems/data"
@@ -100,7 +100,7 @@ class Products:
         return Products(self.m[which], self.n[which], self.k[which], self.seconds[which])
 
     def predicted(self, device: Device, found: Mapping[str, float]) -> Column:
-        """As `Kernel` prices them, which a test holds this against."""
+        """As `LocalKernel` prices them, which a test holds this against."""
         moved = 2.0 * (self.m * self.k + self.k * self.n + self.m * self.n) / device.memory_bandwidth_bytes_per_s
         flops = 2.0 * self.m * self.n * self.k / device.peak("bfloat16")
         return flops / found["matmul"] + found["operands"] * moved + found["product_s"]
@@ -130,7 +130,7 @@ class Attention:
         return Attention(self.heads[which], self.positions[which], self.head[which], self.seconds[which])
 
     def predicted(self, device: Device, found: Mapping[str, float]) -> Column:
-        """As `Kernel` prices them but for what begins one, which is a launch there."""
+        """As `LocalKernel` prices them but for what begins one, which is a launch there."""
         flops = 0.5 * 4.0 * self.heads * self.positions**2 * self.head
         slower = (1 + found["attention_positions"] / self.positions) * (1 + found["attention_head"] / self.head)
         return flops * slower / (device.peak("bfloat16") * found["attention_peak"]) + found["begin_s"]
@@ -186,7 +186,7 @@ def frozen(products: Products, device: Device) -> list[float]:
     stack = replace(stack_of(device), sustained=1.0)
     found = []
     for m, n, k, seconds in zip(products.m, products.n, products.k, products.seconds, strict=True):
-        kernel = Kernel("linear", 2 * m * n * k, 4 * m * n * k, 1.0, 1.0, m, n, k)
+        kernel = LocalKernel("linear", 2 * m * n * k, 4 * m * n * k, 1.0, 1.0, m, n, k)
         found.append(kernel.seconds(device, stack, "bfloat16")[1].forward / seconds - 1)
     return found
 
@@ -229,7 +229,7 @@ def of_lines(root: Path, machine: str, path: str) -> Row:
     """The errors of a machine whose links have no curves but the lines of a library, fitted to other measurements."""
     cluster = Cluster.parse(machine)
     found = [
-        collective_s(cluster, collective, size, Group(ranks)) / seconds - 1
+        collective_s(cluster, collective, size, RankGroup(ranks)) / seconds - 1
         for (collective, ranks), points in curves(root, path).items() if collective in FACTORS
         for size, seconds in points
     ]  # fmt: skip
@@ -242,7 +242,7 @@ def misses(
     found = []
     for (collective, ranks), points in measured.items():
         if (collective, ranks) in thin and collective in FACTORS:
-            one = Table(collective, ranks, tuple(thin[collective, ranks]))
+            one = MeasuredTable(collective, ranks, tuple(thin[collective, ranks]))
             found += [one.seconds(size) / seconds - 1 for size, seconds in points]
     return found
 
@@ -309,7 +309,7 @@ def main() -> int:
         return 2
     show(table(rows))
     if asked.write:
-        (ROOT / "src/weft/cluster/curves.toml").write_text(toml(every))
+        (ROOT / "src/shardwise/cluster/curves.toml").write_text(toml(every))
         (ROOT / "docs/benchmarks/devices.md").write_text(HEAD + table(rows) + "\n" + TAIL)
     return 0
 

@@ -10,7 +10,8 @@ from bench.validate.rows import Row
 HEAD = """# How true the predictions are
 
 Written by `scripts/validate`. Errors are of the predicted against the measured time, in percent of the measured: mean and largest
-absolute error over n points. *frozen*: the constants in `src/weft/cluster/catalogue.toml`, with which `weft plan` prices; they were
+absolute error over n points. *frozen*: the constants in `src/shardwise/cluster/catalogue.toml`, with which `shardwise plan` prices; they
+were
 fitted to the same rows. The other protocols fit again without the rows that they then predict. The tables themselves are not part of
 this project (`--data DIR` says where they are).
 
@@ -39,25 +40,25 @@ NOTES = """
   other sizes were held out: no fitted constant was changed after they were seen. Six of them were then priced as ZeRO-2, which they
   are, and NVLink 4's efficiency outside of its curves was put back to 0.8 for another table. PyTorch of 2023 ran them. cuDNN's
   attention, which torch 2.11 and later use on H100 and Blackwell where the library has it, is faster, so long contexts are predicted
-  too slow there. H200 has its own attention and `sustained`, of two models that [weft ran there](benchmarks/gpu.md); Blackwell has no
+  too slow there. H200 has its own attention and `sustained`, of two models that [shardwise ran there](benchmarks/gpu.md); Blackwell has no
   such runs, and H100's are assumed.
-- **eager** (`stack.eager`), what weft runs where nothing is compiled, and what a card that was measured here is priced with: autocast
+- **eager** (`stack.eager`), what shardwise runs where nothing is compiled, and what a card that was measured here is priced with: autocast
   over float32 weights, torch's operators one by one. Rates by kind of kernel and the host's time are of seven models' steps on an H200,
   which are no blind test of it ([figures](benchmarks/gpu.md)).
 - **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. A cluster's name asks for it
   (`dgx-h100@h100-megatron-core`).
-- **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
+- **Bubbles**: nothing is fitted; the published stage times run through shardwise's own schedule and clock.
 
 ## What was not measured here
 
 Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to
 be sqrt(2 ln n) times 0.05 % slower), offload and experts are formulas with stated or assumed constants. Matrix products and attention
 of V100, MI250X, MI300X and TPUs reach an assumed share of the peak. Sixteen-bit precisions on GPUs are counted as FSDP's mixed
-precision has them: gathered weights and activations in 16 bits. weft's own bfloat16 is autocast over float32 weights, which keeps sums
+precision has them: gathered weights and activations in 16 bits. shardwise's own bfloat16 is autocast over float32 weights, which keeps sums
 along the residual stream in float32: by the same count a 3 B GPT with 5 samples of 4,096 positions a rank holds 87 GiB so and 69 GiB as
 FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is checked against published formulas
 (`tests/pure/cost/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally many layers on GPUs, as in the
-tables; plans that weft chooses itself balance their stages.
+tables; plans that shardwise chooses itself balance their stages.
 
 What stages hand on is priced at the link where the border lies: inside a node or between two. GPT 39 B on 64 V100 with two stages a node
 (`data=2 tensor=2 pipeline=16 chunks=3`) takes 61.3 s where every border counts as inside, and 85.0 s where it lies; the planner takes
@@ -74,7 +75,7 @@ not say with which batch and image in what is at hand here, so this is a predict
 
 <!-- long: plans a network of 333 layers four times -->
 ```sh
-weft scaling resnet-1k --cluster examples/clusters/lassen.toml --devices 8,1024 --weak --batch 32 --layout "pipeline=8 microbatches=8 \
+shardwise scaling resnet-1k --cluster examples/clusters/lassen.toml --devices 8,1024 --weak --batch 32 --layout "pipeline=8 microbatches=8 \
 schedule=gems-master batch_norm=local neighbours=pipeline"
 ```
 
@@ -92,8 +93,9 @@ are sums of gradients; published are 97.32 %.
 ALPA = """
 ## Alpa's 21 configurations
 
-Plans are compared with plans, all priced by the same simulator; nothing here is measured. The figures say how many times as fast weft's
-plan is, as [the page with the plans](alpa.md) explains (~: the nearest equal stages; *: does not fit by weft's count of bytes, though
+Plans are compared with plans, all priced by the same simulator; nothing here is measured. The figures say how many times as fast
+shardwise's
+plan is, as [the page with the plans](alpa.md) explains (~: the nearest equal stages; *: does not fit by shardwise's count of bytes, though
 Alpa ran it).
 
 """
@@ -120,11 +122,13 @@ OTHERS = """
 
 - **AxoNN** (Singh et al., SC'24, abstract): 620.1 PFLOP/s on 4,096 A100 of Perlmutter, 49 % of the peak. A GPT of 40 B, 8,192 samples:
   predicted are 50.1 % with a pipeline and 23.1 % with a grid alone. AxoNN has no pipeline, and hides a grid's collectives behind
-  compute, which weft does not ([grids](decisions/tensor-grids.md)).
-- **Dash et al.** (ISC'24, abstract), Frontier: 175 B on 1,024 MI250X at 36.14 % and 1 T on 3,072 at 31.96 % of the peak. Weft's own plans
+  compute, which shardwise does not ([grids](decisions/tensor-grids.md)).
+- **Dash et al.** (ISC'24, abstract), Frontier: 175 B on 1,024 MI250X at 36.14 % and 1 T on 3,072 at 31.96 % of the peak. Shardwise's own
+plans
   on as many are predicted at 43.9 % (`data=16 tensor=4 pipeline=16 zero=1 schedule=zb-v`, 1,024 samples) and 46.4 % (`data=24 tensor=8
-  pipeline=16 chunks=8 zero=1`, 3,072 samples): `weft plan gpt-175b --cluster 128xfrontier --batch 1024 --constrain precision=bfloat16`,
-  `weft plan megatron-1t --cluster 384xfrontier --batch 3072 --constrain precision=bfloat16`. They are other layouts, and the rates of
+  pipeline=16 chunks=8 zero=1`, 3,072 samples): `shardwise plan gpt-175b --cluster 128xfrontier --batch 1024 --constrain
+precision=bfloat16`,
+  `shardwise plan megatron-1t --cluster 384xfrontier --batch 3072 --constrain precision=bfloat16`. They are other layouts, and the rates of
   MI250X are assumed.
 - **SUPER** (Jain et al.): four branches at T5-Large's sizes on 1,024 V100, up to 3.05 times as fast as data parallelism; predicted 2.5
   times ([branches](decisions/branch-axis.md)).
@@ -135,14 +139,15 @@ OTHERS = """
 PLANNED = """
 ## The plan chosen, against all plans run
 
-`scripts/bench planned` runs every plan of at least twelve models on this machine over emulated networks, weft's choice among them: [the
+`scripts/bench planned` runs every plan of at least twelve models on this machine over emulated networks, shardwise's choice among them:
+[the
 results](benchmarks/planned.md).
 """
 
 MEMORY = """
 ## Memory predicted, against memory measured
 
-`scripts/bench memory` plans 40 architectures that are none of weft's in eight layouts on two cores, and compares the fullest rank's
+`scripts/bench memory` plans 40 architectures that are none of shardwise's in eight layouts on two cores, and compares the fullest rank's
 predicted memory with what its step took: [error by model and layout](benchmarks/memory.md). `--models swin gat` and `--layouts
 "tensor=2"` run some of them.
 """

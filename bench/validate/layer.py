@@ -1,6 +1,6 @@
 """One layer of the 22B model on 8 A100 (Korthikanti et al. 2022, Table 4): the efficiency set "a100-megatron".
 
-Forward and backward of a layer in the middle of weft's own captured graph, tensor=8, microbatch 4, with and without sequence
+Forward and backward of a layer in the middle of shardwise's own captured graph, tensor=8, microbatch 4, with and without sequence
 parallelism and recomputation. Ten numbers, few constants: what they do not tell apart is taken from "a100-megatron-deepspeed".
 """
 
@@ -14,10 +14,10 @@ import numpy as np
 from bench.validate.fit import fit
 from bench.validate.models import gpt
 from bench.validate.rows import Row, table
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import EfficiencySet, stack_of
+from shardwise.cost.step import Pricer
+from shardwise.plan.layout import Layout
 
 NAME = "a100-megatron"
 HIDDEN, HEADS, SEQUENCE, BATCH, TENSOR = 6144, 64, 2048, 4, 8
@@ -52,14 +52,14 @@ def measured(folder: Path) -> dict[str, tuple[float, float]]:
     }
 
 
-def errors(base: Pricer, stack: Stack, wanted: dict[str, tuple[float, float]]) -> list[float]:
+def errors(base: Pricer, stack: EfficiencySet, wanted: dict[str, tuple[float, float]]) -> list[float]:
     """Forward and backward of every experiment in turn, relative."""
-    priced = base.varied(stack)
+    priced = base.with_changes(stack)
     found = {name: seconds(priced, LAYOUTS[name]) for name in wanted}
     return [p / m - 1 for name in wanted for p, m in zip(found[name], wanted[name], strict=True)]
 
 
-def fitted(base: Pricer, stack: Stack, wanted: dict[str, tuple[float, float]]) -> Stack:
+def fitted(base: Pricer, stack: EfficiencySet, wanted: dict[str, tuple[float, float]]) -> EfficiencySet:
     def residuals(found: dict[str, float]) -> np.ndarray:  # type: ignore[type-arg]
         own = np.log1p(np.array(errors(base, replace(stack, **found), wanted)))
         return np.concatenate([own, [0.02 * np.log(found[k] / begin) / width for k, (begin, width) in START.items()]])

@@ -1,19 +1,19 @@
-"""Graphs of GPTs as weft captures them, each once, and stages of whole layers, as Megatron-LM divides them."""
+"""Graphs of GPTs as shardwise captures them, each once, and stages of whole layers, as Megatron-LM divides them."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from weft.model.graph import Graph
-from weft.run.build import Source
-from weft.zoo.resolve import resolve
+from shardwise.model.graph import Graph
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.zoo.resolve import resolve
 
 
 @cache
 def gpt(hidden: int, layers: int, heads: int, sequence: int = 1024, vocabulary: int = 50257, batch: int = 8) -> Graph:
     """`batch` samples; a `Pricer` scales to any other batch."""
     model = resolve(f"gpt:layers={layers},hidden={hidden},heads={heads},sequence={sequence},vocabulary={vocabulary}", batch, None)
-    return Source.of(model.make).capture(model.batch(batch), model.loss, batch).graph
+    return ModelSource.from_model(model.make).capture(model.batch(batch), model.loss, batch).graph
 
 
 def even(layers: int, stages: int) -> tuple[str, ...]:

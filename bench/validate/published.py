@@ -1,6 +1,8 @@
-"""`scripts/validate published`: steps of large runs that others published, beside what weft predicts of their layouts. Nothing is fitted.
+"""`scripts/validate published`: steps of large runs that others published, beside what shardwise predicts of their layouts. Nothing is
+fitted.
 
-In: published.csv, with the source of every row. Out: docs/benchmarks/published.md: each row priced with the figures of what weft itself
+In: published.csv, with the source of every row. Out: docs/benchmarks/published.md: each row priced with the figures of what shardwise
+    itself
 runs and with those of Megatron-LM of 2022, the error of both, and the command that predicts it.
 """
 
@@ -12,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cli.setting import Setting
-from weft.cluster.cluster import Cluster
-from weft.plan.layout import Layout
+from shardwise.cli.pricing_context import PricingContext
+from shardwise.cluster.cluster import Cluster
+from shardwise.plan.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "published.md"
@@ -22,7 +24,7 @@ NODE = "dgx-a100-80"
 STACKS = {"torch": "", "Megatron-LM of 2022": "@a100-megatron"}
 HEAD = """# Published runs beside our predictions
 
-Written by `scripts/validate published`. Each row is a step that others measured on A100 of 80 GB, eight a machine, and what weft
+Written by `scripts/validate published`. Each row is a step that others measured on A100 of 80 GB, eight a machine, and what shardwise
 predicts of the same model, batch and layout, in bfloat16: once with the catalogue's own figures (fused attention, torch's kernels),
 once with those of Megatron-LM of 2022 (`dgx-a100-80@a100-megatron`). No constant was fitted to these rows, or changed after they were
 seen; the second set was compared with other utilisations of the same authors before ([validation](../validation.md)). The machines are
@@ -41,8 +43,8 @@ GPU: MT-NLG, section 2.4), and no constant was set for it.
 
 """
 FOOT = """
-A row is predicted by `weft plan MODEL --cluster NODESxdgx-a100-80 --batch BATCH --layout "LAYOUT precision=bfloat16"`, of a MODEL such
-as `gpt:layers=105,hidden=20480,heads=128,sequence=2048,vocabulary=51200`; here layouts that do not fit by weft's count of bytes are
+A row is predicted by `shardwise plan MODEL --cluster NODESxdgx-a100-80 --batch BATCH --layout "LAYOUT precision=bfloat16"`, of a MODEL such
+as `gpt:layers=105,hidden=20480,heads=128,sequence=2048,vocabulary=51200`; here layouts that do not fit by shardwise's count of bytes are
 priced all the same.
 """
 
@@ -67,13 +69,13 @@ def runs() -> list[Run]:
 
 def predicted(found: Sequence[Run]) -> list[list[float]]:
     """Seconds of each run, by figures."""
-    settings: dict[tuple[str, int], Setting] = {}
+    settings: dict[tuple[str, int], PricingContext] = {}
     seconds = []
     for run in found:
-        here = settings.setdefault((run.model, run.batch), Setting(run.model, Cluster.parse(NODE), run.batch))
+        here = settings.setdefault((run.model, run.batch), PricingContext(run.model, Cluster.parse(NODE), run.batch))
         row = []
         for stack in STACKS.values():
-            at = here.changed(Cluster.parse(f"{run.nodes}x{NODE}{stack}"))
+            at = here.with_changes(Cluster.parse(f"{run.nodes}x{NODE}{stack}"))
             prediction = at.price(Layout.parse(f"{run.layout} precision=bfloat16")).prediction
             row.append(prediction.step_time_s if prediction is not None else float("nan"))
         seconds.append(row)

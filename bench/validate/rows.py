@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import UsageError
+from shardwise.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import numpy as np
 from bench.validate.fit import fit
 from bench.validate.models import gpt
 from bench.validate.rows import Row, table
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import EfficiencySet, stack_of
+from shardwise.cost.step import Pricer
+from shardwise.plan.layout import Layout
 
 HELD = Path(__file__).with_name("fsdp_llm_foundry.csv")
 MACHINES = {"a100_80gb": "dgx-a100-80", "h100_80gb": "dgx-h100"}
@@ -85,7 +85,7 @@ def pricer(run: Run) -> Pricer:
     return Pricer(graph, Cluster.parse(f"{max(1, gpus // 8)}x{MACHINES[run.gpu]}"), run.batch, bucket_bytes=layer_bytes)
 
 
-def stacks(found: Mapping[str, float]) -> dict[str, Stack]:
+def stacks(found: Mapping[str, float]) -> dict[str, EfficiencySet]:
     """The set of each device with the constants `found`, those of both or its own."""
     made = {}
     for gpu, machine in MACHINES.items():
@@ -94,8 +94,8 @@ def stacks(found: Mapping[str, float]) -> dict[str, Stack]:
     return made
 
 
-def predicted(run: Run, stack: Stack) -> float:
-    priced = pricer(run).varied(stack)
+def predicted(run: Run, stack: EfficiencySet) -> float:
+    priced = pricer(run).with_changes(stack)
     return priced.predict(run.layout, priced.stages(run.layout), []).step_time_s
 
 

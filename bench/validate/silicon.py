@@ -16,13 +16,13 @@ from statistics import median
 
 import torch
 
-from weft.capture.capture import capture
-from weft.capture.init import Deferred
-from weft.capture.modes import evaluation_modes, in_modes
-from weft.cluster.cluster import Cluster
-from weft.cost.operators.operators import OperatorPricer
-from weft.plan.layout import Layout
-from weft.zoo import llama
+from shardwise.capture.capture import capture
+from shardwise.capture.initialization import DeferredInit
+from shardwise.capture.modes import evaluation_modes, in_modes
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.operators.operators import OperatorPricer
+from shardwise.plan.layout import Layout
+from shardwise.zoo import llama
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "silicon.md"
@@ -30,14 +30,15 @@ NODE = "1xdgx-h100"
 # Yang et al. 2025 (Qwen3), table 1, and the published configuration; the norms of its queries and keys are left out.
 MODELS = {
     "Llama-3.1-8B-Instruct": llama.SIZES["llama-8b"],
-    "Qwen3-32B": llama.Config(vocabulary=151936, hidden=5120, layers=64, heads=64, kv_heads=8, inner=25600, theta=1e6),
+    "Qwen3-32B": llama.LlamaConfig(vocabulary=151936, hidden=5120, layers=64, heads=64, kv_heads=8, inner=25600, theta=1e6),
 }
 WIDTH, SHORT = 2, (2, 4)  # bytes of a number; numbers of layers that are priced, of which the rest follows
 HEAD = """# Served language models on H100: measured by others, predicted blind
 
 Written by `scripts/validate silicon`. Rows of aiconfigurator's `silicon_sample.csv` (NVIDIA, commit 095f58a51, Apache-2.0): requests of a
 fixed prompt and output, so many at once, on one to eight H100, served by vLLM, SGLang or TensorRT-LLM. Of its 5,221 rows these are the 351
-of dense models in 16 bits whose prefill and decode share GPUs. The others are of 8 and 4 bits, or prefill and decode apart: weft prices no
+of dense models in 16 bits whose prefill and decode share GPUs. The others are of 8 and 4 bits, or prefill and decode apart: shardwise
+prices no
 weights of 8 bits, and no hand-over of keys and values.
 
 Predicted, with b requests at once, prompts of p tokens and outputs of o: `prefill`, the forward pass of one prompt on the layout
@@ -53,7 +54,8 @@ tables of the same repository, of single operators.
 FOOT = """
 Why it is off. The next token: on one GPU the step is bound by memory and priced well; on more it is bound by the host, which in training
 launches every kernel (a step of Llama 8B with 8 requests: 6.8 ms predicted on one GPU, 7.5 on eight; 7.4 to 7.9 and 2.7 to 3.3 measured),
-and these servers record a step's launches once and replay them (CUDA graphs), which weft does not model. The first token: measured waits
+and these servers record a step's launches once and replay them (CUDA graphs), which shardwise does not model. The first token: measured
+waits
 are 4 to 20 prefills with 8 to 32 requests at once, and up to 160 with 128, whatever share of the time prefills take: requests begin
 together, and servers keep prompts back for running ones; no queue of independent arrivals tells that.
 """
@@ -86,8 +88,8 @@ def rows() -> list[Served]:
 @cache
 def _forward_s(model: str, layers: int, tensor: int, batch: int, tokens: int) -> float:
     config = replace(MODELS[model], layers=layers, sequence=max(tokens, 2))
-    with Deferred() as deferred:
-        module = llama.Model(config)
+    with DeferredInit() as deferred:
+        module = llama.Llama(config)
     with in_modes(module, evaluation_modes(module)):
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         graph = capture(module, {"input_ids": ids}, None, batch_size=batch, fake_mode=deferred.fake_mode, outputs=True).graph

@@ -1,6 +1,6 @@
 """Iterations of GPTs on one A100 node: the efficiency set "a100-megatron-deepspeed", fitted, and held out by fold, hidden size and GPUs.
 
-What is priced is weft's own captured graph under each row's layout, stages of equally many layers, fp16. Fits see `SEEN` rows
+What is priced is shardwise's own captured graph under each row's layout, stages of equally many layers, fp16. Fits see `SEEN` rows
 of those that are not held out, drawn at random, and begin at round figures; each constant is drawn towards its figure a little, so that
 those that the rows do not tell apart stay physical. The table's tensor-parallel rows have a padded vocabulary, the others GPT's own
 50,257 rows, whose odd number keeps the products with it off the matrix units: that fits them, the table does not say it.
@@ -17,10 +17,10 @@ import numpy as np
 from bench.validate.fit import fit
 from bench.validate.models import even, gpt, padded
 from bench.validate.rows import Row, lines
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import EfficiencySet, stack_of
+from shardwise.cost.step import Pricer
+from shardwise.plan.layout import Layout
 
 NAME = "single node, 1,440 GPT iterations"
 VOCABULARY = 50257
@@ -73,23 +73,25 @@ class Pricers:
             graph = gpt(row.hidden, row.layers, row.heads, row.sequence, vocabulary)
             self.graphs[key] = Pricer(graph, self.cluster, row.batch)
         if (*key, row.batch) not in self.batches:
-            self.batches[*key, row.batch] = self.graphs[key].varied(batch_size=row.batch)
+            self.batches[*key, row.batch] = self.graphs[key].with_changes(batch_size=row.batch)
         return self.batches[*key, row.batch]
 
-    def seconds(self, stack: Stack, rows: list[Iteration]) -> list[float]:
+    def seconds(self, stack: EfficiencySet, rows: list[Iteration]) -> list[float]:
         made: dict[int, Pricer] = {}
         found = []
         for row in rows:
             base = self.of(row)
-            pricer = made.setdefault(id(base), base.varied(stack))
+            pricer = made.setdefault(id(base), base.with_changes(stack))
             sites = even(row.layers, row.layout.pipeline)
             costs = pricer.stages(row.layout, sites)
-            borders = [pricer.transfer_s(row.layout, pricer.crossing(row.layout, s.receives[0][1])) for s in pricer.split(sites)[1:]]
+            borders = [
+                pricer.transfer_s(row.layout, pricer.boundary_bytes(row.layout, s.receives[0][1])) for s in pricer.stages_at(sites)[1:]
+            ]
             found.append(pricer.predict(row.layout, costs, borders).step_time_s)
         return found
 
 
-def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 6, most: int = SEEN) -> Stack:
+def fitted(pricers: Pricers, stack: EfficiencySet, rows: list[Iteration], rounds: int = 6, most: int = SEEN) -> EfficiencySet:
     """The efficiency set with the constants of `START` fitted to some of the rows."""
     order = np.random.default_rng(0).permutation(len(rows))[:most]
     seen = [rows[i] for i in sorted(order.tolist())]
@@ -109,7 +111,7 @@ def rows(folder: Path) -> list[Row]:
     pricers = Pricers()
     frozen = stack_of(pricers.cluster.device, "a100-megatron-deepspeed")
 
-    def errors(stack: Stack, some: list[Iteration]) -> list[float]:
+    def errors(stack: EfficiencySet, some: list[Iteration]) -> list[float]:
         return [p / row.seconds - 1 for p, row in zip(pricers.seconds(stack, some), some, strict=True)]
 
     fold = np.random.default_rng(1).permutation(len(table)) % 5

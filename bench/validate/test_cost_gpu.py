@@ -13,31 +13,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.validate.fit import fit, mean_abs
+from shardwise.cluster.catalogue import catalogue_names
+from shardwise.cluster.cluster import Cluster, Device, Speed
+from shardwise.cost.calibration.efficiency import EfficiencySet, parse_protocols, parse_stack, protocols_named, stack_of
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.devices.gpus import straggler_slowdown
+from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
+from shardwise.cost.devices.measured_gpu import with_measured_rates
+from shardwise.cost.memory.memory import StageMemory
+from shardwise.cost.network.network import RankGroup, collective_s, group_path
+from shardwise.cost.step import Pricer, StageCost
+from shardwise.errors import ConfigError, UsageError
+from shardwise.model.dims.labels import expert_weights
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown
 from tests.support.gpt_graph import gpt
-from weft.cluster.catalogue import names
-from weft.cluster.cluster import Cluster, Device, Speed
-from weft.cost.calibration.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
-from weft.cost.devices.card import of_card
-from weft.cost.devices.compute import Seconds
-from weft.cost.devices.gpus import straggling
-from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
-from weft.cost.memory.memory import StageMemory
-from weft.cost.network.network import Group, collective_s, path
-from weft.cost.step import Pricer, StageCost
-from weft.errors import ConfigError, UsageError
-from weft.model.dims.labels import expert_weights
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory
 
 A100 = Cluster.parse("4xdgx-a100-80")
 DEVICE = A100.device
-IDEAL = Stack("ideal", matmul=1.0, operands=0.0, unaligned=0.5, bandwidth=1.0, traffic=1.0)
+IDEAL = EfficiencySet("ideal", matmul=1.0, operands=0.0, unaligned=0.5, bandwidth=1.0, traffic=1.0)
 HALF = Layout(precision="float16")
 
 
-def product(m: float, n: float, k: float) -> Kernel:
-    return Kernel("linear", 2 * m * n * k, 4 * m * n * k, 4.0, 8.0, m, n, k)
+def product(m: float, n: float, k: float) -> LocalKernel:
+    return LocalKernel("linear", 2 * m * n * k, 4 * m * n * k, 4.0, 8.0, m, n, k)
 
 
 def test_an_ideal_product_runs_at_the_peak() -> None:
@@ -77,7 +77,7 @@ def test_products_of_one_input_run_as_one() -> None:
 
 
 def test_scores_cost_their_bytes_and_fused_attention_none() -> None:
-    kernel = Kernel("attention", 1e9, 2.5e9, 0.0, 1.0, scores=1e8, heads=16)
+    kernel = LocalKernel("attention", 1e9, 2.5e9, 0.0, 1.0, scores=1e8, heads=16)
     kept = kernel.seconds(DEVICE, IDEAL, "float16")[1]
     fused = kernel.seconds(DEVICE, replace(IDEAL, attention="fused", attention_peak=1.0), "float16")[1]
     assert kept.forward - fused.forward == pytest.approx(13e8 / DEVICE.memory_bandwidth_bytes_per_s)
@@ -89,13 +89,13 @@ def test_scores_cost_their_bytes_and_fused_attention_none() -> None:
 @given(st.lists(st.tuples(st.floats(1e-9, 1), st.floats(1e-9, 1)), min_size=1, max_size=8))
 def test_host_and_device_together_take_the_longer_and_at_most_both(pairs: list[tuple[float, float]]) -> None:
     host, device = (np.array(column) for column in zip(*pairs, strict=True))
-    total = together(host, device).sum()
+    total = overlap_launches(host, device).sum()
     assert total >= max(host.sum(), device.sum()) * (1 - 1e-9)
     assert total <= (host.sum() + device.sum()) * (1 + 1e-9)
 
 
 def test_scaling_rows_scales_the_work() -> None:
-    twice = scaled(product(512, 1024, 1024), Fraction(2))
+    twice = scale_rows(product(512, 1024, 1024), Fraction(2))
     assert (twice.m, twice.n, twice.flops) == (1024, 1024, 2 * 2 * 512 * 1024 * 1024)
 
 
@@ -103,7 +103,7 @@ def test_adam_moves_its_bytes() -> None:
     assert optimizer_s(DEVICE, replace(IDEAL, optimizer_bytes=30.0), 1e9) == pytest.approx(30e9 / DEVICE.memory_bandwidth_bytes_per_s)
 
 
-def pricer(layers: int = 4, stack: Stack | None = None, hidden: int = 256) -> Pricer:
+def pricer(layers: int = 4, stack: EfficiencySet | None = None, hidden: int = 256) -> Pricer:
     return Pricer(gpt(layers, hidden, 8, 128, 512, 8), A100, 64, stack=stack)
 
 
@@ -119,7 +119,7 @@ def test_equal_layers_cost_equally_much() -> None:
     """What a layer costs does not depend on how many there are: pricing repeats it, it does not price it again."""
     three, five, seven = (pricer(n).stages(HALF)[0].forward_s for n in (3, 5, 7))
     assert seven - five == pytest.approx(five - three, rel=1e-6)
-    assert len(pricer(7).parts(HALF).compute) == len(pricer(3).parts(HALF).compute)
+    assert len(pricer(7).sharded_inventory(HALF).compute) == len(pricer(3).sharded_inventory(HALF).compute)
 
 
 def test_zero_moves_what_rajbhandari_says() -> None:
@@ -131,7 +131,7 @@ def test_zero_moves_what_rajbhandari_says() -> None:
     assert p.stages(replace(wide, zero=1))[0].gradients_s == pytest.approx(plain, rel=0.3)
     third = p.stages(replace(wide, zero=3))[0]
     assert third.gradients_s == 0
-    assert p.stages(replace(wide, zero=3))[0].tensor.total <= 2 * plain
+    assert p.stages(replace(wide, zero=3))[0].collectives.total <= 2 * plain
 
 
 def test_overlap_hides_sums_of_gradients() -> None:
@@ -143,7 +143,7 @@ def test_overlap_hides_sums_of_gradients() -> None:
 def test_an_interleaved_bubble_is_divided_by_its_chunks() -> None:
     """Narayanan et al. 2021, section 2.2.2: (p - 1)/(v·m) of the ideal time, for equal stages and free transfers."""
     p, m, v = 4, 8, 2
-    one = StageCost(Seconds(1.0, 2.0), Seconds(), 0.0, 0.0, StageMemory(Memory()))
+    one = StageCost(Seconds(1.0, 2.0), Seconds(), 0.0, 0.0, StageMemory(MemoryBreakdown()))
     priced = pricer(stack=replace(stack_of(DEVICE), step_s=0.0, spread=0.0))
     layout = Layout(pipeline=p, microbatches=m, precision="float16")
     plain = priced.predict(layout, [one] * p, [0.0] * (p - 1)).step_time_s
@@ -154,18 +154,18 @@ def test_an_interleaved_bubble_is_divided_by_its_chunks() -> None:
 
 
 def test_the_slowest_of_many_is_a_few_deviations_slower() -> None:
-    assert straggling(1, 0.01) == 0
-    assert straggling(round(e**2), 0.01) == pytest.approx(0.01 * sqrt(2 * log(round(e**2))))
+    assert straggler_slowdown(1, 0.01) == 0
+    assert straggler_slowdown(round(e**2), 0.01) == pytest.approx(0.01 * sqrt(2 * log(round(e**2))))
 
 
 @given(st.sampled_from([2, 8, 16, 32]), st.floats(1, 1e10), st.floats(1.01, 10))
 def test_more_bytes_take_longer(ranks: int, size: float, by: float) -> None:
-    assert collective_s(A100, "all_reduce", size * by, Group(ranks)) >= collective_s(A100, "all_reduce", size, Group(ranks))
+    assert collective_s(A100, "all_reduce", size * by, RankGroup(ranks)) >= collective_s(A100, "all_reduce", size, RankGroup(ranks))
 
 
 def test_a_group_lies_on_its_links() -> None:
-    assert (path(A100, Group(8)).inside, path(A100, Group(8)).nodes) == (8, 1)
-    across = path(A100, Group(4, 8, 32))
+    assert (group_path(A100, RankGroup(8)).inside, group_path(A100, RankGroup(8)).nodes) == (8, 1)
+    across = group_path(A100, RankGroup(4, 8, 32))
     assert (across.inside, across.nodes) == (1, 4)
     link = A100.levels[1].link
     assert across.network_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s * link.efficiency / 8)
@@ -183,7 +183,7 @@ def test_bad_efficiency_sets_are_named() -> None:
     with pytest.raises(ConfigError, match="stack 'none' is unknown"):
         stack_of(DEVICE, "none")
     with pytest.raises(ConfigError, match="protocol 'mpi' is unknown"):
-        protocols("mpi")
+        protocols_named("mpi")
     with pytest.raises(ConfigError, match="node_ll is missing"):
         parse_protocols("x", {})
 
@@ -191,33 +191,33 @@ def test_bad_efficiency_sets_are_named() -> None:
 def test_a_cluster_names_its_efficiency_set(tmp_path: Path) -> None:
     named = Cluster.parse("2xdgx-a100-80@a100-megatron-deepspeed")
     assert (named.num_devices, named.stack) == (16, "a100-megatron-deepspeed")
-    assert Pricer(gpt(1), named, 8).devices.words("float16").startswith("a100-megatron-deepspeed")
+    assert Pricer(gpt(1), named, 8).devices.describe_efficiency("float16").startswith("a100-megatron-deepspeed")
     (tmp_path / "c.toml").write_text(named.to_toml())
     assert Cluster.parse(str(tmp_path / "c.toml")).stack == named.stack
     with pytest.raises(UsageError, match=r"did you mean a100-megatron\b"):
         Cluster.parse("2xdgx-a100-80@a100-megatro")
 
 
-def test_an_unknown_device_has_weft_s_own_set_at_its_own_efficiency() -> None:
+def test_an_unknown_device_has_shardwise_s_own_set_at_its_own_efficiency() -> None:
     device = Device("X1", "gpu", (("float16", 1e14),), 1e10, 1e12, 0.6, 3e-6)
     stack = stack_of(device)
     assert (stack.name, stack.device, stack.matmul, stack.launch_s) == ("torch", "", 0.6, 3e-6)
-    assert "none was measured on X1" in stack.words(device, "float32")
+    assert "none was measured on X1" in stack.describe_source(device, "float32")
 
 
-@pytest.mark.parametrize("machine", [name for name in names() if not Cluster.parse(name).kind.shares_hosts])
-def test_every_device_has_what_weft_runs_by_default(machine: str) -> None:
+@pytest.mark.parametrize("machine", [name for name in catalogue_names() if not Cluster.parse(name).kind.shares_hosts])
+def test_every_device_has_what_shardwise_runs_by_default(machine: str) -> None:
     """One set of figures for all, with each device's own where it was measured; others are had by name, and say so."""
     device = Cluster.parse(machine).device
     stack = stack_of(device)
     assert (stack.name, stack.attention) == ("torch", "fused")
     measured = device.name.startswith(("A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "GH200"))
     assert (stack.device == device.name) is measured
-    assert "fused attention" in stack.words(device, "bfloat16")
-    assert "of another framework" in stack_of(device, "a100-megatron").words(device, "bfloat16")
+    assert "fused attention" in stack.describe_source(device, "bfloat16")
+    assert "of another framework" in stack_of(device, "a100-megatron").describe_source(device, "bfloat16")
 
 
-def held(layers: int, hidden: int, heads: int, samples: int, recompute: str) -> Memory:
+def held(layers: int, hidden: int, heads: int, samples: int, recompute: str) -> MemoryBreakdown:
     """On each of 8 A100 of 80 GB under ZeRO-3, 4,096 positions, GPT-NeoX's vocabulary."""
     graph = gpt(layers, hidden, heads, 4096, 50368, 8)
     p = Pricer(graph, Cluster.parse("dgx-a100-80"), 8 * samples)
@@ -244,8 +244,8 @@ def test_full_recomputation_keeps_what_enters_layers() -> None:
 def test_fused_attention_skips_what_a_causal_mask_hides() -> None:
     """Rates rise with positions and with the size of heads; backward has a rate of its own."""
     stack = replace(IDEAL, attention="fused", attention_peak=0.5, attention_positions=1000.0, attention_head=64.0, attention_backward=0.25)
-    full = Kernel("attention", 1e12, 2.5e12, 0.0, 1.0, scores=16 * 1000.0**2, heads=16, head=64.0)
-    causal = replace(full, visible=0.5)
+    full = LocalKernel("attention", 1e12, 2.5e12, 0.0, 1.0, scores=16 * 1000.0**2, heads=16, head_size=64.0)
+    causal = replace(full, visible_fraction=0.5)
     rate = 312e12 * 0.5 / (2 * 2)
     assert full.seconds(DEVICE, stack, "float16")[1].forward == pytest.approx(1e12 / rate)
     assert causal.seconds(DEVICE, stack, "float16")[1].forward == pytest.approx(0.5e12 / rate)
@@ -260,8 +260,8 @@ def test_causal_attention_is_read_from_the_graph() -> None:
         graph = replace(graph, operators=tuple(
             replace(op, kwargs=tuple(kwargs.items())) if "attention" in op.target else op for op in graph.operators
         ))  # fmt: skip
-        kernels = [local.kernel for local in Pricer(graph, A100, 8).parts(HALF).compute]
-        return next(k.visible for k in kernels if k.kind == "attention")
+        kernels = [local.kernel for local in Pricer(graph, A100, 8).sharded_inventory(HALF).compute]
+        return next(k.visible_fraction for k in kernels if k.kind == "attention")
 
     assert (visible(is_causal=True), visible(is_causal=False), visible()) == (0.5, 1.0, 1.0)
 
@@ -276,21 +276,21 @@ def test_products_take_a_beginning_and_lose_rate_under_load() -> None:
 def test_collectives_inside_a_node_follow_measured_curves() -> None:
     """nccl-tests on 8 H100, NCCL 2.29.2 (aiconfigurator): all-gather of 512 MiB in 1.40 ms, of 512 B in 10 us; all-reduce in 2.11 ms."""
     h100 = Cluster.parse("dgx-h100")
-    assert collective_s(h100, "all_gather", 2.0**29, Group(8)) == pytest.approx(1.4015e-3, rel=0.01)
-    assert collective_s(h100, "all_reduce", 2.0**29, Group(8)) == pytest.approx(2.11106e-3, rel=0.01)
-    assert collective_s(h100, "all_gather", 512, Group(8)) == pytest.approx(10.14e-6, rel=0.01)
+    assert collective_s(h100, "all_gather", 2.0**29, RankGroup(8)) == pytest.approx(1.4015e-3, rel=0.01)
+    assert collective_s(h100, "all_reduce", 2.0**29, RankGroup(8)) == pytest.approx(2.11106e-3, rel=0.01)
+    assert collective_s(h100, "all_gather", 512, RankGroup(8)) == pytest.approx(10.14e-6, rel=0.01)
     # Among 6, which were not measured, as many bytes through each port as among 8.
-    assert collective_s(h100, "all_gather", 2.0**29 * (7 / 8) / (5 / 6), Group(6)) == pytest.approx(1.4015e-3, rel=0.01)
-    assert collective_s(h100, "all_gather", 2.0**20, Group(2)) < collective_s(h100, "all_gather", 2.0**20, Group(8))
+    assert collective_s(h100, "all_gather", 2.0**29 * (7 / 8) / (5 / 6), RankGroup(6)) == pytest.approx(1.4015e-3, rel=0.01)
+    assert collective_s(h100, "all_gather", 2.0**20, RankGroup(2)) < collective_s(h100, "all_gather", 2.0**20, RankGroup(8))
 
 
 def test_what_hides_takes_its_part_of_the_compute() -> None:
     """Of collectives that hide wholly, `contention` of their own time shows."""
     layout = replace(HALF, data=8, zero=3)
     none, half = (pricer(stack=replace(stack_of(DEVICE), contention=c), hidden=2048) for c in (0.0, 0.5))
-    alone = pricer(stack=replace(stack_of(DEVICE), contention=1.0), hidden=2048).stages(layout)[0].tensor.total
-    shown = none.stages(layout)[0].tensor.total
-    assert half.stages(layout)[0].tensor.total == pytest.approx((shown + alone) / 2)
+    alone = pricer(stack=replace(stack_of(DEVICE), contention=1.0), hidden=2048).stages(layout)[0].collectives.total
+    shown = none.stages(layout)[0].collectives.total
+    assert half.stages(layout)[0].collectives.total == pytest.approx((shown + alone) / 2)
 
 
 def test_a_fit_finds_its_constants_in_spite_of_an_outlier() -> None:
@@ -356,8 +356,8 @@ def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
     alone, spread = (p.stages(replace(wide, expert=e))[0] for e in (1, 4))
     assert spread.memory.alone.parameters == pytest.approx(alone.memory.alone.parameters / 4)
     local = 2.0 * 4 * 32 * 16 * 8 / 4  # 16-bit tokens of one replica's 8 of 32 samples, 4 samples a graph
-    once = collective_s(A100, "all_to_all", 4 * local, Group(4, 1, 4))
-    assert spread.tensor.total - alone.tensor.total == pytest.approx(2 * (2 - stack_of(DEVICE).tensor_overlap) * once, rel=0.01)
+    once = collective_s(A100, "all_to_all", 4 * local, RankGroup(4, 1, 4))
+    assert spread.collectives.total - alone.collectives.total == pytest.approx(2 * (2 - stack_of(DEVICE).tensor_overlap) * once, rel=0.01)
     assert (alone.gradients_s > 0, spread.gradients_s) == (True, 0.0)
     # ZeRO divides them further, to the same share of all.
     whole, cut = (p.stages(replace(wide, expert=e, zero=1))[0].memory.alone.optimizer for e in (1, 4))
@@ -366,15 +366,15 @@ def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
 
 def test_by_hand_stages_have_equally_many_layers() -> None:
     p = pricer(8)
-    sites = p.even(Layout(pipeline=4))
+    sites = p.even_stage_sites(Layout(pipeline=4))
     assert sites == tuple(s for s in sites if s.startswith(("h.2.", "h.4.", "h.6.")))
     assert len(sites) == 3
     times = [c.forward_s for c in p.stages(replace(HALF, pipeline=4, microbatches=4), sites)]
     assert times[1] == pytest.approx(times[2], rel=1e-6)
-    assert p.even(Layout(pipeline=3)) == ()
-    assert p.even(Layout()) == ()
-    assert len(p.even(Layout(pipeline=4, microbatches=4, schedule="interleaved", chunks=2))) == 7
-    assert Pricer(p.graph, Cluster.parse("4xcpu-2"), 64).even(Layout(pipeline=4)) == ()
+    assert p.even_stage_sites(Layout(pipeline=3)) == ()
+    assert p.even_stage_sites(Layout()) == ()
+    assert len(p.even_stage_sites(Layout(pipeline=4, microbatches=4, schedule="interleaved", chunks=2))) == 7
+    assert Pricer(p.graph, Cluster.parse("4xcpu-2"), 64).even_stage_sites(Layout(pipeline=4)) == ()
 
 
 def test_weights_that_move_do_so_every_microbatch() -> None:
@@ -382,7 +382,7 @@ def test_weights_that_move_do_so_every_microbatch() -> None:
     layout = Layout.parse("tensor=4 data=2 microbatches=32 precision=float16")
     small, large = (Pricer(gpt(3, 256, 8, 128, 4096, batch), A100, 64) for batch in (2, 64))
     one, other = (p.stages(layout)[0] for p in (small, large))
-    assert other.tensor.total == pytest.approx(one.tensor.total, rel=0.02)
+    assert other.collectives.total == pytest.approx(one.collectives.total, rel=0.02)
     assert other.compute.total == pytest.approx(one.compute.total, rel=0.02)
 
 
@@ -391,13 +391,13 @@ def test_a_measured_card_is_priced_with_its_own_rates() -> None:
     rates = (("convolution.float32", 2e13), ("convolution.bfloat16", 1e14), ("norm", 5e11), ("cast", 4e11))
     speed = Speed(1, 0, (("float32", 5e13), ("bfloat16", 8e14)), 1e12, 8e-6, rates)
     device = replace(DEVICE, peak_flops=speed.flops, memory_bandwidth_bytes_per_s=1e12)
-    card = of_card(stack_of(device, "eager"), device, speed)
+    card = with_measured_rates(stack_of(device, "eager"), device, speed)
     assert (card.name, card.autocast, card.launch_s) == ("eager", True, 8e-6)
-    convolution = Kernel("convolution", 1e12, 2e12, 1e9, 2e9)
+    convolution = LocalKernel("convolution", 1e12, 2e12, 1e9, 2e9)
     for precision, rate in (("float32", 2e13), ("bfloat16", 1e14)):
         busy = convolution.seconds(device, card, precision, eager=True)[1]
         assert (busy.forward, busy.backward) == (pytest.approx(1e12 / rate), pytest.approx(2e12 / rate))
-    norm = Kernel("norm", 0.0, 0.0, 1e9, 2e9, cast_bytes=8e8)
+    norm = LocalKernel("norm", 0.0, 0.0, 1e9, 2e9, cast_bytes=8e8)
     busy = norm.seconds(device, card, "bfloat16", eager=True)[1]
     assert (busy.forward, busy.backward) == (pytest.approx(1e9 / 5e11 + 8e8 / 4e11), pytest.approx(2e9 / 5e11))
     # Without rates of its own, convolutions reach what products do, and have their operands laid out anew.

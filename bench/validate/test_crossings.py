@@ -10,9 +10,9 @@ import pytest
 
 from bench.validate.collectives import a100, h100
 from bench.validate.crossings import MACHINES, changes, crossings, curve, falls, nearest
-from weft.cluster.cluster import Cluster
-from weft.cost.network.network import Group, collective_s, library_lines
-from weft.errors import UsageError
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.network.network import RankGroup, collective_s, library_times
+from shardwise.errors import UsageError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "validation"  # as scripts/validate has it
 measured = pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables, ../shared/validation, are not part of the project")
@@ -37,11 +37,11 @@ def test_a_switch_is_found_where_two_lines_cross(later: float) -> None:
 
 
 def test_the_library_takes_the_least_of_its_lines() -> None:
-    cluster, group = Cluster.parse("8xdgx-a100-40"), Group(64)
+    cluster, group = Cluster.parse("8xdgx-a100-40"), RankGroup(64)
     for size in (1e4, 1e6, 1e8, 1e10):
-        assert collective_s(cluster, "all_reduce", size, group) >= min(library_lines(cluster, size, group).values())
+        assert collective_s(cluster, "all_reduce", size, group) >= min(library_times(cluster, size, group).values())
     with pytest.raises(UsageError, match="on one node"):
-        library_lines(cluster, 1e6, Group(8))
+        library_times(cluster, 1e6, RankGroup(8))
 
 
 def test_trees_give_way_to_rings_later_the_more_ranks_there_are() -> None:

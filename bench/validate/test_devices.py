@@ -1,4 +1,5 @@
-"""bench.validate.devices: its closed forms against the price of one kernel, its fits against constants that made the rows, what it holds out."""
+"""bench.validate.devices: its closed forms against the price of one kernel, its fits against constants that made the rows, what it holds
+out."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from bench.validate.devices import ATTENTION, PRODUCT, Attention, Products, columns, errors, fifths, fitted, held_out, kept, misses
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import stack_of
-from weft.cost.devices.kernels import Kernel
-from weft.errors import UsageError
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import stack_of
+from shardwise.cost.devices.kernels import LocalKernel
+from shardwise.errors import UsageError
 
 DEVICE = Cluster.parse("dgx-h100").device
 CONSTANTS = {"matmul": 0.6, "operands": 0.4, "product_s": 5e-6}
@@ -34,7 +35,7 @@ def attention() -> Attention:
 def test_products_are_what_a_kernel_is_priced_at() -> None:
     rows, stack = products(), replace(stack_of(DEVICE), sustained=1.0, **CONSTANTS)
     for m, n, k, seconds in zip(rows.m, rows.n, rows.k, rows.seconds, strict=True):
-        kernel = Kernel("linear", 2 * m * n * k, 4 * m * n * k, 1.0, 1.0, m, n, k)
+        kernel = LocalKernel("linear", 2 * m * n * k, 4 * m * n * k, 1.0, 1.0, m, n, k)
         assert kernel.seconds(DEVICE, stack, "bfloat16")[1].forward == pytest.approx(seconds)
 
 
@@ -44,7 +45,9 @@ def test_attention_is_what_a_kernel_is_priced_at() -> None:
     stack = replace(stack_of(DEVICE), attention="fused", **constants)
     for heads, positions, head, seconds in zip(rows.heads, rows.positions, rows.head, rows.seconds, strict=True):
         scores = heads * positions**2
-        kernel = Kernel("attention", 4 * scores * head, 10 * scores * head, 0.0, 1.0, scores=scores, heads=heads, visible=0.5, head=head)
+        kernel = LocalKernel(
+            "attention", 4 * scores * head, 10 * scores * head, 0.0, 1.0, scores=scores, heads=heads, visible_fraction=0.5, head_size=head
+        )
         assert kernel.seconds(DEVICE, stack, "bfloat16")[1].forward == pytest.approx(seconds - SLOW["begin_s"])
 
 

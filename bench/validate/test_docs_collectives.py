@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import run
-from weft.collectives import ALGORITHMS, build
-from weft.plan.check import check
-from weft.plan.program import Program
-from weft.simulate.messages import Wire, deliver, num_steps
+from shardwise.cli import run
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Program
+from shardwise.simulate.messages import Wire, deliver_messages, num_steps
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "collectives.md").read_text()
@@ -24,7 +24,7 @@ def test_the_table_is_what_the_programs_move() -> None:
     for name, row in rows.items():
         program = build("all_reduce", name, (BOX, RANKS // BOX) if name == "hierarchical" else RANKS)
         part = 1 / len({value for held in program.wants for value in held})
-        found = deliver(program, lambda _, part=part: part, lambda *_: Wire(0.0, 1.0))  # type: ignore[misc]
+        found = deliver_messages(program, lambda _, part=part: part, lambda *_: Wire(0.0, 1.0))  # type: ignore[misc]
         total, mean, busiest, steps, messages, balance = map(float, row.split(" | "))
         assert total == pytest.approx(found.total_bytes)
         assert mean == pytest.approx(found.total_bytes / RANKS, rel=1e-3)

@@ -1,4 +1,4 @@
-"""FSDP runs that were published, and held out of the calibration, as weft's own figures predict them."""
+"""FSDP runs that were published, and held out of the calibration, as shardwise's own figures predict them."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from bench.validate.bubbles import bubble, bubbles
 from bench.validate.collectives import MIB, NETWORK, NODE, cluster_of, constants, errors, fitted, predicted
 from bench.validate.document import table as markdown
 from bench.validate.rows import Row, table
-from weft.cost.calibration.efficiency import protocols
-from weft.errors import UsageError
+from shardwise.cost.calibration.efficiency import protocols_named
+from shardwise.errors import UsageError
 
 COLUMNS = "model,p,m,T_F_ms,T_B_ms,T_W_ms,T_comm_ms,bubble_1F1B"
 
@@ -46,10 +46,10 @@ def test_bubbles_are_read_with_both_parts_of_backward(tmp_path: Path) -> None:
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
     """Times made with other constants are fitted to within a percent, by what they predict; unfitted they are far off."""
     name = "dgx-a100-40"
-    start = constants(protocols("nccl"), cluster_of(name, 16), (*NODE, *NETWORK))
+    start = constants(protocols_named("nccl"), cluster_of(name, 16), (*NODE, *NETWORK))
     other = {k: v * (1.3 if k.endswith("start") else 0.8) for k, v in start.items()}
     sizes = [(n, 4.0**i) for n in (2, 8, 16, 64) for i in range(3, 17)]
-    made = predicted(name, protocols("nccl"), other, [(n, size, 1.0) for n, size in sizes])
+    made = predicted(name, protocols_named("nccl"), other, [(n, size, 1.0) for n, size in sizes])
     points = [(n, size, seconds) for (n, size), seconds in zip(sizes, made, strict=True)]
     assert max(map(abs, errors(name, start, points))) > 0.1
     found = fitted(name, points, start)
@@ -59,9 +59,9 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
 
 def test_the_catalogues_constants_are_the_ones_that_are_priced_with() -> None:
     name, points = "dgx-a100-40", [(16, 64 * MIB, 1e-3), (2, 1024.0, 1e-5)]
-    start = constants(protocols("nccl"), cluster_of(name, 16), (*NODE, *NETWORK))
-    frozen = predicted(name, protocols("nccl"), start, points)
-    slower = predicted(name, protocols("nccl"), {**start, "network": start["network"] / 2}, points)
+    start = constants(protocols_named("nccl"), cluster_of(name, 16), (*NODE, *NETWORK))
+    frozen = predicted(name, protocols_named("nccl"), start, points)
+    slower = predicted(name, protocols_named("nccl"), {**start, "network": start["network"] / 2}, points)
     assert slower[0] > 1.5 * frozen[0]
     assert slower[1] == frozen[1]
     assert replace(Row.of("t", "p", [0.0]), note="n").record()["note"] == "n"

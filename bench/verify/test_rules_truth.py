@@ -13,7 +13,7 @@ pytest.importorskip("expecttest", reason="PyTorch's samples need it")
 from bench.verify.rules import compare, truth
 from bench.verify.rules.__main__ import of_operator
 from bench.verify.rules.compare import Finding
-from weft.ops import Rule
+from shardwise.ops import Rule
 
 SAMPLED = (
     "nn.functional.linear softmax sum cat nn.functional.layer_norm nn.functional.embedding bmm where std_mean narrow transpose gather "
@@ -39,12 +39,12 @@ def test_no_rule_of_a_sample_is_wrong() -> None:
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softmax cut along itself: refused as weft runs it, and by torch."""
+    """Softmax cut along itself: refused as shardwise runs it, and by torch."""
 
     def along(op: object, tensors: object) -> Rule:
         return Rule((("a", "b"),), (("a", "b"),))
 
-    for place in ("weft.model.graph.rule_of", "bench.verify.rules.compare.rule_of"):
+    for place in ("shardwise.model.graph.rule_of", "bench.verify.rules.compare.rule_of"):
         monkeypatch.setattr(place, along)
     call = ("aten.softmax.int", (torch.randn(6, 4, dtype=torch.float64), 1), {})
     finding = compare.held_against_truth(call, enumerate_cuts=False)

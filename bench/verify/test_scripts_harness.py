@@ -32,7 +32,7 @@ from torch import nn
 def net(): return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 1))
 def rows(): return [(x, x.sum().view(1)) for x in torch.randn(10, 3)]
 """
-DIVIDED = {"1+": "import weft", "5+": "model = weft.auto_parallelize(model, loader, plan='{plan}')"}
+DIVIDED = {"1+": "import shardwise", "5+": "model = shardwise.auto_parallelize(model, loader, plan='{plan}')"}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_right_change_is_equal_and_a_wrong_one_is_not(case: Case, tmp_path: Pa
     assert len(wanted) == 4  # three losses, and one in evaluation
     found, why = run(case, files, 2, work)
     assert difference(found, wanted) <= 1e-9, why
-    wrong = replace(case, name="wrong", lines={"train.py": {**DIVIDED, "7": "for x, y in weft.shard(loader):"}})  # a rank's own losses
+    wrong = replace(case, name="wrong", lines={"train.py": {**DIVIDED, "7": "for x, y in shardwise.shard(loader):"}})  # a rank's own losses
     found, why = run(wrong, files, 2, work)
     assert difference(found, wanted) > 1e-3, why
 

@@ -24,22 +24,22 @@ from pathlib import Path
 
 import torch
 
+from shardwise.plan.layout import Layout
+from shardwise.zoo.names import published_sizes
 from tests.support.verified_models import LIMIT_S, TOLERANCE, Row, Subject, layouts, random_layouts, run_case
-from weft.plan.layout import Layout
-from weft.zoo.names import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def models() -> list[str]:
     """The tiny size of every family, the Hugging Face configurations, and the models of the tests and examples."""
-    zoo = [name for name in sizes() if name.endswith("-tiny")]
+    zoo = [name for name in published_sizes() if name.endswith("-tiny")]
     library = [f"hf:{path.relative_to(ROOT)}" for path in sorted((ROOT / "tests/torch/hf").glob("*.json"))]
     return [*zoo, *library, "examples/own_model.py:make", *odd_models()]
 
 
 def odd_models() -> list[str]:
-    """Models that nobody wrote for weft: `tests/support/odd_models.py:NAME`."""
+    """Models that nobody wrote for shardwise: `tests/support/odd_models.py:NAME`."""
     file = ROOT / "tests/support/odd_models.py"
     if not file.is_file():
         return []
@@ -157,7 +157,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks run; several share a GPU")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, after every case")
     parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: take the rows of these files, the last word on each case")
-    parser.add_argument("--document", metavar="FILE", help="write the table there, as docs/benchmarks/verify.md is made, and every case beside it in data/")
+    parser.add_argument(
+        "--document", metavar="FILE", help="write the table there, as docs/benchmarks/verify.md is made, and every case beside it in data/"
+    )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     counts = [int(word) for word in given.ranks.split(",")]

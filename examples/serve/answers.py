@@ -2,7 +2,7 @@
 
 Each quarter of a picture may hold a ring, square or cross in red, green or blue. A question is two words, a tone each: what is asked
 (colour, shape, how many) and of which quarter. The models are trained for some seconds where this file is imported first; their weights are
-kept in the folder for temporary files. `weft serve profile examples/serve/answers.toml` measures their speed and accuracy.
+kept in the folder for temporary files. `shardwise serve profile examples/serve/answers.toml` measures their speed and accuracy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.zoo import resnet
+from shardwise.zoo import resnet
 
 SIDE, QUARTERS, KINDS = 48, 4, 3  # pixels; kinds of shapes, and of colours
 SAMPLES, RATE_HZ, WORD = 1600, 4000, 600  # of a waveform, samples of a word
@@ -65,7 +65,7 @@ class Looking(nn.Module):
 
     def __init__(self, blocks: tuple[int, ...], base: int) -> None:
         super().__init__()
-        self.body = resnet.Model(resnet.Config(blocks=blocks, bottleneck=False, base=base, image=SIDE, classes=2 * (KINDS + 1)))
+        self.body = resnet.ResNet(resnet.ResNetConfig(blocks=blocks, bottleneck=False, base=base, image=SIDE, classes=2 * (KINDS + 1)))
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.body.layers(self.body.stem(pixels))
@@ -122,7 +122,7 @@ LISTENING: dict[str, Net] = {"short": (lambda: Listening(16, 80, 8), 80), "long"
 def _trained() -> dict[str, dict[str, Tensor]]:
     """Weights by model, from one seed; those of this very file are trained once and kept."""
     text = Path(__file__).read_bytes() + torch.__version__.encode()
-    kept = Path(tempfile.gettempdir()) / f"weft-answers-{os.getuid()}-{hashlib.sha256(text).hexdigest()[:12]}.pt"
+    kept = Path(tempfile.gettempdir()) / f"shardwise-answers-{os.getuid()}-{hashlib.sha256(text).hexdigest()[:12]}.pt"
     if kept.exists():
         return dict(torch.load(kept, weights_only=True))
     threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Vehicle tracking over clips of four frames: detector, re-identification, tracker. Clips are drawn here: textured squares on noise.
 
 Nothing is trained: detectors look for blocks of high energy at one scale or another, re-identification compares textures by few or many
-numbers, so that variants really differ in speed and accuracy. `weft serve profile examples/serve/tracking.toml` measures both.
+numbers, so that variants really differ in speed and accuracy. `shardwise serve profile examples/serve/tracking.toml` measures both.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ layout = "data=2 zero=1 threads=1 precision=float64"
 
 def plan_of(model: str, batch: int, cluster: str, layout: str) -> dict[str, Any]:
     """Return what a plan says in numbers: layout, shards, prediction, candidates, and the numbers in its reasons."""
-    from weft import plan
-    from weft.errors import WeftError
-    from weft.report.tables import plan_record
+    from shardwise import plan
+    from shardwise.errors import ShardwiseError
+    from shardwise.report.tables import plan_record
 
     try:
         chosen = plan(model, batch, cluster=cluster, layout=layout or None)
-    except WeftError as error:
+    except ShardwiseError as error:
         return {"refused": type(error).__name__, "numbers": NUMBER.findall(str(error))}
     record = json.loads(json.dumps(plan_record(chosen)))
     del record["planning_time_s"]
@@ -57,7 +57,7 @@ def plan_of(model: str, batch: int, cluster: str, layout: str) -> dict[str, Any]
 
 def program_of(schedule: str, stages: int, microbatches: int, chunks: int) -> str:
     """Return the text of a schedule's program."""
-    from weft.schedules import build
+    from shardwise.schedules import build
 
     return str(build(schedule, stages, microbatches, chunks=chunks))
 
@@ -87,7 +87,7 @@ def run_of(folder: Path, kill_at: int = 0) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("Whoever makes a thing twice has found a way to make it three times. " * 120)
     (folder / "train.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "weft", "train", "train.toml", "run.folder=run", "--json"]
+    command = [sys.executable, "-m", "shardwise", "train", "train.toml", "run.folder=run", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = folder / "run" / "metrics.jsonl"

@@ -1,7 +1,7 @@
-"""More models that nobody wrote for weft, small and awkward: each holds many ways of computing of one kind.
+"""More models that nobody wrote for shardwise, small and awkward: each holds many ways of computing of one kind.
 
 Every factory returns (module, batch) or (module, batch, loss), 8 samples in dimension 0 (4 where all sizes are alike), and draws from its
-own generator only. `weft verify tests/support/awkward_models.py:NAME`.
+own generator only. `shardwise verify tests/support/awkward_models.py:NAME`.
 """
 
 from __future__ import annotations

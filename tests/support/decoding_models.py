@@ -1,4 +1,4 @@
-"""Small decoders: Hugging Face's GPT-2, Llama (two queries share a head of keys) and Mixtral, weft's own, and what is none."""
+"""Small decoders: Hugging Face's GPT-2, Llama (two queries share a head of keys) and Mixtral, shardwise's own, and what is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.zoo import gpt
+from shardwise.zoo import gpt
 
 LAYERS, HEADS, KEYS, WIDTH, VOCABULARY = 2, 4, 2, 8, 96
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
@@ -49,7 +49,7 @@ def _sizes() -> dict[str, int]:
 
 
 def own() -> nn.Module:
-    return gpt.Model(gpt.Config(vocabulary=VOCABULARY, sequence=64, hidden=32, layers=LAYERS, heads=HEADS))
+    return gpt.GPT(gpt.GPTConfig(vocabulary=VOCABULARY, sequence=64, hidden=32, layers=LAYERS, heads=HEADS))
 
 
 class Averaging(nn.Module):

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from weft.model.sharding.axis_problem import AxisProblem, Choice
-from weft.model.work import differentiable, storages, work
-from weft.plan.placement import D, Placement, R, Shard, is_shard
+from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
+from shardwise.model.work import differentiable_values, operator_work, storage_roots
+from shardwise.plan.ir.placement import D, Placement, R, Shard, is_shard
 
 # Bytes that a rank sends, in parts of the tensor's (n - 1)/n, forward and backward; None where no bytes move. An all-reduce
 # (2) has a latency, the others half of one.
@@ -37,14 +37,14 @@ class Everything:
 
     def __init__(self, axis: AxisProblem, weight: float = 4, gradient: float = 4, optimizer: float = 8):
         self.axis, self.graph = axis, axis.graph
-        self.choices = [axis.choices(op) for op in self.graph.operators]
+        self.choices = [axis.strategies(op) for op in self.graph.operators]
         self.least_after = [0.0]
         for row in reversed(self.choices):
             self.least_after.append(self.least_after[-1] + min(c.cost_s for c in row))
         self.least_after.reverse()
-        self.asked = differentiable(self.graph)
-        self.root = storages(self.graph)
-        self.works = work(self.graph)
+        self.asked = differentiable_values(self.graph)
+        self.root = storage_roots(self.graph)
+        self.works = operator_work(self.graph)
         self.widths = (weight, gradient, optimizer)
         self.fixed = {v.value for v in (*self.graph.inputs, *self.graph.constants)}
 
@@ -79,7 +79,7 @@ class Everything:
     def lies(self, value: str) -> list[str]:
         """Forms in which a parameter may be stored."""
         shape, n = self.graph.tensors[value].shape, self.axis.n
-        return [R, *(Shard(d) for d, size in enumerate(shape) if size % n == 0 and d not in self.axis.taken.get(value, ()))]
+        return [R, *(Shard(d) for d, size in enumerate(shape) if size % n == 0 and d not in self.axis.taken_dims.get(value, ()))]
 
     def touch(self, value: str, form: str) -> float:
         """Seconds of reading and writing gradient and states."""
@@ -88,7 +88,7 @@ class Everything:
     @property
     def count(self) -> int:
         """How many placements there are, those that cannot be among them."""
-        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.placed}
+        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.state}
         return prod(len(row) for row in self.choices) * prod(len(self.lies(value)) for value in read)
 
     def cheapest(self, bound: float = float("inf")) -> float:
@@ -105,14 +105,19 @@ class Everything:
     def cost_of(self, words: dict[str, str], stored: dict[str, str]) -> float:
         """Seconds of one placement."""
         rows = zip(self.graph.operators, self.choices, strict=True)
-        chosen = [next(c for c in row if c.word == words[op.site]) for op, row in rows]
-        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.placed}
+        chosen = [next(c for c in row if c.plan_name == words[op.site]) for op, row in rows]
+        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.state}
         lies = {value: stored.get(value, R) for value in read}
         work_s = sum(c.cost_s for c in chosen) + sum(self.touch(value, form) for value, form in lies.items())
         return work_s + self.moves(chosen, lies)
 
     def _descend(
-        self, i: int, cost: float, chosen: list[Choice], stored: dict[str, Placement], held: dict[str, tuple[Placement, ...]] | None
+        self,
+        i: int,
+        cost: float,
+        chosen: list[OperatorStrategy],
+        stored: dict[str, Placement],
+        held: dict[str, tuple[Placement, ...]] | None,
     ) -> Iterator[Tried]:
         """All that follow from these choices. `held`: forms of every value, where what must cost too much is left out; else None."""
         if i == len(self.choices):
@@ -121,10 +126,10 @@ class Everything:
             if held is not None:
                 self.best = min(self.best, seconds)
             elif seconds < float("inf"):
-                words = {op.site: choice.word for op, choice in zip(self.graph.operators, chosen, strict=True)}
+                words = {op.site: choice.plan_name for op, choice in zip(self.graph.operators, chosen, strict=True)}
                 yield Tried(words, stored, seconds, self.size_bytes(chosen, stored))
             return
-        new = [v for v in dict.fromkeys(self.graph.operators[i].inputs) if v in self.axis.placed and v not in stored]
+        new = [v for v in dict.fromkeys(self.graph.operators[i].inputs) if v in self.axis.state and v not in stored]
         ways: list[dict[str, Placement]] = [{}]
         for value in new:
             ways = [{**way, value: form} for way in ways for form in self.lies(value)]
@@ -139,21 +144,23 @@ class Everything:
                         continue
                 yield from self._descend(i + 1, least, [*chosen, choice], {**stored, **way}, after)
 
-    def _at_least(self, i: int, choice: Choice, held: dict[str, tuple[Placement, ...]]) -> tuple[float, dict[str, tuple[Placement, ...]]]:
+    def _at_least(
+        self, i: int, choice: OperatorStrategy, held: dict[str, tuple[Placement, ...]]
+    ) -> tuple[float, dict[str, tuple[Placement, ...]]]:
         """(least seconds of the moves before an operator, forms held): what is whole may yet turn out to hold summands of gradients."""
         op = self.graph.operators[i]
         total = 0.0
-        for value, need in zip(op.inputs, choice.needs, strict=True):
+        for value, need in zip(op.inputs, choice.input_placements, strict=True):
             now = held.get(value, (R,))
             if need is not None and need not in now and not (need is D and R in now):
                 sources = {*now, D} if R in now and need is not R else set(now)
                 total += min(self.move(value, source, need) for source in sources)
             if need is not None:
                 held[value] = now if need in now else (*now, need)
-        held.update({value: (form,) for value, form in zip(op.outputs, choice.makes, strict=True)})
+        held.update({value: (form,) for value, form in zip(op.outputs, choice.output_placements, strict=True)})
         return total, held
 
-    def moves(self, chosen: list[Choice], stored: dict[str, Placement]) -> float:
+    def moves(self, chosen: list[OperatorStrategy], stored: dict[str, Placement]) -> float:
         """Seconds of all redistributions and sums of gradients, summands of gradients passed on as far as they may be."""
         operators = self.graph.operators
         needs, whole, reads = self._deferred(chosen)
@@ -171,16 +178,16 @@ class Everything:
                 if need is not None and need not in now:
                     total += min(self.move(value, source, need) for source in now)
                     now.append(need)
-            for value, form in zip(op.outputs, choice.makes, strict=True):
+            for value, form in zip(op.outputs, choice.output_placements, strict=True):
                 held[value] = [D if value in whole else form]
         return total
 
-    def _deferred(self, chosen: list[Choice]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
+    def _deferred(self, chosen: list[OperatorStrategy]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
         """What operators need, which values are whole with summands for gradients, and in which forms every value is read.
 
         From the last operator to the first: a replicated one whose result is read as D alone reads D itself.
         """
-        needs: list[list[str | None]] = [list(choice.needs) for choice in chosen]
+        needs: list[list[str | None]] = [list(choice.input_placements) for choice in chosen]
         whole: set[str] = set()
         reads: dict[str, set[str]] = {value: set() for value in self.graph.tensors}
         for i in reversed(range(len(chosen))):
@@ -194,7 +201,7 @@ class Everything:
                     reads[value].add(need)
         return needs, whole, reads
 
-    def size_bytes(self, chosen: list[Choice], stored: dict[str, Placement]) -> float:
+    def size_bytes(self, chosen: list[OperatorStrategy], stored: dict[str, Placement]) -> float:
         """Bytes on one rank of parameters with their states, and of what backward keeps, once for those that have it alike."""
         n = self.axis.n
         total = 0.0
@@ -205,12 +212,12 @@ class Everything:
         for op, choice in zip(self.graph.operators, chosen, strict=True):
             done = self.works[op.name]
             total += done.extra_bytes / (n if choice.label else 1)
-            for value in done.keeps:
+            for value in done.saved:
                 root = self.root.get(value, value)
-                if root in self.axis.placed or root in self.fixed:
+                if root in self.axis.state or root in self.fixed:
                     continue
-                form = dict(zip(op.outputs, choice.makes, strict=True)).get(value)
-                for read, need in reversed(list(zip(op.inputs, choice.needs, strict=True))):
+                form = dict(zip(op.outputs, choice.output_placements, strict=True)).get(value)
+                for read, need in reversed(list(zip(op.inputs, choice.input_placements, strict=True))):
                     form = need or R if read == value else form
                 kept.add((root, form is not None and is_shard(form)))
         return total + sum(self.graph.tensors[root].size_bytes / (n if cut else 1) for root, cut in kept)

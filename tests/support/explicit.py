@@ -1,6 +1,7 @@
-"""Pipeline programs run once more, on words: an explicit-state simulator that shares no line with weft's.
+"""Pipeline programs run once more, on words: an explicit-state simulator that shares no line with shardwise's.
 
-What it knows stands in docs/schedules.md and at the head of `weft.plan.program`. Ranks move as far as they can; a rank stops for ever at
+What it knows stands in docs/schedules.md and at the head of `shardwise.plan.ir.program`. Ranks move as far as they can; a rank stops for
+ever at
 its first mistake, and the others go on.
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.world.launch.launch import ENGINE, Launcher
 from tests.support.processes import children_of, gone
-from weft.world.launch import ENGINE, Launcher
 
 TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Models with functions whose backward is the user's own, as papers and libraries have them: surrogate gradients, fused layers, losses.
 
-Every factory returns (module, batch), 8 samples in dimension 0. `weft verify tests/support/function_models.py:NAME`.
+Every factory returns (module, batch), 8 samples in dimension 0. `shardwise verify tests/support/function_models.py:NAME`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
 
 
 def gpt(layers: int = 2, hidden: int = 64, heads: int = 4, sequence: int = 32, vocabulary: int = 512, batch: int = 8) -> Graph:

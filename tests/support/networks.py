@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-INTERFACE = "weft0"
+INTERFACE = "shardwise0"
 SUBNET = "10.88.0"
 # What Linux always has. One that paces by what it believes of the path (BBR) made one step in five 60 ms longer, where ranks send and wait.
 CONTROL = "reno"
@@ -42,8 +42,8 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         check_possible()
-        own = [f"weft{os.getpid()}h{i}" for i in range(self.count)]
-        switch = f"weft{os.getpid()}s"
+        own = [f"shardwise{os.getpid()}h{i}" for i in range(self.count)]
+        switch = f"shardwise{os.getpid()}s"
         everything = [*own, *([switch] if self.count > 2 else [])]
         self._guard = subprocess.Popen(["sh", "-c", GUARD, "guard", *everything], stdin=subprocess.PIPE, start_new_session=True)
         self.names = own

@@ -1,4 +1,5 @@
-"""Small models that nobody wrote for weft, each with something in it that is hard to split. `weft verify tests/support/odd_models.py:NAME`.
+"""Small models that nobody wrote for shardwise, each with something in it that is hard to split. `shardwise verify
+tests/support/odd_models.py:NAME`.
 
 Every factory returns (module, batch, loss) or (module, batch), 16 samples in dimension 0, and draws from its own generator only.
 """
@@ -595,7 +596,7 @@ def branch_norm() -> Any:
     return _BranchNorm(), (_normal(N, 6),), lambda output, batch: F.mse_loss(output, batch[0])
 
 
-@torch.library.custom_op("weft_odd_models::halved", mutates_args=())
+@torch.library.custom_op("shardwise_odd_models::halved", mutates_args=())
 def _halved(x: Tensor) -> Tensor:
     if x.dtype is not torch.float32:
         raise RuntimeError(f"expected Float32, got {'Double' if x.dtype is torch.float64 else x.dtype}")

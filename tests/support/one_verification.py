@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import weft
+import shardwise
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,5 +27,5 @@ def verified(model: str, layout: str, batch: int, device: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    found = weft.verify(sys.argv[1], sys.argv[2], int(sys.argv[3]), device=sys.argv[4])
+    found = shardwise.verify(sys.argv[1], sys.argv[2], int(sys.argv[3]), device=sys.argv[4])
     print(json.dumps({"ok": found.ok, "worst": found.worst, "text": str(found)}))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
 
 # By columns and rows; the table by vocabulary, so that the logits are made in pieces and the user's loss still sees them whole.
 CUT = (("up.weight", 0), ("up.bias", 0), ("down.weight", 1), ("emb.weight", 0))

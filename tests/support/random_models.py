@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.capture.experts import from_experts, of_experts, to_experts
-from weft.plan.grid import grids_of
-from weft.plan.layout import Layout
+from shardwise.capture.experts import from_experts, of_experts, to_experts
+from shardwise.plan.ir.grid import grids_of
+from shardwise.plan.layout import Layout
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 SPREAD = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -239,7 +239,7 @@ def batch_of(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def layout_of(seed: int, ranks: int) -> Layout:
-    """A layout of so many ranks, every key drawn by itself; it may be one that weft refuses. Raises LayoutError for words that exclude
+    """A layout of so many ranks, every key drawn by itself; it may be one that shardwise refuses. Raises LayoutError for words that exclude
     each other."""
     rng = random.Random(seed + 2)
     axes: dict[str, Any] = dict.fromkeys(("data", "tensor", "pipeline", "spatial", "channel", "branch", "expert"), 1)

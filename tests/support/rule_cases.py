@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.capture.functions import Call, call_of, function_of
-from weft.lower.kernels.randomness import Draw
-from weft.lower.local import LocalStage, Lowering, lower
-from weft.model import graph as data
-from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
-from weft.model.sharding.axis_problem import AxisProblem, Choice
-from weft.model.sharding.axis_values import Given, Others
-from weft.model.sharding.sharding import Prices, Sharding
-from weft.model.stages.stages import Stage
-from weft.plan.placement import D, P, Placement, R, Shard, is_halo, is_shard, shard
+from shardwise.capture.autograd_functions import FunctionCall, call_of, function_of
+from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.local import LocalStage, Lowering, lower
+from shardwise.model import graph as data
+from shardwise.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
+from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
+from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
+from shardwise.model.sharding.sharding import Prices, Sharding
+from shardwise.model.stages.stages import Stage
+from shardwise.plan.ir.placement import D, P, Placement, R, Shard, is_halo, is_shard, shard
 
 TOLERANCE = 1e-10
 
@@ -47,7 +47,7 @@ class Meeting:
 
 @dataclass
 class ThreadGroup:
-    """`weft.world.group.Group`'s collectives, by their definitions, between threads of this process."""
+    """`shardwise.world.comm.group.Group`'s collectives, by their definitions, between threads of this process."""
 
     meeting: Meeting
     index: int
@@ -76,7 +76,7 @@ class ThreadGroup:
         return torch.cat([_part(part, Shard(split_dim, split_lengths), self.size, self.index) for part in self._all(x)], concat_dim)
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """As weft's; what comes must have the shapes that are waited for."""
+        """As shardwise's; what comes must have the shapes that are waited for."""
         everyone = self.meeting.swap(self.index, [x.detach().clone() for x in sent])
         arrived = [row[self.index] for row in everyone]
         assert [list(x.shape) for x in arrived] == [list(shape) for shape in shapes]
@@ -138,7 +138,7 @@ def function_case(cls: Any, *args: Any) -> Case:
     numbers = iter(range(len(tensors)))
     given = tuple(Slot(next(numbers)) if isinstance(a, Tensor) else a for a in args)
     spec = {n: data.Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
-    function, does = function_of(Call(cls, given, (), tuple(map(str, given))), tuple(spec.values()), {})
+    function, does = function_of(FunctionCall(cls, given, (), tuple(map(str, given))), tuple(spec.values()), {})
     names = tuple(f"y.{i}" for i in range(len(does.outputs)))
     spec.update({n: does.tensors[v] for n, v in zip(names, does.outputs, strict=True)})
     op = Operator("y", FUNCTION, (function, *map(Ref, tensors)), (), names, cls.__name__, True)
@@ -161,26 +161,26 @@ def _full(target: str) -> str:
     return target if target.count(".") == 2 else f"aten.{target}"
 
 
-def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[Choice]:
+def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[OperatorStrategy]:
     """Every cut of the operator into n parts that its rule allows; by `rule` instead of its own, where one is given."""
-    problem = AxisProblem(case.graph, axis, n, Prices(), Given(), Others(taken or {}))
-    problem.meanings = None  # what an axis is for does not matter here
+    problem = AxisProblem(case.graph, axis, n, Prices(), FixedShards(), OtherAxes(taken or {}))
+    problem.weight_label_meanings = None  # what an axis is for does not matter here
     if rule is not None:
         problem.rules[case.op.name] = rule
-    return [choice for choice in problem.choices(case.op) if choice.label]
+    return [choice for choice in problem.strategies(case.op) if choice.label]
 
 
-def difference(case: Case, cuts: dict[str, tuple[int, Choice]]) -> str:
+def difference(case: Case, cuts: dict[str, tuple[int, OperatorStrategy]]) -> str:
     """What the cut operator gets wrong, "" where nothing. `cuts`: axis -> (number of parts, choice)."""
     want, want_grads, want_left, seeds = _whole(case)
     op, sizes = case.op, {axis: n for axis, (n, _) in cuts.items()}
     forms: dict[str, dict[str, Placement]] = {v.value: {} for v in case.graph.variables}
     for axis, (n, choice) in cuts.items():
-        for value, need in zip(op.inputs, choice.needs, strict=True):
+        for value, need in zip(op.inputs, choice.input_placements, strict=True):
             forms[value].setdefault(axis, _stored(case, value, need, n))
-        for value, made in zip(op.outputs, choice.makes, strict=True):
+        for value, made in zip(op.outputs, choice.output_placements, strict=True):
             forms.setdefault(value, {})[axis] = made
-    rows = tuple({axis: choice.needs[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
+    rows = tuple({axis: choice.input_placements[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
     labels = {axis: choice.label for axis, (_, choice) in cuts.items()}
     sharding = Sharding(sizes, {op.name: labels}, forms, {op.name: rows}, {}, (), ())
     # Sent, not handed out: then they come in the form in which they are made.
@@ -194,7 +194,7 @@ def difference(case: Case, cuts: dict[str, tuple[int, Choice]]) -> str:
     def rank(at: dict[str, int]) -> Any:
         groups = {axis: ThreadGroup(meetings[axis, _without(at, axis)], at[axis]) for axis in sizes}
         try:
-            local = lower(stage, Lowering(case.graph, sharding, groups, torch.device("cpu"), Draw()))  # type: ignore[arg-type]
+            local = lower(stage, Lowering(case.graph, sharding, groups, torch.device("cpu"), DrawState()))  # type: ignore[arg-type]
             return _piece(case, sharding, local, at, seeds)
         except BaseException:
             for meeting in meetings.values():
@@ -246,7 +246,7 @@ def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, 
         out = called if isinstance(called, tuple) else (called,)
     else:
         out = _call(op.target.removeprefix("aten."), [arg(a) for a in op.args], {k: arg(a) for k, a in op.kwargs})
-    outs = dict(zip(op.outputs, out if op.multiple else [out], strict=True))
+    outs = dict(zip(op.outputs, out if op.returns_sequence else [out], strict=True))
     generator = torch.Generator().manual_seed(1)
     seeds = {n: torch.randn(y.shape, dtype=y.dtype, generator=generator) for n, y in outs.items() if y.requires_grad}
     if seeds:
@@ -266,10 +266,10 @@ def _piece(case: Case, sharding: Sharding, local: LocalStage, at: dict[str, int]
     fixed = case.constants | {b.value for b in case.graph.buffers}
     mine = {}
     for v in case.graph.variables:
-        x = _local(case.tensors[v.value], dict(sharding.forms[v.value]), sharding.sizes, at)
+        x = _local(case.tensors[v.value], dict(sharding.placements[v.value]), sharding.sizes, at)
         mine[v.value] = x.requires_grad_(x.is_floating_point() and v.value not in fixed)
     out = dict(zip(case.op.outputs, local.module(*(mine[v] for v in local.variables)), strict=True))
-    roots = {n: _local(seeds[n], dict(local.forms[n]), sharding.sizes, at) for n in seeds}
+    roots = {n: _local(seeds[n], dict(local.placements[n]), sharding.sizes, at) for n in seeds}
     if roots:
         torch.autograd.backward([out[n] for n in roots], list(roots.values()))
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 
 
 class Builder:

@@ -1,6 +1,6 @@
 """Models whose forward writes their own state: parameters that follow others, queues, codebooks, weights that are held in bounds.
 
-Every factory returns (module, batch), 8 samples in dimension 0. `weft verify tests/support/state_models.py:NAME`.
+Every factory returns (module, batch), 8 samples in dimension 0. `shardwise verify tests/support/state_models.py:NAME`.
 """
 
 from __future__ import annotations

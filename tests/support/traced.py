@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from shardwise.run.engine import Engine
 from tests.support.verified_models import Subject
-from weft.run.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.lower.double import doubled
+from shardwise.lower.float64_mode import compute_in_float64
 
 VOCABULARY = 64
 
@@ -47,7 +47,7 @@ def exactly(model: Any) -> Any:
 
     @wraps(forward)
     def exact(*args: Any, **kwargs: Any) -> Any:
-        with doubled(True):
+        with compute_in_float64(True):
             return forward(*args, **kwargs)
 
     model.forward = exact

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from weft.run import build
+from shardwise.run.rank_model import build
 
 
 def not_summed_over(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
     """From here on no gradient is summed over the axis."""
-    shard = build.shard_of
+    shard = build.shard_graph
 
     def without(*given: Any) -> Any:
         found = shard(*given)
-        return replace(found, gradients={v: tuple(a for a in axes if a != axis) for v, axes in found.gradients.items()})
+        return replace(found, gradient_axes={v: tuple(a for a in axes if a != axis) for v, axes in found.gradient_axes.items()})
 
-    monkeypatch.setattr(build, "shard_of", without)
+    monkeypatch.setattr(build, "shard_graph", without)

@@ -1,6 +1,8 @@
-"""Models as users write them who never saw weft: losses that hold tensors or their model, masks made on the spot, numbers without a dtype.
+"""Models as users write them who never saw shardwise: losses that hold tensors or their model, masks made on the spot, numbers without a
+dtype.
 
-Every factory returns (module, batch) or (module, batch, loss), 8 samples in dimension 0. `weft verify tests/support/user_models.py:NAME`.
+Every factory returns (module, batch) or (module, batch, loss), 8 samples in dimension 0. `shardwise verify
+tests/support/user_models.py:NAME`.
 """
 
 from __future__ import annotations

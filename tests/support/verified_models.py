@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from weft.api import plan as make_plan
-from weft.capture.nesting import batch_size_of
-from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.sharding.sharding import FREE_LINKS, Prices
-from weft.plan.grid import grids_of
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.schedule_sizes import refuse_sizes
-from weft.run.build import Traced
-from weft.run.proof.verification import Verification
-from weft.run.proof.verify import verify_plan
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+from shardwise.api import plan as make_plan
+from shardwise.capture.nesting import batch_size_of
+from shardwise.errors import Infeasible, LayoutError, ModelError
+from shardwise.model.sharding.sharding import FREE_LINKS, Prices
+from shardwise.plan.ir.grid import grids_of
+from shardwise.plan.ir.schedule_sizes import refuse_sizes
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.verify.verification import Verification
+from shardwise.run.verify.verify import verify_plan
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
 TOLERANCE = 1e-9
 LIMIT_S = 60.0
@@ -62,17 +62,17 @@ class Row:
 class Subject:
     """One model, traced once, verified under many layouts. `model`: where the name is not one that resolves."""
 
-    def __init__(self, name: str, batch: int = BATCH, seed: int = 0, model: Resolved | None = None, device: str = "cpu") -> None:
+    def __init__(self, name: str, batch: int = BATCH, seed: int = 0, model: ResolvedModel | None = None, device: str = "cpu") -> None:
         resolved = model or resolve(name)
         most = resolved.default_batch if ".py" in name else batch
         self.name, self.make, self.loss, self.seed, self.device = name, resolved.make, resolved.loss, seed, device
         self.batch = resolved.batch(min(batch, most))
         self.size = batch_size_of(self.batch)
         torch.manual_seed(seed)
-        self.source = Traced.of(self.make)
+        self.source = CachedModelSource.from_model(self.make)
 
     def plan(self, layout: Layout) -> Plan:
-        """The plan of a layout, as `weft.plan` makes it. Raises Infeasible, LayoutError or ModelError where weft refuses it."""
+        """The plan of a layout, as `shardwise.plan` makes it. Raises Infeasible, LayoutError or ModelError where shardwise refuses it."""
         state = torch.random.get_rng_state()
         single = replace(layout, precision="float32")
         found = make_plan(self.make, self.batch, loss=self.loss, cluster="1xcpu-2", layout=single, source=self.source)
@@ -80,7 +80,7 @@ class Subject:
         return replace(found, layout=layout, model=self.name)
 
     def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, eager: str = "", **options: Any) -> Verification:
-        """Verify one layout. Raises WeftError where it is refused or a rank fails.
+        """Verify one layout. Raises ShardwiseError where it is refused or a rank fails.
 
         `eager`: one of EAGER's prices, by which tensors are cut instead of the planner's.
         """
@@ -156,7 +156,7 @@ def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Ra
 
 
 def run_case(subject: Subject, layout: Layout, eager: str, limit_s: float) -> Row:
-    """One row; never raises for what the model or weft does."""
+    """One row; never raises for what the model or shardwise does."""
     began = time.perf_counter()
     shown = str(replace(layout, precision="float32"))
     try:

@@ -16,15 +16,15 @@ from torch import Tensor
 from bench.verify.mutations.collectives import Broken
 from bench.verify.mutations.target import Active, Change, Mutation
 from bench.verify.mutations.weights import install, prepared
+from shardwise.errors import ShardwiseError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.verify.serial import SerialRun
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.verified_models import EAGER, Subject
-from weft.errors import WeftError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.run.proof.serial import Serial
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.world.launch import launch
-from weft.world.world import World
 
 ROOT = Path(__file__).resolve().parents[3]
 ODD = "tests/support/odd_models.py"
@@ -34,7 +34,8 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model under a layout; cut by the prices `eager` of `tests.support.verified_models`, or by the usual ones; gradients are clipped at `clip`."""
+    """A model under a layout; cut by the prices `eager` of `tests.support.verified_models`, or by the usual ones; gradients are clipped
+    at `clip`."""
 
     model: str
     layout: str
@@ -132,7 +133,7 @@ class Runs:
         plan, source = subject.plan(replace(Layout.parse(case.layout), precision="float64")), subject.source
         if case.eager and plan.layout.tensor > 1 and not plan.uncaptured:
             plan, source = replace(plan, shards=()), replace(source, prices=EAGER[case.eager])
-        source.prepare(plan, subject.batch, subject.loss)
+        source.capture_all(plan, subject.batch, subject.loss)
         prepared()
         optimizer = {"name": "adamw", "clip": case.clip}
 
@@ -140,7 +141,7 @@ class Runs:
             active = Active()
             engines = _patch(active, world, plan)
             with active.pause():  # nothing is broken before it is built, since groups connect there
-                world.everyone.connect()
+                world.world_group.connect()
             whole: dict[str, Tensor] | None = None
             for number, change in enumerate([None, *changes]):
                 active.begin(change)
@@ -159,7 +160,7 @@ class Runs:
             error = ""
             try:
                 launch(on_rank, plan.layout.num_ranks, timeout_s=LIMIT_S, show=False)
-            except WeftError as failure:
+            except ShardwiseError as failure:
                 error = f"{type(failure).__name__}: {failure}".split("\n")[0]
             outcomes = []
             for number in range(1, len(changes) + 1):
@@ -184,23 +185,23 @@ def _outcome(of_ranks: Sequence[Any]) -> Outcome:
 def _patch(active: Active, world: World, plan: Plan) -> list[Engine]:
     """Install everything in this rank; returns where its engines will be."""
     engines: list[Engine] = []
-    begin, step = Engine.__init__, Serial.step
+    begin, step = Engine.__init__, SerialRun.step
 
     def init(self: Engine, *args: Any, **options: Any) -> None:
         engines.append(self)
         begin(self, *args, **options)
 
-    def serially(self: Serial, *args: Any, **options: Any) -> Any:
+    def serially(self: SerialRun, *args: Any, **options: Any) -> Any:
         with active.pause():
             return step(self, *args, **options)
 
     install(active)
     Broken(active, world, plan.layout.mesh_of(world.rank)).install()
     Engine.__init__ = init  # type: ignore[method-assign]
-    Serial.step = serially  # type: ignore[method-assign]
+    SerialRun.step = serially  # type: ignore[method-assign]
     return engines
 
 
 def _state(engine: Engine) -> dict[str, Tensor]:
-    pieces = engine.pieces(drain=False)
+    pieces = engine.state_shards(drain=False)
     return {f"{p.kind} {p.name} {p.slot} {p.flat}": p.tensor.detach().double().clone() for p in pieces if not p.tensor.is_complex()}

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
+import shardwise
 from bench.verify.mutations.target import LEFT_OUT, ON_ONE_RANK, SCALED, WRONG_DUAL, WRONG_GROUP, Active, Mutation
-from weft.lower import redistribute
-from weft.plan.mesh import Mesh
-from weft.plan.placement import is_shard, piece
-from weft.plan.transition import transition
-from weft.world import pending as transport
-from weft.world.group import Group
-from weft.world.world import World
+from shardwise.lower import redistribute
+from shardwise.plan.ir.mesh import Mesh
+from shardwise.plan.ir.placement import even_shard_range, is_shard
+from shardwise.plan.ir.transition import transition_between
+from shardwise.world.comm import pending as transport
+from shardwise.world.comm.group import Group
+from shardwise.world.world import World
 
-ROOT = str(Path(weft.__file__).parent) + "/"
+ROOT = str(Path(shardwise.__file__).parent) + "/"
 OPERATIONS = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into", "reduce_scatter", "reduce_scatter_into", "all_to_all", "exchange",
     "exchange_into", "isend", "irecv",
@@ -41,7 +41,7 @@ OTHER_DUAL = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 
 
 def module_of(file: str) -> str:
-    """`run/engine` of a file of weft; empty of any other."""
+    """`run/engine` of a file of shardwise; empty of any other."""
     return file.removeprefix(ROOT).removesuffix(".py") if file.startswith(ROOT) else ""
 
 
@@ -166,7 +166,7 @@ class Broken:
         """The ranks along the first axis inside a stage that are not these."""
         if self._world.num_ranks != self._mesh.num_ranks or sorted(group.ranks) != list(group.ranks):
             return None
-        for axis in self._mesh.inside:
+        for axis in self._mesh.stage_axes:
             ranks = self._mesh.group(self._world.rank, axis)
             if len(ranks) > 1 and ranks != group.ranks:
                 return self._world.group(ranks)
@@ -174,19 +174,19 @@ class Broken:
 
     def _break_duals(self) -> None:
         """What brings a gradient back, by the two placements that it goes between."""
-        backward, active = redistribute._Redistributed.backward, self._active
+        backward, active = redistribute._Redistribute.backward, self._active
 
         def broken(ctx: Any, grad: Tensor) -> Any:
             right = backward(ctx, grad)
             source, target = ctx.way
-            other = OTHER_DUAL.get(transition(source, target).collective)
+            other = OTHER_DUAL.get(transition_between(source, target).collective)
             mutation = Mutation(f"lower/redistribute.backward {source} to {target}", "dual", WRONG_DUAL)
             if other is None or ctx.group.size == 1 or not active.hit(mutation):
                 return right
             dim = next((form.dim for form in (source, target) if is_shard(form)), 0)
             return (_dual(other, grad, right[0].shape, ctx.group, dim), *right[1:])
 
-        redistribute._Redistributed.backward = staticmethod(broken)  # type: ignore[method-assign]
+        redistribute._Redistribute.backward = staticmethod(broken)  # type: ignore[method-assign]
 
 
 def _dual(name: str, grad: Tensor, shape: torch.Size, group: Group, dim: int) -> Tensor:
@@ -196,14 +196,14 @@ def _dual(name: str, grad: Tensor, shape: torch.Size, group: Group, dim: int) ->
         group.all_reduce(out)
         return out
     if name == "slice":
-        return grad.narrow(dim, *piece(grad.shape[dim], group.size, group.index)).contiguous()
+        return grad.narrow(dim, *even_shard_range(grad.shape[dim], group.size, group.index)).contiguous()
     if name == "reduce_scatter":
         return group.reduce_scatter(grad, dim)
     if name == "all_gather":
         return group.all_gather(grad.contiguous(), dim)
     if name == "pad":
         out = grad.new_zeros(shape)
-        out.narrow(dim, *piece(shape[dim], group.size, group.index)).copy_(grad)
+        out.narrow(dim, *even_shard_range(shape[dim], group.size, group.index)).copy_(grad)
         return out
     return grad
 
@@ -221,7 +221,7 @@ def _left_out(name: str, plain: Callable[..., Any], group: Group, args: tuple[An
         return whole if length is None else whole.narrow(dim, 0, min(length, whole.shape[dim]))
     if name == "reduce_scatter":
         dim = args[1] if len(args) > 1 else options.get("dim", 0)
-        return x.narrow(dim, *piece(x.shape[dim], group.size, group.index)).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, *even_shard_range(x.shape[dim], group.size, group.index)).clone(memory_format=torch.contiguous_format)
     if name == "all_to_all":
         return torch.zeros_like(plain(group, *args, **options))
     if name == "exchange":

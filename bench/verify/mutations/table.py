@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from bench.verify.mutations.cases import CASES, Case, Outcome, Runs
 from bench.verify.mutations.target import FAR, ON_ONE_RANK, SCALED, Change, Mutation
 from bench.verify.mutations.weights import static_sites
-from weft.plan.layout import Layout
+from shardwise.plan.layout import Layout
 
 SEEN, FAR_SEEN, FAILED, SAME, MISSED = "seen", "seen off by 1e-3", "ends the run", "changes nothing", "missed"
 STATE_ERROR = 1e-11  # relative, between the training states of two runs of which one is broken: rounding
@@ -116,7 +116,8 @@ def document(found: Sequence[Row], unreached: Sequence[str]) -> str:
         "# Mutations",
         "",
         "Written by `scripts/validate mutations`. Every collective and every weight of a sum in the runtime is broken once, in small",
-        "models under layouts that use it, and `weft verify` must see it. Collectives are taken where they all go through, by who asks",
+        "models under layouts that use it, and `shardwise verify` must see it. Collectives are taken where they all go through, by who "
+        "asks",
         "for them; weights are every product, quotient, mean and interpolation of floating-point numbers in `lower` and `run`; duals are",
         "those of the redistributions, each taken for the other of its shape. *Left out*: members keep what is their own. *Wrong group*:",
         "the ranks along another axis. *On one rank*: only the last member's result is off. What carries the comparison is not broken.",

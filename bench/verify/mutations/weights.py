@@ -84,7 +84,7 @@ def prepared() -> dict[str, tuple[ModuleType, list[tuple[FunctionType, CodeType]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         path = file.removeprefix(ROOT).removesuffix(".py")
-        if not (name.startswith("weft.") and path.split("/")[0] in FOLDERS and file.endswith(".py")) or path in SHARED:
+        if not (name.startswith("shardwise.") and path.split("/")[0] in FOLDERS and file.endswith(".py")) or path in SHARED:
             continue
         wrap = _Wrap(path)
         tree = ast.fix_missing_locations(wrap.visit(ast.parse(Path(file).read_text(encoding="utf-8"))))

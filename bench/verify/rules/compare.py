@@ -1,8 +1,9 @@
-"""One call of an operator: weft's rule held against brute force.
+"""One call of an operator: shardwise's rule held against brute force.
 
 In: a call from `truth`. Out: a `Finding`: which cuts the rule offers, which of them are wrong, and which right ones it does not offer.
 
-A cut that the rule offers is wrong if the operator as weft lowers it (kernels and collectives included) differs from the whole in values or
+A cut that the rule offers is wrong if the operator as shardwise lowers it (kernels and collectives included) differs from the whole in
+values or
 gradients, or, where it needs no kernel, if torch's own validation refuses it. Right cuts are enumerated: every way to hold each input whole
 or in pieces of one dimension, and each output whole, in pieces or as summands. Inputs that are summands are not enumerated.
 """
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from bench.verify.rules import truth
-from tests.support import rule_cases as pieces
 from bench.verify.rules.truth import Call
-from weft.ops import Rule, record_of, rule_of
-from weft.plan.placement import D, Placement
+from shardwise.ops import Rule, record_of, rule_of
+from shardwise.plan.ir.placement import D, Placement
+from tests.support import rule_cases as pieces
 
 MOST_INPUTS = 4  # of more, as of a list of tensors, cuts are not enumerated
 RANKS = truth.RANKS
@@ -55,8 +56,8 @@ def held_against_truth(call: Call, enumerate_cuts: bool = True) -> Finding | Non
     wrong = list(pieces.check(case, (RANKS,))) if choices else []
     offered: list[tuple[tuple[str | None, ...], tuple[str, ...]]] = []
     for choice in choices:
-        needs = dict(zip(case.op.inputs, choice.needs, strict=True))
-        inputs, outputs = tuple(_word(needs.get(name)) for name in case.tensors), tuple(str(form) for form in choice.makes)
+        needs = dict(zip(case.op.inputs, choice.input_placements, strict=True))
+        inputs, outputs = tuple(_word(needs.get(name)) for name in case.tensors), tuple(str(form) for form in choice.output_placements)
         offered.append((inputs, outputs))
         if rule is not None and choice.label not in rule.kernels and not _adds_a_bias(case, rule, choice.label):
             said = truth.refuted(call, _in_order(call, case, [word or "R" for word in inputs]), outputs)
@@ -76,7 +77,7 @@ def _covers(cut: Cut, offer: tuple[tuple[str | None, ...], tuple[str, ...]]) -> 
 
 
 def _adds_a_bias(case: pieces.Case, rule: Rule, label: str) -> bool:
-    """Whether summands come with a bias, which weft adds once: the operator on pieces would add it on every rank."""
+    """Whether summands come with a bias, which shardwise adds once: the operator on pieces would add it on every rank."""
     return record_of(case.op).bias is not None and all(label not in labels for labels in rule.outputs)
 
 

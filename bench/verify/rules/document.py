@@ -1,4 +1,4 @@
-"""docs/benchmarks/rules.md: how many rules are right, and which right cuts weft does not offer."""
+"""docs/benchmarks/rules.md: how many rules are right, and which right cuts shardwise does not offer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from bench.verify.rules.compare import Cut, Finding
-from weft.ops import RECORDS
-from weft.ops.made import unsharded
+from shardwise.ops import RECORDS
+from shardwise.ops.creation import replicated_rule
 
 HEAD = """# Factor rules beside brute force
 
 Written by `scripts/validate rules`. PyTorch has samples of the arguments of some 700 operators (`OpInfo`). Each is traced, and each
 operator that comes out is held against every way to cut it over two ranks.
 
-- A cut that a rule offers is run as weft lowers it, kernels and collectives included, in float64: outputs, gradients of all inputs and
+- A cut that a rule offers is run as shardwise lowers it, kernels and collectives included, in float64: outputs, gradients of all inputs and
   buffers must equal the operator on whole tensors. Where it needs no kernel, `torch.distributed.tensor._ops.strategy_validation` must
   find it right, too.
 - Right cuts are enumerated: each input whole or in pieces of a dimension, each output whole, in pieces or as summands. What the same
@@ -65,7 +65,7 @@ def write(path: Path, found: Sequence[Finding], ended: Sequence[str] = ()) -> No
 
 def _names() -> set[str]:
     """Operators that rules name."""
-    return {name.split(".")[1] for name, op in RECORDS.items() if op.rule is not None and op.rule is not unsharded}
+    return {name.split(".")[1] for name, op in RECORDS.items() if op.rule is not None and op.rule is not replicated_rule}
 
 
 def _lacks(found: Sequence[Finding], ruled: bool) -> dict[tuple[str, Cut], int]:

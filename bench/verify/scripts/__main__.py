@@ -107,7 +107,7 @@ def run(case: Case, files: dict[str, str], ranks: int, work: Path) -> tuple[list
         port = free.getsockname()[1]
     children = []
     for rank in range(max(ranks, 1)):
-        told = {"WEFT_CACHE": str(folder.parent / "captures"), **case.environment}
+        told = {"SHARDWISE_CACHE": str(folder.parent / "captures"), **case.environment}
         if ranks > 1:
             told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

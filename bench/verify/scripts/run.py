@@ -5,7 +5,7 @@ script itself reads of tensors (`loss.item()`, `float(loss)`), training or not, 
 transformers logged.
 
 Both runs are of float64, so that rounding hides nothing: the default dtype is, and the original's models compute so where libraries name
-float32. The original's models draw random numbers from weft's stream (`run/uncaptured/eager_draws`): torch's belong to no sample.
+float32. The original's models draw random numbers from shardwise's stream (`run/uncaptured/eager_draws`): torch's belong to no sample.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.lower.double import doubled
-from weft.run.uncaptured.eager_draws import Draws
+from shardwise.lower.float64_mode import compute_in_float64
+from shardwise.run.uncaptured.eager_draws import ReproducibleDraws
 
 STANDINS = Path(__file__).parent / "standins"
 TIMES = ("runtime", "per_second", "flos", "epoch", "step")  # of what trainers log
@@ -77,7 +77,7 @@ def _record(numbers: Numbers, folder: str) -> None:
 
 
 def _draw_alike(double: bool) -> None:
-    """Let every model draw from weft's stream, and compute in float64 where its own code says float32."""
+    """Let every model draw from shardwise's stream, and compute in float64 where its own code says float32."""
     inside: list[nn.Module] = []
     known: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
     kept: Any = nn.Module.__call__
@@ -85,13 +85,13 @@ def _draw_alike(double: bool) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside or next(self.parameters(), None) is None:
             return kept(self, *args, **kwargs)
-        draws = known.setdefault(self, [Draws(torch.initial_seed(), double), 0])
+        draws = known.setdefault(self, [ReproducibleDraws(torch.initial_seed(), double), 0])
         draws[1] += _is_counted(args) and _is_counted(kwargs)
         draws[0].start(draws[1])
         state = torch.random.get_rng_state()
         inside.append(self)
         try:
-            with doubled(double), draws[0]:
+            with compute_in_float64(double), draws[0]:
                 output = kept(self, *args, **kwargs)
         finally:
             inside.clear()
@@ -102,7 +102,7 @@ def _draw_alike(double: bool) -> None:
 
 
 def _is_counted(value: Any) -> bool:
-    """Whether weft counts a call with it as a step of the model's random numbers: not with a cache that grows, as in generation."""
+    """Whether shardwise counts a call with it as a step of the model's random numbers: not with a cache that grows, as in generation."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return all(map(_is_counted, value)) if isinstance(value, tuple | list) else isinstance(value, Tensor | bool | int | float | str | None)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from shardwise.world import private
 from tests.support.one_verification import verified
-from weft.world import private
 
 # Counting devices, unlike asking for CUDA, leaves this process free to fork.
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU; run it on a machine with an NVIDIA GPU")
@@ -29,8 +29,8 @@ def test_the_fused_kernel_tells_what_rows_sum_to_and_takes_the_sum_over_more_key
     """What ring attention asks of torch's flash attention: the logarithm of each row's sum, and gradients from one of a longer row."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 128, 64, device="cuda", generator=generator).bfloat16() for heads in (4, few, few, 4))
-    assert private.fuses_attention(q, masked=False)
-    out, total = private.attention(q, k, v, None, causal, 0.2)
+    assert private.has_fused_attention(q, masked=False)
+    out, total = private.fused_attention(q, k, v, None, causal, 0.2)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     repeated = [x.repeat_interleave(4 // few, 1) for x in wide[1:]]
     scores = wide[0] @ repeated[0].mT * 0.2
@@ -42,6 +42,6 @@ def test_the_fused_kernel_tells_what_rows_sum_to_and_takes_the_sum_over_more_key
     weights = (scores - (total.double().unsqueeze(-1) + math.log(2))).exp()
     want = torch.autograd.grad(weights @ repeated[1], wide, grad.double(), retain_graph=True)
     of_scores = weights * (grad.double() @ repeated[1].mT - (grad.double() * (out.double() / 2)).sum(-1, keepdim=True))
-    found = private.attention_backward(grad, (q, k, v), out / 2, total + math.log(2), None, causal, 0.2)
+    found = private.fused_attention_backward(grad, (q, k, v), out / 2, total + math.log(2), None, causal, 0.2)
     assert torch.allclose(found[0].double(), of_scores.detach() @ repeated[0].detach() * 0.2, atol=5e-2)
     assert torch.allclose(found[2].double(), want[2], atol=5e-2)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import weft.cluster.catalogue as catalogue
-from weft.cluster.catalogue import loads, names
-from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
-from weft.cluster.mixed import mixed, reordered
-from weft.errors import ConfigError, Infeasible, UsageError, WeftError
+import shardwise.cluster.catalogue as catalogue
+from shardwise.cluster.catalogue import catalogue_names, parse_cluster
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink, Speed
+from shardwise.cluster.heterogeneous import mix_clusters, reorder_parts
+from shardwise.errors import ConfigError, Infeasible, ShardwiseError, UsageError
 
 DATA = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text())
 PROMISED = [
@@ -34,15 +34,15 @@ PROMISED = [
 ]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", catalogue_names())
 def test_every_machine_reads_and_survives_its_own_text(name: str) -> None:
     cluster = Cluster.parse(f"4x{name}")
     assert cluster.num_devices == 4 * cluster.node_size
-    assert loads(cluster.to_toml()) == cluster
+    assert parse_cluster(cluster.to_toml()) == cluster
 
 
 def test_the_catalogue_has_what_is_promised() -> None:
-    assert set(PROMISED) <= set(names())
+    assert set(PROMISED) <= set(catalogue_names())
 
 
 @pytest.mark.parametrize("kind", ["device", "link", "node"])
@@ -113,7 +113,7 @@ def test_figures_are_of_the_right_order() -> None:
             assert 3 <= node["power_w"] / node["size"] <= 20, name
 
 
-@pytest.mark.parametrize("name", sorted(names()))
+@pytest.mark.parametrize("name", sorted(catalogue_names()))
 def test_a_machine_without_price_or_power_says_why(name: str) -> None:
     """No figure is made up: what is rented has a price, and where power is missing the source says that it is not published."""
     node = DATA["node"][name]
@@ -160,23 +160,23 @@ GOOD = Cluster.parse("2xdgx-a100-40").to_toml()
 def test_files_are_strict(old: str, new: str, said: str) -> None:
     assert old in GOOD
     with pytest.raises(ConfigError, match=said):
-        loads(GOOD.replace(old, new, 1))
+        parse_cluster(GOOD.replace(old, new, 1))
 
 
 def test_a_file_without_links_or_device() -> None:
     with pytest.raises(ConfigError, match="no links"):
-        loads(GOOD.partition("[[level]]")[0])
+        parse_cluster(GOOD.partition("[[level]]")[0])
     with pytest.raises(ConfigError, match="no device"):
-        loads('name = "x"')
+        parse_cluster('name = "x"')
     with pytest.raises(ConfigError, match="not TOML"):
-        loads("name = ")
+        parse_cluster("name = ")
 
 
 def test_every_truncation_is_one_clear_error() -> None:
     for end in range(0, len(GOOD), 7):
         try:
-            loads(GOOD[:end])
-        except WeftError:
+            parse_cluster(GOOD[:end])
+        except ShardwiseError:
             continue
 
 
@@ -189,7 +189,7 @@ CPU = Device("core", "cpu", (("float32", 1e11),), 4e9, 1e10)
 
 
 def machine(cores: int, speeds: tuple[Speed, ...] = ()) -> Cluster:
-    return Cluster("m", CPU, (Level("node", cores, Link(1e-5, 1e9)),), speeds=speeds)
+    return Cluster("m", CPU, (ClusterLevel("node", cores, NetworkLink(1e-5, 1e9)),), speeds=speeds)
 
 
 def test_ranks_share_the_cores_and_the_memory() -> None:
@@ -212,13 +212,13 @@ def test_measured_speeds_win_and_scale() -> None:
 
 def test_a_measured_cluster_survives_its_own_text() -> None:
     speed = Speed(1, 2, (("float32", 1.8e11),), 1e10, 1e-6, (("norm", 1e9), ("attention.bfloat16", 5e10)))
-    table = Table("all_reduce", 2, ((4096.0, 1.25e-4), (1048576.0, 2e-3)))
+    table = MeasuredTable("all_reduce", 2, ((4096.0, 1.25e-4), (1048576.0, 2e-3)))
     cluster = replace(machine(2, (speed,)), tables=(table,), fingerprint="0123")
-    assert loads(cluster.to_toml()) == cluster
+    assert parse_cluster(cluster.to_toml()) == cluster
 
 
 def test_tables_interpolate_between_their_points() -> None:
-    table = Table("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3), (1e7, 1e-2)))
+    table = MeasuredTable("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3), (1e7, 1e-2)))
     assert table.seconds(10) == 1e-4
     assert table.seconds(1e6) == pytest.approx(1e-3)
     assert 1e-3 < table.seconds(3e6) < 1e-2
@@ -237,8 +237,8 @@ def test_a_mixed_cluster_has_parts_and_what_all_can_count_on() -> None:
     assert cluster.num_devices == 48
     assert cluster.device.peak("bfloat16") == slow.device.peak("bfloat16")
     assert cluster.device.memory_bytes == min(fast.device.memory_bytes, slow.device.memory_bytes)
-    assert loads(cluster.to_toml()) == cluster
-    assert reordered(cluster, (1, 0)).name == "4xdgx-a100-80+2xdgx-h100"
+    assert parse_cluster(cluster.to_toml()) == cluster
+    assert reorder_parts(cluster, (1, 0)).name == "4xdgx-a100-80+2xdgx-h100"
 
 
 @pytest.mark.parametrize(
@@ -265,18 +265,18 @@ def test_parts_that_do_not_mix(text: str, said: str) -> None:
 def test_mixed_files_are_strict(old: str, new: str, said: str) -> None:
     good = Cluster.parse(MIXED).to_toml()
     with pytest.raises(ConfigError, match=said):
-        loads(good.replace(old, new, 1))
+        parse_cluster(good.replace(old, new, 1))
 
 
 def test_a_mixed_cluster_of_one_part() -> None:
     with pytest.raises(UsageError, match="needs 2 or more"):
-        mixed("one", [Cluster.parse("dgx-h100")], Link(1e-5, 1e9))
+        mix_clusters("one", [Cluster.parse("dgx-h100")], NetworkLink(1e-5, 1e9))
 
 
 def test_a_limit_is_what_a_rank_may_use() -> None:
     """What its process holds before it has any tensor comes on top; more than there is cannot be allowed."""
     machines = Cluster.parse("1xcpu-2")
-    limited = machines.limited(1e6)
+    limited = machines.with_memory_limit(1e6)
     assert limited.memory_of(1) == limited.memory_of(2) == 1e6 + machines.device.scratch_bytes
-    assert machines.limited(1e15).memory_of(2) == machines.memory_of(2)
-    assert machines.limited(0) == machines
+    assert machines.with_memory_limit(1e15).memory_of(2) == machines.memory_of(2)
+    assert machines.with_memory_limit(0) == machines

@@ -9,12 +9,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from weft.cluster.catalogue import loads, names
-from weft.cluster.cluster import Cluster
-from weft.cluster.doubts import doubts
-from weft.cluster.draft import draft
-from weft.cluster.schema import schema
-from weft.errors import ConfigError, UsageError
+from shardwise.cluster.catalogue import catalogue_names, parse_cluster
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.draft import draft_cluster
+from shardwise.cluster.plausibility import implausible_figures
+from shardwise.cluster.schema import cluster_schema
+from shardwise.errors import ConfigError, UsageError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 BY_NAME = """name = "ours"
@@ -43,14 +43,14 @@ level = [{ name = "node", size = 8, link = "nvlink2" }]
 
 
 def test_names_stand_for_the_catalogue_s_figures() -> None:
-    ours, theirs = loads(BY_NAME), Cluster.parse("4xdgx-h100")
+    ours, theirs = parse_cluster(BY_NAME), Cluster.parse("4xdgx-h100")
     assert ours.device == theirs.device
     assert [level.link for level in ours.levels] == [level.link for level in theirs.levels]
-    assert loads(ours.to_toml()) == ours
+    assert parse_cluster(ours.to_toml()) == ours
 
 
 def test_own_figures_win_over_those_of_the_name() -> None:
-    new, old = loads(MIXED).parts
+    new, old = parse_cluster(MIXED).parts
     assert (new.device.name, new.device.memory_bytes, new.levels[0].link.latency_s) == ("H100", 40e9, 1e-6)
     assert new.device.peak("bfloat16") == Cluster.parse("dgx-h100").device.peak("bfloat16")
     assert old.device == Cluster.parse("p3.16xlarge").device
@@ -68,7 +68,7 @@ def test_own_figures_win_over_those_of_the_name() -> None:
 )
 def test_names_that_are_not_there_are_refused(old: str, new: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        loads(BY_NAME.replace(old, new))
+        parse_cluster(BY_NAME.replace(old, new))
 
 
 def test_a_file_that_is_no_text_is_refused_as_such(tmp_path: Path) -> None:
@@ -81,38 +81,38 @@ def test_a_file_that_is_no_text_is_refused_as_such(tmp_path: Path) -> None:
         Cluster.parse(str(file))
 
 
-@pytest.mark.parametrize("device", names("device"))
+@pytest.mark.parametrize("device", catalogue_names("device"))
 def test_a_draft_of_every_device_reads_back(device: str) -> None:
     try:
-        text = draft('our "own"', device, 4, nodes=2, price_per_hour=2.5, priced="here")
+        text = draft_cluster('our "own"', device, 4, nodes=2, price_per_hour=2.5, priced="here")
     except UsageError:  # no machine of the catalogue has it
-        text = draft('our "own"', device, 4, nodes=2, link="nvlink4", network="ethernet-10")
-    found = loads(text)
+        text = draft_cluster('our "own"', device, 4, nodes=2, link="nvlink4", network="ethernet-10")
+    found = parse_cluster(text)
     assert (found.name, found.num_devices, found.device.name) == ('our "own"', 8, device)
-    jsonschema.validate(tomllib.loads(text), schema())
+    jsonschema.validate(tomllib.loads(text), cluster_schema())
 
 
-@pytest.mark.parametrize("name", [*names(), "2xdgx-h100+1xp3.16xlarge"])
-def test_the_schema_takes_what_weft_writes(name: str) -> None:
-    jsonschema.validate(tomllib.loads(Cluster.parse(name).to_toml()), schema())
+@pytest.mark.parametrize("name", [*catalogue_names(), "2xdgx-h100+1xp3.16xlarge"])
+def test_the_schema_takes_what_shardwise_writes(name: str) -> None:
+    jsonschema.validate(tomllib.loads(Cluster.parse(name).to_toml()), cluster_schema())
 
 
 @pytest.mark.parametrize("text", [BY_NAME, MIXED])
-def test_the_schema_takes_names_and_refuses_what_weft_refuses(text: str) -> None:
-    jsonschema.Draft202012Validator.check_schema(schema())
-    jsonschema.validate(tomllib.loads(text), schema())
+def test_the_schema_takes_names_and_refuses_what_shardwise_refuses(text: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(cluster_schema())
+    jsonschema.validate(tomllib.loads(text), cluster_schema())
     wrong = ('"H10"', "nvlink44", "sizes = 8", "size = -8", "nam =")
     for old, new in zip(('"H100"', "nvlink4", "size = 8", "size = 8", "name ="), wrong, strict=True):
         twin = text.replace(old, new, 1)
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(tomllib.loads(twin), schema())
+            jsonschema.validate(tomllib.loads(twin), cluster_schema())
         with pytest.raises(ConfigError):
-            loads(twin)
+            parse_cluster(twin)
 
 
 def test_nothing_in_the_catalogue_is_doubted_and_wrong_units_are() -> None:
-    for name in names():
-        assert not doubts(Cluster.parse(f"2x{name}")), name
+    for name in catalogue_names():
+        assert not implausible_figures(Cluster.parse(f"2x{name}")), name
     good = Cluster.parse("2xdgx-h100")
     inner, outer = good.levels
     fast = replace(inner, link=replace(inner.link, bandwidth_bytes_per_s=1e13))
@@ -126,10 +126,10 @@ def test_nothing_in_the_catalogue_is_doubted_and_wrong_units_are() -> None:
         "no date": replace(good, priced=""),
     }
     for said, twin in twins.items():
-        assert any(said in words for words in doubts(twin)), said
+        assert any(said in words for words in implausible_figures(twin)), said
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_examples_are_read_and_nothing_in_them_is_doubted(path: Path) -> None:
-    assert not doubts(Cluster.parse(str(path)))
-    jsonschema.validate(tomllib.loads(path.read_text()), schema())
+    assert not implausible_figures(Cluster.parse(str(path)))
+    jsonschema.validate(tomllib.loads(path.read_text()), cluster_schema())

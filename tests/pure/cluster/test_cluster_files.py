@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weft.cluster.catalogue import loads
-from weft.cluster.cluster import Cluster
-from weft.errors import ConfigError
+from shardwise.cluster.catalogue import parse_cluster
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import ConfigError
 
 GOOD = """format = 1
 name = "mine"
@@ -62,18 +62,18 @@ def with_value(key: str, value: str) -> str:
 
 
 def test_what_is_right_is_read() -> None:
-    assert loads(GOOD).num_devices == 4
+    assert parse_cluster(GOOD).num_devices == 4
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS)
 def test_nonsense_is_refused_with_its_key(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match="points|sizes must ascend" if key == "points" else key):
-        loads(with_value(key, value))
+        parse_cluster(with_value(key, value))
 
 
 def test_a_process_that_takes_all_memory_leaves_a_model_none() -> None:
     with pytest.raises(ConfigError, match=r"scratch_bytes = 5e\+10 of memory_bytes = 4.25e\+10"):
-        loads(with_value("scratch_bytes", "50e9"))
+        parse_cluster(with_value("scratch_bytes", "50e9"))
 
 
 def test_prices_of_a_mixed_cluster_are_those_of_its_parts() -> None:
@@ -83,11 +83,11 @@ def test_prices_of_a_mixed_cluster_are_those_of_its_parts() -> None:
         f'name = "both"\nprice_per_hour = 3.0\n[between]\nlatency_s = 1e-5\nbandwidth_bytes_per_s = 1e9\n[[part]]\n{part}[[part]]\n{part}'
     )
     with pytest.raises(ConfigError, match="unknown key price_per_hour"):
-        loads(text)
-    assert loads(text.replace("price_per_hour = 3.0\n", "", 1)).price_per_hour == 20.0
+        parse_cluster(text)
+    assert parse_cluster(text.replace("price_per_hour = 3.0\n", "", 1)).price_per_hour == 20.0
 
 
 def test_a_part_of_a_file_by_its_number_of_devices(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mine.toml").write_text(GOOD)
     found = Cluster.parse(f"2 devices of {tmp_path}/mine.toml")
-    assert (found.num_devices, found.price_per_hour, found.found_by) == (2, 5.0, f"2 devices of {tmp_path}/mine.toml")
+    assert (found.num_devices, found.price_per_hour, found.source_text) == (2, 5.0, f"2 devices of {tmp_path}/mine.toml")

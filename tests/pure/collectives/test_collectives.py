@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.collectives import ALGORITHMS, NESTED, build, butterfly, tree
-from weft.errors import ProgramError, UsageError
-from weft.plan.action import Recv, Send
-from weft.plan.check import check
-from weft.plan.program import Program, Value
-from weft.simulate.messages import Traffic, Wire, deliver, num_steps
+from shardwise.collectives import ALGORITHMS, NESTED, build, butterfly, tree
+from shardwise.errors import ProgramError, UsageError
+from shardwise.plan.ir.action import Recv, Send
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Program, Value
+from shardwise.simulate.messages import Traffic, Wire, deliver_messages, num_steps
 
 POWERS_ONLY = ("halving", "doubling")
 EVERY = [(collective, name) for collective, known in ALGORITHMS.items() for name in known]
@@ -33,7 +33,7 @@ def programs(name: str, num_ranks: int) -> list[int | tuple[int, ...]]:
 def traffic(program: Program, latency_s: float = 0.0) -> Traffic:
     """Of a tensor of one byte, however it is cut."""
     pieces = {value for held in program.wants for value in held}
-    return deliver(program, lambda _: 1 / len(pieces), lambda *_: Wire(latency_s, 1.0))
+    return deliver_messages(program, lambda _: 1 / len(pieces), lambda *_: Wire(latency_s, 1.0))
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
@@ -45,7 +45,7 @@ def test_every_algorithm_is_proven_for_1_to_33_ranks(collective: str, name: str)
 
 @pytest.mark.parametrize("n", range(1, 34))
 def test_bytes_and_steps_of_all_reduce(n: int) -> None:
-    core = butterfly.power_of_two(n)
+    core = butterfly.largest_power_of_two(n)
     folded = n - core
     for name, total, most, steps in (
         ("naive", n * (n - 1), n - 1, n - 1),
@@ -108,7 +108,7 @@ def test_two_levels_of_all_to_all_send_fewer_messages(width: int, boxes: int) ->
 
 @pytest.mark.parametrize("n", range(2, 40))
 def test_no_rank_is_inside_both_trees(n: int) -> None:
-    first, second = tree.binary(n), tree.binary(n, 1)
+    first, second = tree.binary_tree(n), tree.binary_tree(n, 1)
     assert not {r for r in range(n) if first.children[r]} & {r for r in range(n) if second.children[r]} or n == 2
     assert max(map(len, first.children)) <= 2
     assert max(first.depth()) <= 2 * log2(n)
@@ -163,12 +163,12 @@ def test_messages_share_ports() -> None:
     """Two senders into one receiver take turns; over two receivers they do not, unless they share a port."""
     a, b = Value("a", ()), Value("b", ())
     into_one = Program("in", 0, ({a: {0: 1}}, {b: {1: 1}}, {}), ((Send(a, 2),), (Send(b, 2),), (Recv(a, 0), Recv(b, 1))), ({}, {}, {}))
-    assert deliver(into_one, lambda _: 1.0, lambda *_: Wire(0.5, 1.0)).seconds == 2.5
+    assert deliver_messages(into_one, lambda _: 1.0, lambda *_: Wire(0.5, 1.0)).seconds == 2.5
     apart = Program(
         "out", 0, ({a: {0: 1}}, {b: {1: 1}}, {}, {}), ((Send(a, 2),), (Send(b, 3),), (Recv(a, 0),), (Recv(b, 1),)), ({}, {}, {}, {})
     )
-    assert deliver(apart, lambda _: 1.0, lambda *_: Wire(0.5, 1.0)).seconds == 1.5
-    assert deliver(apart, lambda _: 1.0, lambda *_: Wire(0.5, 1.0, ("port",))).seconds == 2.5
+    assert deliver_messages(apart, lambda _: 1.0, lambda *_: Wire(0.5, 1.0)).seconds == 1.5
+    assert deliver_messages(apart, lambda _: 1.0, lambda *_: Wire(0.5, 1.0, ("port",))).seconds == 2.5
 
 
 def test_what_cannot_be_built_is_refused_by_name() -> None:

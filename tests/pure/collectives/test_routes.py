@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.collectives import ALGORITHMS, build
-from weft.errors import ProgramError
-from weft.plan.check import check
-from weft.plan.program import Program, Value
-from weft.world.programs import Away, Route, Sum, Take, routes
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Program, Value
+from shardwise.world.comm.programs import ReceiveStep, ReduceStep, Route, SendStep, build_routes
 
 SWAP = """
 given 0: chunk(0)=0
@@ -54,24 +54,24 @@ def carried_out(program: Program, every: tuple[Route, ...], order: list[int]) ->
             if at[rank] == len(every[rank].steps):
                 continue
             step = every[rank].steps[at[rank]]
-            if isinstance(step, Away):
+            if isinstance(step, SendStep):
                 wire[rank, step.peer, step.number] = (step, [Counter(c) for c in held[rank][step.first : step.last]])
             else:
-                peers, numbers = (step.peers, step.numbers) if isinstance(step, Sum) else ((step.peer,), (step.number,))
+                peers, numbers = (step.peers, step.numbers) if isinstance(step, ReduceStep) else ((step.peer,), (step.number,))
                 if any((peer, rank, number) not in wire for peer, number in zip(peers, numbers, strict=True)):
                     continue
-                if isinstance(step, Sum):
+                if isinstance(step, ReduceStep):
                     arrived = [receive(peer, rank, number) for peer, number in zip(peers, numbers, strict=True)]
-                    if any((rank, send) not in ended for send in step.after):
+                    if any((rank, send) not in ended for send in step.wait_for_sends):
                         # What has come stays in its room until the sends that read this place are done.
                         for peer, number, parts in zip(peers, numbers, arrived, strict=True):
-                            wire[peer, rank, number] = (Away(-1, rank, step.first, step.last, number, True), parts)
+                            wire[peer, rank, number] = (SendStep(-1, rank, step.first, step.last, number, True), parts)
                         continue
                     for parts in arrived:
                         for place, part in zip(range(step.first, step.last), parts or (), strict=True):
                             held[rank][place] = held[rank][place] + part
                 else:
-                    if any((rank, send) not in ended for send in step.after):
+                    if any((rank, send) not in ended for send in step.wait_for_sends):
                         continue
                     held[rank][step.first : step.last] = receive(peers[0], rank, numbers[0]) or []
             at[rank] += 1
@@ -88,8 +88,8 @@ def test_routes_leave_what_the_program_wants(name: str, num_ranks: int, seed: ob
     program = build("all_reduce", name, num_ranks)
     order = list(range(num_ranks))
     seed.shuffle(order)  # type: ignore[attr-defined]
-    every = routes(program, places(program))
-    assert not any(step.copied for route in every for step in route.steps if isinstance(step, Away))
+    every = build_routes(program, places(program))
+    assert not any(step.is_copied for route in every for step in route.steps if isinstance(step, SendStep))
     for got, wanted in zip(carried_out(program, every, order), program.wants, strict=True):
         for value, content in wanted.items():
             assert got[value] == Counter(dict(content)), (name, num_ranks, str(value))
@@ -100,23 +100,23 @@ def test_neighbouring_pieces_are_one_message(num_ranks: int) -> None:
     steps = int(log2(num_ranks))
     for name, count in (("ring", 2 * (num_ranks - 1)), ("halving_doubling", 2 * steps), ("recursive_doubling", steps)):
         program = build("all_reduce", name, num_ranks)
-        for route in routes(program, places(program)):
-            assert sum(isinstance(step, Away) for step in route.steps) == count
+        for route in build_routes(program, places(program)):
+            assert sum(isinstance(step, SendStep) for step in route.steps) == count
 
 
 def test_summands_in_a_row_are_added_in_the_order_of_ranks() -> None:
-    for rank, route in enumerate(routes(build("all_reduce", "naive", 5), [Value("chunk", (0,))])):
-        (added,) = [step for step in route.steps if isinstance(step, Sum)]
+    for rank, route in enumerate(build_routes(build("all_reduce", "naive", 5), [Value("chunk", (0,))])):
+        (added,) = [step for step in route.steps if isinstance(step, ReduceStep)]
         assert added.peers == tuple(r for r in range(5) if r != rank)
-        assert added.place == rank
+        assert added.own_position == rank
 
 
 def test_sends_that_would_stop_the_ranks_leave_from_copies() -> None:
     program = Program.parse(SWAP)
     check(program)
-    every = routes(program, places(program))
-    assert all(step.copied for route in every for step in route.steps if isinstance(step, Away))
-    assert all(step.after == () for route in every for step in route.steps if isinstance(step, Take))
+    every = build_routes(program, places(program))
+    assert all(step.is_copied for route in every for step in route.steps if isinstance(step, SendStep))
+    assert all(step.wait_for_sends == () for route in every for step in route.steps if isinstance(step, ReceiveStep))
     assert [got[Value("chunk", (0,))] for got in carried_out(program, every, [0, 1])] == [Counter({1: 1}), Counter({0: 1})]
 
 
@@ -128,4 +128,4 @@ def test_what_is_no_collective_is_refused() -> None:
         ("rank 0:\nrank 1: chunk(0)<0", "is never sent"),
     ):
         with pytest.raises(ProgramError, match=reason):
-            routes(Program.parse(text), [Value("chunk", (0,))])
+            build_routes(Program.parse(text), [Value("chunk", (0,))])

@@ -7,14 +7,25 @@ from itertools import pairwise
 
 import pytest
 
-from weft.cluster.cluster import Cluster, Device, Level, Link, Table
-from weft.collectives import ALGORITHMS, build
-from weft.cost.network.collectives import FORMS, LEAST, MOST, Hop, Ways, algorithms, all_reduce_s, choose, native_s, ways
-from weft.cost.network.network import Group, collective_s
-from weft.errors import UsageError
-from weft.plan.program import Program
-from weft.simulate.messages import Wire, deliver
-from weft.simulate.wires import wires
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.cost.network.collectives import (
+    CLOSED_FORMS,
+    MAX_BYTES,
+    MIN_BYTES,
+    GroupHops,
+    Hop,
+    algorithm_times,
+    all_reduce_s,
+    choose_algorithms,
+    hops_of,
+    native_s,
+)
+from shardwise.cost.network.network import RankGroup, collective_s
+from shardwise.errors import UsageError
+from shardwise.plan.ir.program import Program
+from shardwise.simulate.messages import Wire, deliver_messages
+from shardwise.simulate.wires import cluster_wires
 
 HOPS = (
     Hop(10e-6, 4e-11, 2e-6),  # latency, little else
@@ -31,14 +42,14 @@ def run(program: Program, size: float, hop: Hop) -> float:
     """Seconds of the program's own messages."""
     pieces = {value for held in (*program.initial, *program.wants) for value in held}
     wire = Wire(hop.latency_s, hop.byte_s, (), hop.message_s)
-    return deliver(program, lambda _: size / len(pieces), lambda *_: wire, hop.add_byte_s).seconds
+    return deliver_messages(program, lambda _: size / len(pieces), lambda *_: wire, hop.add_byte_s).seconds
 
 
 def test_every_algorithm_has_a_form() -> None:
-    assert set(FORMS) == set(ALGORITHMS["all_reduce"])
+    assert set(CLOSED_FORMS) == set(ALGORITHMS["all_reduce"])
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "hierarchical"])
+@pytest.mark.parametrize("name", [name for name in CLOSED_FORMS if name != "hierarchical"])
 def test_forms_equal_programs_on_links_of_one_speed(name: str) -> None:
     for n in range(2, 34):
         program = build("all_reduce", name, n)
@@ -46,7 +57,7 @@ def test_forms_equal_programs_on_links_of_one_speed(name: str) -> None:
         below, above = EXACT if power and name != "double_tree" else OFF.get(name, EXACT)
         for hop in HOPS:
             for size in SIZES:
-                want, got = run(program, size, hop), all_reduce_s(name, size, Ways(hop, hop, n))
+                want, got = run(program, size, hop), all_reduce_s(name, size, GroupHops(hop, hop, n))
                 assert want * (1 - below) <= got <= want * (1 + above), (name, n, size, hop, got / want)
 
 
@@ -55,22 +66,22 @@ def test_the_form_of_the_hierarchy(sizes: tuple[int, int]) -> None:
     program = build("all_reduce", "hierarchical", sizes)
     for hop in HOPS:
         for size in SIZES:
-            assert all_reduce_s("hierarchical", size, Ways(hop, hop, *sizes)) == pytest.approx(run(program, size, hop))
+            assert all_reduce_s("hierarchical", size, GroupHops(hop, hop, *sizes)) == pytest.approx(run(program, size, hop))
 
 
 @pytest.mark.parametrize("machines", ["2xdgx-a100-80", "4xdgx-a100-80", "4xp3.16xlarge"])
 def test_forms_over_nodes(machines: str) -> None:
     """Ports that ranks share, links of two speeds: exact but for those that the docstring names, and steps that wait for a port."""
     cluster = Cluster.parse(machines)
-    hops = ways(cluster, Group(cluster.num_devices))
+    hops = hops_of(cluster, RankGroup(cluster.num_devices))
     off = {"naive": 0.21, "double_tree": 0.27, **({} if hops.queue == 1 else {"recursive_doubling": 0.2, "halving_doubling": 0.2})}
     off["hierarchical"] = 0.15 if hops.queue > 1 else 1e-6
-    for name in FORMS:
+    for name in CLOSED_FORMS:
         program = build("all_reduce", name, (hops.inside, hops.nodes) if name == "hierarchical" else hops.size)
         pieces = {value for held in (*program.initial, *program.wants) for value in held}
         for size in (1e3, 1e5, 1e7, 1e9):
             part = size / len(pieces)
-            want = deliver(program, lambda _, part=part: part, wires(cluster), hops.near.add_byte_s).seconds  # type: ignore[misc]
+            want = deliver_messages(program, lambda _, part=part: part, cluster_wires(cluster), hops.near.add_byte_s).seconds  # type: ignore[misc]
             assert all_reduce_s(name, size, hops) == pytest.approx(want, rel=off.get(name, 1e-6)), (name, size)
 
 
@@ -78,13 +89,13 @@ def test_a_broken_form_is_seen() -> None:
     """The comparison is worth something: a ring of one step less is off by more than any tolerance above for few ranks."""
     hop = HOPS[1]
     shorter = run(build("all_reduce", "ring", 4), 1e6, hop) * 5 / 6
-    assert all_reduce_s("ring", 1e6, Ways(hop, hop, 4)) > shorter * 1.15
+    assert all_reduce_s("ring", 1e6, GroupHops(hop, hop, 4)) > shorter * 1.15
 
 
 def test_sixteen_thousand_ranks() -> None:
     """A tree's latency grows with the logarithm, a ring's with the number; both move 2M(n-1)/n and 2M log n."""
     cluster = Cluster.parse("2048xdgx-a100-80")
-    hops = ways(cluster, Group(16384))
+    hops = hops_of(cluster, RankGroup(16384))
     assert all_reduce_s("tree", 1.0, hops) < 30 * (hops.far.latency_s + hops.far.message_s)
     assert all_reduce_s("ring", 1.0, hops) > 4095 * hops.far.latency_s
     assert all_reduce_s("hierarchical", 1e9, hops) < all_reduce_s("ring", 1e9, hops) < all_reduce_s("naive", 1e9, hops)
@@ -95,8 +106,13 @@ def test_sixteen_thousand_ranks() -> None:
 def cpus(nodes: int, cores: int, **tables: tuple[tuple[float, float], ...]) -> Cluster:
     """Hosts of processors; `tables`: collective_ranks -> points."""
     device = Device("core", "cpu", (("float32", 1e11),), 4e9, 1e10)
-    levels = [Level("node", cores, Link(2e-6, 1e10)), *([Level("cluster", nodes, Link(5e-5, 1e8))] if nodes > 1 else [])]
-    made = [Table(name.rpartition("_")[0].replace("__", "."), int(name.rpartition("_")[2]), points) for name, points in tables.items()]
+    levels = [
+        ClusterLevel("node", cores, NetworkLink(2e-6, 1e10)),
+        *([ClusterLevel("cluster", nodes, NetworkLink(5e-5, 1e8))] if nodes > 1 else []),
+    ]
+    made = [
+        MeasuredTable(name.rpartition("_")[0].replace("__", "."), int(name.rpartition("_")[2]), points) for name, points in tables.items()
+    ]
     return Cluster("test", device, tuple(levels), tables=tuple(made))
 
 
@@ -110,19 +126,19 @@ def test_measured_messages_win() -> None:
     exchange, add = (cluster.table(name, 2) for name in ("exchange", "add"))
     assert exchange is not None
     assert add is not None
-    times = algorithms(cluster, Group(2))
+    times = algorithm_times(cluster, RankGroup(2))
     assert times["ring"](2 * half) == pytest.approx(2 * exchange.seconds(half) + add.seconds(half))
     assert times["recursive_doubling"](half) == pytest.approx(exchange.seconds(half) + add.seconds(half))
     assert "hierarchical" not in times
-    more = algorithms(cluster, Group(8))["ring"](8 * 1024.0)
+    more = algorithm_times(cluster, RankGroup(8))["ring"](8 * 1024.0)
     assert more == pytest.approx(14 * 2 * 30e-6 + 7 * 2 * 1e-6)  # eight ranks on four cores take turns
 
 
 def test_what_a_program_costs_beyond_its_messages() -> None:
     """`call` once, `step` with every message."""
     tables = {"send_2": LINE, "exchange_2": LINE}
-    plain = algorithms(cpus(1, 4, **tables), Group(2))
-    more = algorithms(cpus(1, 4, **tables, call_2=((4096.0, 40e-6),), step_2=((4096.0, 5e-6),)), Group(2))
+    plain = algorithm_times(cpus(1, 4, **tables), RankGroup(2))
+    more = algorithm_times(cpus(1, 4, **tables, call_2=((4096.0, 40e-6),), step_2=((4096.0, 5e-6),)), RankGroup(2))
     for name, messages in (("ring", 2), ("recursive_doubling", 1), ("tree", 2), ("naive", 1)):
         assert more[name](65536.0) - plain[name](65536.0) == pytest.approx(40e-6 + 5e-6 * messages), name
 
@@ -132,11 +148,11 @@ def test_whole_programs_that_were_measured_win() -> None:
     tables = {"send_2": LINE, "exchange_2": LINE}
     points = ((1024.0, 100e-6), (262144.0, 900e-6))
     cluster = cpus(1, 4, **tables, program__ring_2=points)
-    plain, measured = algorithms(cpus(1, 4, **tables), Group(2)), algorithms(cluster, Group(2))
+    plain, measured = algorithm_times(cpus(1, 4, **tables), RankGroup(2)), algorithm_times(cluster, RankGroup(2))
     assert [measured["ring"](size) for size, _ in points] == pytest.approx([s for _, s in points])
     first, last = (s / plain["ring"](size) for size, s in points)
     assert measured["ring"](16384.0) / plain["ring"](16384.0) == pytest.approx((first * last) ** 0.5)  # half of the way in logarithms
-    four, plain_four = algorithms(cluster, Group(4)), algorithms(cpus(1, 4, **tables), Group(4))
+    four, plain_four = algorithm_times(cluster, RankGroup(4)), algorithm_times(cpus(1, 4, **tables), RankGroup(4))
     for size, longer in ((64.0, first), (262144.0, last), (2097152.0, last), (1e8, last)):
         assert measured["ring"](size) / plain["ring"](size) == pytest.approx(longer)
         assert four["ring"](size) / plain_four["ring"](size) == pytest.approx(longer)
@@ -148,9 +164,9 @@ def test_each_transport_has_its_tables() -> None:
     slow = tuple((size, 10 * s) for size, s in LINE)
     cluster = cpus(1, 4, **shared, send__gloo_2=slow, exchange__gloo_2=slow, all_reduce__gloo_2=slow)
     for name in ("native", "tree"):
-        fast, over_gloo = (algorithms(cluster, Group(2), transport)[name](65536.0) for transport in ("", "gloo"))
+        fast, over_gloo = (algorithm_times(cluster, RankGroup(2), transport)[name](65536.0) for transport in ("", "gloo"))
         assert over_gloo > 8 * fast, name
-    assert native_s(cluster, 1048576.0, Group(2), "gloo") == pytest.approx(1e-2)
+    assert native_s(cluster, 1048576.0, RankGroup(2), "gloo") == pytest.approx(1e-2)
 
 
 def test_the_choice_is_the_least_at_every_size() -> None:
@@ -158,10 +174,10 @@ def test_the_choice_is_the_least_at_every_size() -> None:
     for cluster, n in (
         (cpus(2, 2), 4), (cpus(1, 8), 6), (cpus(4, 8), 32), (cpus(1, 2, send_2=LINE, exchange_2=LINE, all_reduce_2=slow), 2),
     ):  # fmt: skip
-        times = algorithms(cluster, Group(n))
-        choices = choose(cluster, Group(n))
-        for size in (LEAST, 4096, 50_000, 1 << 20, 3 << 20, 100 << 20, MOST):
-            chosen = times[choices.of(size)](size)
+        times = algorithm_times(cluster, RankGroup(n))
+        choices = choose_algorithms(cluster, RankGroup(n))
+        for size in (MIN_BYTES, 4096, 50_000, 1 << 20, 3 << 20, 100 << 20, MAX_BYTES):
+            chosen = times[choices.algorithm_for(size)](size)
             assert chosen <= 1.04 * min(call(size) for call in times.values()), (cluster.name, size, choices)
         assert all(a[1] != b[1] for a, b in pairwise(choices.rows))
 
@@ -169,22 +185,22 @@ def test_the_choice_is_the_least_at_every_size() -> None:
 def test_hosts_far_apart_choose_the_hierarchy() -> None:
     """Shared memory inside, a slow network between: the host's ranks must not send the same bytes over it more than once."""
     cluster = cpus(2, 2, all_reduce_2=LINE)
-    assert choose(cluster, Group(4)).of(64 << 20) == "hierarchical"
-    times = algorithms(cluster, Group(4))
+    assert choose_algorithms(cluster, RankGroup(4)).algorithm_for(64 << 20) == "hierarchical"
+    times = algorithm_times(cluster, RankGroup(4))
     size = 64e6
-    inside = collective_s(replace(cluster, levels=cluster.levels[:1]), "all_reduce", size, Group(2))
+    inside = collective_s(replace(cluster, levels=cluster.levels[:1]), "all_reduce", size, RankGroup(2))
     assert times["hierarchical"](size) == pytest.approx(inside + size / 1e8, rel=0.1)
     assert times["ring"](size) == pytest.approx(1.5 * size / 1e8, rel=0.1)
 
 
 def test_where_there_is_nothing_to_choose() -> None:
     """One rank; and GPUs, where messages of programs were not measured."""
-    assert choose(cpus(1, 2), Group(1)).names == ("native",)
-    assert choose(Cluster.parse("8xdgx-a100-80"), Group(64)).names == ("native",)
+    assert choose_algorithms(cpus(1, 2), RankGroup(1)).names == ("native",)
+    assert choose_algorithms(Cluster.parse("8xdgx-a100-80"), RankGroup(64)).names == ("native",)
 
 
 def test_a_library_that_is_slow_is_not_chosen() -> None:
     slow = tuple((size, 1e-3 + 3 * s) for size, s in LINE)
     cluster = cpus(1, 2, send_2=LINE, exchange_2=LINE, all_reduce_2=slow)
-    assert "native" not in choose(cluster, Group(2)).names
-    assert choose(cpus(1, 2, send_2=slow, exchange_2=slow, all_reduce_2=LINE), Group(2)).names == ("native",)
+    assert "native" not in choose_algorithms(cluster, RankGroup(2)).names
+    assert choose_algorithms(cpus(1, 2, send_2=slow, exchange_2=slow, all_reduce_2=LINE), RankGroup(2)).names == ("native",)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import EfficiencySet, stack_of
+from shardwise.cost.devices import devices_of
+from shardwise.cost.devices.devices import Devices
+from shardwise.cost.step import Pricer
+from shardwise.plan.layout import Layout
+from shardwise.schedules import schedule_of
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster
-from weft.cost.calibration.efficiency import Stack, stack_of
-from weft.cost.devices import devices_of
-from weft.cost.devices.devices import Devices
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
-from weft.schedules import schedule_of
 
 S, B, H, A = 128, 4, 256, 8  # sequence, microbatch, hidden, heads
 A100 = Cluster.parse("4xdgx-a100-80")
@@ -78,7 +78,7 @@ PRICERS = {"two": pricer(2)}
 
 def test_widths_by_precision_and_device() -> None:
     cores = devices_of(Cluster.parse("1xcpu-2"))
-    gpus = devices_of(Cluster.parse("dgx-a100-80"), Stack("own", gradient_bytes=2.0))
+    gpus = devices_of(Cluster.parse("dgx-a100-80"), EfficiencySet("own", gradient_bytes=2.0))
 
     def total(devices: Devices, precision: str) -> float:
         w = devices.widths(precision)

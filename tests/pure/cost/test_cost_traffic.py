@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weft.collectives import ALGORITHMS, build
-from weft.cost.network.traffic import moved
-from weft.errors import UsageError
-from weft.simulate.messages import Wire, deliver, num_steps
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.cost.network.traffic import all_reduce_traffic
+from shardwise.errors import UsageError
+from shardwise.simulate.messages import Wire, deliver_messages, num_steps
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS["all_reduce"]))
@@ -17,8 +17,8 @@ def test_closed_forms_are_what_programs_move(name: str) -> None:
         program = build("all_reduce", name, (inside, n // inside) if name == "hierarchical" else n)
         pieces = {value for held in program.wants for value in held}
         part = 1 / len(pieces)
-        counted = deliver(program, lambda _, part=part: part, lambda *_: Wire(0.0, 1.0))  # type: ignore[misc]
-        found = moved(name, n, inside)
+        counted = deliver_messages(program, lambda _, part=part: part, lambda *_: Wire(0.0, 1.0))  # type: ignore[misc]
+        found = all_reduce_traffic(name, n, inside)
         assert found.total == pytest.approx(counted.total_bytes), n
         assert found.busiest == pytest.approx(max(counted.sent_bytes)), n
         assert found.balance == pytest.approx(counted.balance), n
@@ -33,9 +33,9 @@ def test_closed_forms_are_what_programs_move(name: str) -> None:
 
 
 def test_large_numbers_cost_nothing() -> None:
-    assert moved("ring", 16384).messages == 2 * 16384 * 16383
-    assert moved("tree", 16384).steps == 28
-    assert moved("double_tree", 16384).busiest == pytest.approx(2.0)
+    assert all_reduce_traffic("ring", 16384).messages == 2 * 16384 * 16383
+    assert all_reduce_traffic("tree", 16384).steps == 28
+    assert all_reduce_traffic("double_tree", 16384).busiest == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_large_numbers_cost_nothing() -> None:
 )
 def test_bad_input(name: str, ranks: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        moved(name, ranks)
+        all_reduce_traffic(name, ranks)

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import computes_by_rank, price, simulate_time, simulate_timeline
+from shardwise.plan.ir.program import ComputeOp
+from shardwise.plan.layout import Layout
+from shardwise.plan.microbatches import microbatch_sizes, partial_batch_sizes
+from shardwise.solve.bounds import layout_lower_bound_s
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
-from weft.plan.microbatches import microbatch_sizes, sizes_of_part
-from weft.plan.program import Op
-from weft.solve.bounds import least_saving_s
-from weft.solve.search import search
-from weft.solve.timing import clocked, price, rows, timeline
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
-GPUS = Cluster("gpus", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 2, Link(1e-5, 1e10))))
+GPUS = Cluster("gpus", GPU, (ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)), ClusterLevel("cluster", 2, NetworkLink(1e-5, 1e10))))
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
@@ -37,10 +37,10 @@ def test_a_smaller_batch_has_no_larger_microbatches(each: int, data: int, microb
         return
     layout = Layout(data=data, microbatches=microbatches)
     whole = microbatch_sizes(each * data, data, microbatches)
-    part = sizes_of_part(draw.draw(st.integers(1, each)) * data, layout, each * data, 1)
+    part = partial_batch_sizes(draw.draw(st.integers(1, each)) * data, layout, each * data, 1)
     assert max(part) <= whole[0]
     assert len(part) <= microbatches
-    assert sizes_of_part(each * data, layout, each * data, 1) == whole
+    assert partial_batch_sizes(each * data, layout, each * data, 1) == whole
 
 
 def test_one_stage_costs_the_sum_of_its_microbatches() -> None:
@@ -62,17 +62,19 @@ def test_the_clock_times_each_microbatch_by_its_size(schedule: str, batch: int, 
     batch -= batch % data
     pricer = Pricer(graph, GPUS, batch)
     priced = price(pricer, layout)
-    line = timeline(pricer, priced)
-    timed = dict(clocked(pricer, priced).prediction.parts)
+    line = simulate_timeline(pricer, priced)
+    timed = dict(simulate_time(pricer, priced).prediction.parts)
     assert timed["compute"] + timed["tensor"] + timed["pipeline"] >= line.total_s * (1 - 1e-9)
     alike = {size: Pricer(graph, GPUS, 4 * size).stages(layout, priced.sites) for size in set(microbatch_sizes(batch, data, 4))}
     sizes = microbatch_sizes(batch, data, 4)
     computes = {span.name: span.end_s - span.start_s for span in line.spans if span.name[1:2] == "F"}
     want = {f"{a.stage}F{a.microbatch}": alike[sizes[a.microbatch]][a.stage].forward_s
-            for row in rows(layout, ((0, 1),) if layout.num_stages == 2 else ((0, 1), (1, 2), (2, 3)))
-            for a in row if a.op is Op.F}  # fmt: skip
+            for row in computes_by_rank(layout, ((0, 1),) if layout.num_stages == 2 else ((0, 1), (1, 2), (2, 3)))
+            for a in row if a.op is ComputeOp.F}  # fmt: skip
     assert computes == pytest.approx(want)
-    assert least_saving_s(pricer, layout, schedule not in ("gpipe", "1f1b")) <= clocked(pricer, priced).prediction.step_time_s * (1 + 1e-9)
+    assert layout_lower_bound_s(pricer, layout, schedule not in ("gpipe", "1f1b")) <= simulate_time(
+        pricer, priced
+    ).prediction.step_time_s * (1 + 1e-9)
 
 
 def test_unequal_microbatches_are_planned_where_they_are_asked_for() -> None:

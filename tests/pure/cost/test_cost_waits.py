@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
+from shardwise.errors import ConfigError
+from shardwise.plan.layout import Layout
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
-from weft.errors import ConfigError
-from weft.plan.layout import Layout
 
 
 def test_ranks_that_meet_inside_layers_wait_and_others_do_not() -> None:
@@ -27,7 +27,7 @@ def test_ranks_that_meet_inside_layers_wait_and_others_do_not() -> None:
             found.append(cost)
         bare, waiting = found
         assert waiting.compute == bare.compute
-        more = waiting.tensor.total - bare.tensor.total
+        more = waiting.collectives.total - bare.collectives.total
         assert more == pytest.approx(part * bare.compute.total, abs=1e-12)
 
 

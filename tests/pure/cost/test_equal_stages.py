@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.stages.section_cache import SectionCache
+from shardwise.cost.step import Pricer, StageCost
+from shardwise.model.graph import Graph, Ref, Variable
+from shardwise.plan.layout import Layout
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster
-from weft.cost.stages.kinds import Sections
-from weft.cost.step import Pricer, StageCost
-from weft.model.graph import Graph, Ref, Variable
-from weft.plan.layout import Layout
 
 LAYERS = 12
 A100, CPU = Cluster.parse("4xdgx-a100-80"), Cluster.parse("2xcpu-8")
 
 
-def sections(pricer: Pricer) -> Sections:
+def sections(pricer: Pricer) -> SectionCache:
     (found,) = pricer._sections.values()
     return found
 
@@ -52,17 +52,17 @@ def test_sharing_changes_no_price(cluster: Cluster, words: str) -> None:
     pricer = Pricer(gpt(LAYERS), cluster, 16)
     sites = sites_of(pricer.graph, layout.num_stages)
     found = pricer.stages(layout, sites)
-    assert set(sections(pricer).first) == {0, 1, layout.num_stages - 1}
+    assert set(sections(pricer).first_equal) == {0, 1, layout.num_stages - 1}
     assert found == by_itself(pricer, layout, sites)
     for stage in range(layout.num_stages):
-        assert pricer.loads(layout, sites, stage) == apart(pricer, layout, sites).loads(layout, sites, stage)
+        assert pricer.layer_costs(layout, sites, stage) == apart(pricer, layout, sites).layer_costs(layout, sites, stage)
 
 
 def test_the_stages_of_a_deep_model_are_three_kinds() -> None:
     pricer = Pricer(gpt(LAYERS), A100, 16)
     layout = Layout.parse("pipeline=4 microbatches=4")
     pricer.stages(layout, sites_of(pricer.graph, 4))
-    assert sections(pricer).first == (0, 1, 1, 3)
+    assert sections(pricer).first_equal == (0, 1, 1, 3)
 
 
 def sites_of(graph: Graph, num_stages: int) -> tuple[str, ...]:
@@ -114,5 +114,5 @@ def test_what_differs_is_not_alike(change: Callable[[Graph], Graph]) -> None:
     pricer = Pricer(change(graph), A100, 16)
     layout = Layout.parse("data=2 pipeline=4 microbatches=4")
     found = pricer.stages(layout, sites)
-    assert sections(pricer).first == (0, 1, 2, 3)
+    assert sections(pricer).first_equal == (0, 1, 2, 3)
     assert found == by_itself(pricer, layout, sites)

@@ -9,22 +9,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.calibration.efficiency import stack_of
+from shardwise.cost.devices.devices import Widths
+from shardwise.cost.network.collectives import algorithm_times
+from shardwise.cost.network.network import RankGroup, collective_s
+from shardwise.cost.stages.gradients import (
+    ADD_BYTES,
+    BUCKET_BYTES,
+    BUCKETS,
+    ENCODE_BYTES,
+    GradientVolume,
+    best_bucket_bytes,
+    compressed_reduction_s,
+    gradient_reduction_s,
+)
+from shardwise.cost.step import Pricer
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.ir.compression import Compression
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.search import search
+from shardwise.solve.space import parse_constraints
+from shardwise.units import format_bytes, format_seconds
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.calibration.efficiency import stack_of
-from weft.cost.devices.devices import Widths
-from weft.cost.network.collectives import algorithms
-from weft.cost.network.network import Group, collective_s
-from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, compressed_s, summing_s
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.compression import Compression
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.solve.search import search
-from weft.solve.space import parse_constraints
-from weft.units import format_bytes, format_seconds
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
 GRAPH = gpt(3, hidden=64, batch=8)
@@ -32,8 +41,8 @@ GRAPH = gpt(3, hidden=64, batch=8)
 
 def hosts(latency_s: float, bandwidth_bytes_per_s: float, num: int = 2) -> Cluster:
     """One rank a host."""
-    link = Link(latency_s, bandwidth_bytes_per_s, protocol="gloo")
-    return Cluster("hosts", CPU, (Level("node", 1, Link(1e-6, 1e10)), Level("network", num, link)))
+    link = NetworkLink(latency_s, bandwidth_bytes_per_s, protocol="gloo")
+    return Cluster("hosts", CPU, (ClusterLevel("node", 1, NetworkLink(1e-6, 1e10)), ClusterLevel("network", num, link)))
 
 
 def test_the_word_is_read_and_written_back() -> None:
@@ -68,7 +77,7 @@ def test_bytes_of_messages(size: int, fraction: float) -> None:
     """int8: a byte each and four a block of 512; top-k: at least one number with its place, and never fewer than were asked for."""
     assert Compression("int8").message_bytes(size) == size + 4 * ceil(size / 512)
     assert Compression("bfloat16").message_bytes(size) == 2 * size
-    chosen = Compression("topk", fraction).sent(size)
+    chosen = Compression("topk", fraction).num_sent(size)
     assert fraction * size <= chosen < fraction * size + 1 or chosen == 1
     assert Compression("topk", fraction).message_bytes(size) == 8 * chosen
 
@@ -81,10 +90,10 @@ def _summing(cluster: Cluster, layout: str) -> float:
 @pytest.mark.parametrize("num", [2, 4])
 def test_compressed_sums_cost_their_messages_and_their_packing(num: int) -> None:
     """Without a backward to hide behind: a message to every member, and the sums back to all; both packed and unpacked."""
-    cluster = replace(hosts(1e-5, 1e9, num), levels=(Level("node", num, Link(1e-5, 1e9)),))
+    cluster = replace(hosts(1e-5, 1e9, num), levels=(ClusterLevel("node", num, NetworkLink(1e-5, 1e9)),))
     count = GRAPH.num_trainable
     assert 4 * count < BUCKET_BYTES
-    piece, group = -(-count // num), Group(num, 1, num)
+    piece, group = -(-count // num), RankGroup(num, 1, num)
     of_int8, of_half = piece + 4 * ceil(piece / 512), 2 * piece
     bandwidth = Pricer(GRAPH, cluster, 8).devices.speed(Layout(data=num)).memory_bandwidth_bytes_per_s
     for kind, message in (("int8", of_int8), ("bfloat16", of_half)):
@@ -104,13 +113,15 @@ def test_compressed_sums_cost_their_messages_and_their_packing(num: int) -> None
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_host_compresses_once(zero: int) -> None:
     """Two hosts of four: their sums inside, a quarter of the bucket packed and sent by each rank, and a quarter kept back."""
-    node = Level("node", 4, Link(1e-6, 1e10))
-    cluster = Cluster("hosts", CPU, (node, Level("network", 2, Link(1e-5, 1e8))))
+    node = ClusterLevel("node", 4, NetworkLink(1e-6, 1e10))
+    cluster = Cluster("hosts", CPU, (node, ClusterLevel("network", 2, NetworkLink(1e-5, 1e8))))
     count, layout = GRAPH.num_trainable, Layout(data=8, compress="int8", zero=zero)
     quarter = ceil(count / 4)
     message = -(-quarter // 2) + 4 * ceil(-(-quarter // 2) / 512)
-    host, rail, inside = replace(cluster, levels=(node,)), Group(2, 4, 8), Group(4)
-    found, touched = compressed_s(Pricer(GRAPH, cluster, 8), Compression("int8"), count, Group(8), zero, Widths(4.0, 4.0, 4.0))
+    host, rail, inside = replace(cluster, levels=(node,)), RankGroup(2, 4, 8), RankGroup(4)
+    found, touched = compressed_reduction_s(
+        Pricer(GRAPH, cluster, 8), Compression("int8"), count, RankGroup(8), zero, Widths(4.0, 4.0, 4.0)
+    )
     want = collective_s(host, "reduce_scatter", 4 * count, inside) + collective_s(cluster, "all_to_all", 4 * message, rail)
     if not zero:
         want += collective_s(host, "all_gather", 4 * count, inside) + collective_s(cluster, "all_gather", 2 * message, rail)
@@ -177,8 +188,8 @@ def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: 
     pricer = Pricer(BIG, cluster, 4 * num)
     size = 4.0 * BIG.num_trainable
     (cost,) = pricer.stages(layout)
-    window = 0.9 * (cost.compute.backward + cost.tensor.backward)  # what gloo's sums hide behind
-    group = Group(num, 1, num)
+    window = 0.9 * (cost.compute.backward + cost.collectives.backward)  # what gloo's sums hide behind
+    group = RankGroup(num, 1, num)
 
     def queue(bucket: float) -> float:
         ends = [min(size, bucket * (k + 1)) for k in range(ceil(size / bucket))]
@@ -234,7 +245,7 @@ def test_the_best_bucket_is_the_best_that_is_tried() -> None:
     late, soon = (best_bucket_bytes(Pricer(BIG, c, 16), Layout(data=4)) or BUCKET_BYTES for c in (slow_to_start, quick))
     assert late > soon
     assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(pipeline=2, microbatches=2)) == 0
-    host = Cluster("host", CPU, (Level("node", 4, Link(1e-4, 1e9)),))
+    host = Cluster("host", CPU, (ClusterLevel("node", 4, NetworkLink(1e-4, 1e9)),))
     assert best_bucket_bytes(Pricer(BIG, host, 16), Layout(data=4)) == 0
 
 
@@ -243,8 +254,8 @@ def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
     cluster = hosts(1e-4, 1e9, 4)
     plan = search(BIG, cluster, 16, "gpt", layout=Layout(data=4))
     said = dict(plan.reasons)["all_reduce"]
-    seconds = algorithms(cluster, Group(4, 1, 4))[plan.sums.of(plan.bucket_bytes)](plan.bucket_bytes)
-    assert said.startswith(f"{plan.sums.of(plan.bucket_bytes)}")
+    seconds = algorithm_times(cluster, RankGroup(4, 1, 4))[plan.sums.algorithm_for(plan.bucket_bytes)](plan.bucket_bytes)
+    assert said.startswith(f"{plan.sums.algorithm_for(plan.bucket_bytes)}")
     assert f"a bucket of {format_bytes(plan.bucket_bytes)} is summed in {format_seconds(seconds)}" in said
     assert "all_reduce" not in dict(search(BIG, cluster, 16, "gpt", layout=Layout(pipeline=4, microbatches=4)).reasons)
     ring = dict(search(BIG, cluster, 16, "gpt", layout=Layout(data=4, all_reduce="ring")).reasons)["all_reduce"]
@@ -255,11 +266,11 @@ def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
     """A pipeline without replicas has no buckets of gradients, and one sum where stages share a weight."""
     cluster, layout = Cluster.parse("1xdgx-h100"), Layout(pipeline=2, microbatches=4)
     pricer = Pricer(BIG, cluster, 8, stack=replace(stack_of(cluster.device), overlap=0.8))
-    sums, widths = Sums((), 1e8, 2e8), pricer.devices.widths(layout.precision)
-    whole = pricer.collective("all_reduce", widths.gradient * 1e8, Group(2, 1, 2))
+    sums, widths = GradientVolume((), 1e8, 2e8), pricer.devices.widths(layout.precision)
+    whole = pricer.collective("all_reduce", widths.gradient * 1e8, RankGroup(2, 1, 2))
     assert whole > 0
     for window_s in (0.0, 0.5 * whole, 3 * whole):
-        shown, inside = summing_s(pricer, layout, sums, widths, window_s, 1.0)
+        shown, inside = gradient_reduction_s(pricer, layout, sums, widths, window_s, 1.0)
         hidden = min(whole, 0.8 * window_s)
         assert shown == pytest.approx(whole - hidden + pricer.devices.contention * hidden)
         assert inside.total == 0.0
@@ -269,9 +280,9 @@ def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> No
     """An embedding's gradient is complete with the last backward; the sum crosses whatever joins the stages' hosts."""
     for bytes_per_s in (1e9, 25e6):
         pricer, layout = Pricer(BIG, hosts(1e-4, bytes_per_s, 2), 8), Layout(pipeline=2, microbatches=4)
-        sums, widths = Sums((), 1e6, 2e6), pricer.devices.widths(layout.precision)
-        whole = pricer.collective("all_reduce", widths.gradient * 1e6, Group(2, 1, 2))
+        sums, widths = GradientVolume((), 1e6, 2e6), pricer.devices.widths(layout.precision)
+        whole = pricer.collective("all_reduce", widths.gradient * 1e6, RankGroup(2, 1, 2))
         assert whole >= widths.gradient * 1e6 / bytes_per_s
         for window_s in (0.0, 3 * whole):
-            assert summing_s(pricer, layout, sums, widths, window_s, 1.0)[0] == pytest.approx(whole)
-        assert summing_s(pricer, layout, Sums((), 0.0, 2e6), widths, 0.0, 1.0)[0] == 0.0
+            assert gradient_reduction_s(pricer, layout, sums, widths, window_s, 1.0)[0] == pytest.approx(whole)
+        assert gradient_reduction_s(pricer, layout, GradientVolume((), 0.0, 2e6), widths, 0.0, 1.0)[0] == 0.0

@@ -8,20 +8,20 @@ from collections import defaultdict
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.collectives.parameter_server import all_reduce
+from shardwise.cost.memory.memory import server_weight_copies
+from shardwise.cost.network.collectives import GroupHops, Hop, push_pull_s
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import price
+from shardwise.errors import LayoutError, UsageError
+from shardwise.plan.ir.timeline import Timeline
+from shardwise.plan.layout import Layout
+from shardwise.simulate.messages import Wire, deliver_messages
+from shardwise.simulate.stragglers import ServerExchange, simulate_steps
+from shardwise.solve.search import search
+from shardwise.solve.stragglers import straggler_steps
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.collectives.parameter_server import all_reduce
-from weft.cost.memory.memory import served_copies
-from weft.cost.network.collectives import Hop, Ways, served_s
-from weft.cost.step import Pricer
-from weft.errors import LayoutError, UsageError
-from weft.plan.layout import Layout
-from weft.plan.timeline import Timeline
-from weft.simulate.messages import Wire, deliver
-from weft.simulate.stragglers import Exchange, simulate_steps
-from weft.solve.search import search
-from weft.solve.stragglers import straggler_steps
-from weft.solve.timing import price
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
 GRAPH = gpt(3, hidden=64, batch=8)
@@ -40,14 +40,14 @@ def test_equal_ranks_take_what_the_closed_form_says(ranks: int, staleness: int) 
     """Who gets weights first pushes first: a step and its way to the server and back is c + u + (n - 1) p + q where pushes take longer than
     pulls, and the reverse; K + 1 of them are under way. The port and the compute bind besides."""
     for compute, push, pull, update in ((1.0, 0.25, 0.125, 0.5), (0.25, 0.5, 0.5, 0.125)):
-        exchange = Exchange(staleness, push, pull, update, servers=(0,))
+        exchange = ServerExchange(staleness, push, pull, update, servers=(0,))
         found = _steady(simulate_steps([[compute] * 120] * ranks, exchange), ranks - 1)
         cycle = compute + update + (ranks - 1) * max(push, pull) + min(push, pull)
         assert found == pytest.approx(max(compute, update, (ranks - 1) * push, (ranks - 1) * pull, cycle / (staleness + 1)), rel=0.03)
 
 
 def test_servers_share_what_passes_one_port() -> None:
-    one, two = (_steady(simulate_steps([[0.0] * 40] * 4, Exchange(0, part, part, 0.0, ranks)))
+    one, two = (_steady(simulate_steps([[0.0] * 40] * 4, ServerExchange(0, part, part, 0.0, ranks)))
                 for part, ranks in ((1.0, (0,)), (0.5, (0, 2))))  # fmt: skip
     assert one == 4.0  # three pushes, and one pull
     assert 2.0 <= two <= 2.4
@@ -55,8 +55,8 @@ def test_servers_share_what_passes_one_port() -> None:
 
 def test_ranks_that_are_slow_by_turns_wait_for_each_other_at_once_only() -> None:
     rows = [[3.0 if (step + rank) % 2 else 1.0 for step in range(60)] for rank in range(2)]
-    assert _steady(simulate_steps(rows, Exchange(0, 0.0))) == 3.0
-    assert _steady(simulate_steps(rows, Exchange(1, 0.0))) == pytest.approx(2.0, rel=0.05)
+    assert _steady(simulate_steps(rows, ServerExchange(0, 0.0))) == 3.0
+    assert _steady(simulate_steps(rows, ServerExchange(1, 0.0))) == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize("servers", [(), (0,), (1, 3)])
@@ -65,7 +65,7 @@ def test_nobody_is_further_ahead_than_the_bound(staleness: int, servers: tuple[i
     """A rank begins step t when everyone has ended step t - 1 - K, and ports carry one message at a time."""
     draw = random.Random(staleness)
     rows = [[draw.expovariate(1.0) for _ in range(50)] for _ in range(4)]
-    timeline = simulate_steps(rows, Exchange(staleness, 0.05, 0.05, 0.02, servers))
+    timeline = simulate_steps(rows, ServerExchange(staleness, 0.05, 0.05, 0.02, servers))
     ended, lanes = defaultdict(dict), defaultdict(list)
     for span in timeline.spans:
         lanes[span.rank, span.lane].append((span.start_s, span.end_s))
@@ -84,16 +84,16 @@ def test_nobody_is_further_ahead_than_the_bound(staleness: int, servers: tuple[i
 def test_more_staleness_is_never_slower_here() -> None:
     draw = random.Random(7)
     rows = [[1 + draw.expovariate(1.0) for _ in range(60)] for _ in range(4)]
-    totals = [simulate_steps(rows, Exchange(k, 0.1, 0.1, 0.05, (0,))).total_s for k in (0, 1, 2, 8)]
+    totals = [simulate_steps(rows, ServerExchange(k, 0.1, 0.1, 0.05, (0,))).total_s for k in (0, 1, 2, 8)]
     assert totals == sorted(totals, reverse=True)
     assert totals[-1] >= max(map(sum, rows))
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(UsageError, match="2 ranks of"):
-        simulate_steps([[1.0], [1.0, 1.0]], Exchange(0, 1.0))
+        simulate_steps([[1.0], [1.0, 1.0]], ServerExchange(0, 1.0))
     with pytest.raises(UsageError, match="servers"):
-        simulate_steps([[1.0], [1.0]], Exchange(0, 1.0, servers=(2,)))
+        simulate_steps([[1.0], [1.0]], ServerExchange(0, 1.0, servers=(2,)))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_layout_is_read_and_written_back() -> None:
 
 
 def _hosts(num: int, bandwidth: float = 1e8) -> Cluster:
-    link = Link(0.0, bandwidth, protocol="gloo")
-    return Cluster("hosts", CPU, (Level("node", 1, Link(0.0, 1e10)), Level("network", num, link)))
+    link = NetworkLink(0.0, bandwidth, protocol="gloo")
+    return Cluster("hosts", CPU, (ClusterLevel("node", 1, NetworkLink(0.0, 1e10)), ClusterLevel("network", num, link)))
 
 
 def test_a_servers_port_binds() -> None:
@@ -141,12 +141,12 @@ def test_a_servers_port_binds() -> None:
 def test_the_price_is_what_messages_over_ports_take(ranks: int, servers: int) -> None:
     """Seconds of pushing and pulling against the program of that exchange, message by message."""
     hop = Hop(0.0, 1.0)
-    timed = deliver(all_reduce(ranks, servers), lambda value: 60.0 / servers, lambda source, target: Wire(0.0, 1.0)).seconds
-    assert sum(served_s(60.0, Ways(hop, hop, ranks), servers)) == pytest.approx(timed)
+    timed = deliver_messages(all_reduce(ranks, servers), lambda value: 60.0 / servers, lambda source, target: Wire(0.0, 1.0)).seconds
+    assert sum(push_pull_s(60.0, GroupHops(hop, hop, ranks), servers)) == pytest.approx(timed)
 
 
 def test_memory_of_servers() -> None:
-    assert served_copies(Layout.parse("data=4 servers=4 staleness=3")) == 2.25
+    assert server_weight_copies(Layout.parse("data=4 servers=4 staleness=3")) == 2.25
     pricer = Pricer(GRAPH, _hosts(4), 8)
     alone, served = (price(pricer, Layout.parse(text)).prediction.memory for text in ("data=4", "data=4 servers=2"))
     assert served.optimizer == alone.optimizer / 2

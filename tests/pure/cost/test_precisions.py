@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import price
+from shardwise.errors import Infeasible
+from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.layout import Layout
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
-from weft.errors import Infeasible
-from weft.plan.layout import Layout
-from weft.plan.precision import PRECISIONS
-from weft.solve.search import search
-from weft.solve.timing import price
 
 GRAPH = gpt(4, hidden=2048, batch=8)
 ASKED = [name for name in PRECISIONS if name not in ("float32", "float16", "bfloat16")]
@@ -33,9 +33,9 @@ def test_tf32_lies_between_float32_and_bfloat16() -> None:
 def test_on_processors_it_costs_what_it_computes_in() -> None:
     cluster = Cluster.parse("cpu-2")
     for name, one in PRECISIONS.items():
-        if one.elsewhere and name != "float16":
+        if one.substitute and name != "float16":
             pricer = Pricer(GRAPH, cluster, 8)
-            times = [price(pricer, Layout.parse(f"data=2 precision={p}")).prediction.step_time_s for p in (name, one.elsewhere)]
+            times = [price(pricer, Layout.parse(f"data=2 precision={p}")).prediction.step_time_s for p in (name, one.substitute)]
             assert times[0] == pytest.approx(times[1])
 
 

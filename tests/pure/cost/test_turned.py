@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.network.axes import stage_rank_distance
+from shardwise.cost.network.network import send_s
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import balanced_sites
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.network.axes import stages_apart
-from weft.cost.network.network import send_s
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.solve.search import search
-from weft.solve.timing import balanced
 
 GPU = Device("gpu", "gpu", (("float32", 1e13),), 1e11, 1e12, 1.0, 5e-6)
-NODES = Cluster("nodes", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 4, Link(1e-5, 1e9))))
+NODES = Cluster("nodes", GPU, (ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)), ClusterLevel("cluster", 4, NetworkLink(1e-5, 1e9))))
 LONG = replace(gpt(layers=8, hidden=64, heads=4, sequence=512, vocabulary=64))  # activations many times the weights
 
 
@@ -29,7 +29,7 @@ def step_s(plan: Plan) -> float:
 @pytest.mark.parametrize(("pipeline", "far"), [(4, [1, 1, 1]), (8, [1, 1, 1, 4, 1, 1, 1])])
 def test_borders_between_nodes_are_as_far_apart_as_nodes(pipeline: int, far: list[int]) -> None:
     layout = Layout(data=16 // pipeline, pipeline=pipeline, neighbours="pipeline")
-    assert [stages_apart(NODES, layout, s, s + 1) for s in range(pipeline - 1)] == far
+    assert [stage_rank_distance(NODES, layout, s, s + 1) for s in range(pipeline - 1)] == far
 
 
 @pytest.mark.parametrize("text", ["data=2 pipeline=8", "pipeline=16", "data=4 pipeline=4", "data=8 pipeline=2", "data=6 pipeline=2"])
@@ -39,7 +39,7 @@ def test_replicas_side_by_side_cross_where_ranks_lie_on_two_nodes(text: str) -> 
     stride = layout.stage_ranks
     for s in range(layout.pipeline - 1):
         crosses = any(r // 4 != (r + stride) // 4 for r in range(s * stride, (s + 1) * stride))
-        assert stages_apart(NODES, layout, s, s + 1) == (max(stride, 4) if crosses else stride)
+        assert stage_rank_distance(NODES, layout, s, s + 1) == (max(stride, 4) if crosses else stride)
 
 
 def test_stages_of_half_a_node_hand_on_between_nodes_at_every_second_border() -> None:
@@ -69,10 +69,10 @@ def test_the_price_of_a_schedule_does_not_depend_on_what_was_priced_before() -> 
     """zb-v has stages 7 and 8 on one rank, interleaved on the last and the first, of two nodes; each has 16 stages."""
     layout = Layout(data=2, pipeline=8, microbatches=4, neighbours="pipeline", schedule="zb-v")
     one, other = layout, replace(layout, schedule="interleaved", chunks=2)
-    sites = balanced(Pricer(LONG, NODES, 16), layout)
+    sites = balanced_sites(Pricer(LONG, NODES, 16), layout)
 
     def sends_s(pricer: Pricer, layout: Layout) -> list[float]:
-        return [cost.tensor.total for cost in pricer.stages(layout, sites)]
+        return [cost.collectives.total for cost in pricer.stages(layout, sites)]
 
     alone = [sends_s(Pricer(LONG, NODES, 16), each) for each in (one, other)]
     after = Pricer(LONG, NODES, 16)

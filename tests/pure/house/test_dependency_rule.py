@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).parents[3] / "src" / "weft"
+ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 MOST_LINES = 500
 MOST_OF_A_FUNCTION = 60
@@ -58,7 +58,7 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")
 TORCH_PARTS = {"adapters", "capture", "deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_verbs.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current", "capture/kept/store")
-# What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
+# What unpickles, or is unpickled: none of these ever reads or writes a byte for shardwise.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -66,13 +66,13 @@ parsed = lru_cache(maxsize=1)(ast.parse)  # all rules ask of one file after anot
 
 
 def part_of(file: str) -> str:
-    """The part of the house that a file lies in: `plan/mesh.py` is of `plan`, `units.py` of `units`."""
+    """The part of the house that a file lies in: `plan/ir/mesh.py` is of `plan`, `units.py` of `units`."""
     return file.partition("/")[0].removesuffix(".py")
 
 
 def imported(tree: ast.AST, file: str) -> Iterator[str]:
     """Full names of all imported modules, inside functions and for type checkers only included."""
-    package = ["weft", *file.split("/")[:-1]]
+    package = ["shardwise", *file.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -80,8 +80,8 @@ def imported(tree: ast.AST, file: str) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield module
-            if module == "weft":
-                yield from (f"weft.{alias.name}" for alias in node.names)
+            if module == "shardwise":
+                yield from (f"shardwise.{alias.name}" for alias in node.names)
 
 
 def wrong_imports(text: str, file: str) -> list[str]:
@@ -89,8 +89,8 @@ def wrong_imports(text: str, file: str) -> list[str]:
     if part in EVERYTHING:
         return []
     allowed = ALLOWED[part] | {part} | EXTRA.get(file, set())
-    targets = {name.split(".")[1] for name in imported(parsed(text), file) if name.startswith("weft.")}
-    return [f"{file} imports weft.{target}; {part} may import {', '.join(sorted(allowed))}" for target in sorted(targets - allowed)]
+    targets = {name.split(".")[1] for name in imported(parsed(text), file) if name.startswith("shardwise.")}
+    return [f"{file} imports shardwise.{target}; {part} may import {', '.join(sorted(allowed))}" for target in sorted(targets - allowed)]
 
 
 def wrong_torch(text: str, file: str) -> list[str]:
@@ -127,7 +127,7 @@ def wrong_environment(text: str, file: str) -> list[str]:
 
 
 def wrong_kind(text: str, file: str) -> list[str]:
-    """Who asks what kind a device is: its own file, and who shows it. All others ask `Cluster.kind` or `weft.cost.devices`."""
+    """Who asks what kind a device is: its own file, and who shows it. All others ask `Cluster.kind` or `shardwise.cost.devices`."""
     if file.startswith(("cluster/", "cost/devices/")) or file == "report/cluster_tables.py":
         return []
     return [
@@ -180,7 +180,7 @@ def child_of(folder: PurePosixPath, file: str) -> str:
 
 def needed(tree: ast.Module, file: str, files: Mapping[str, str]) -> set[str]:
     """Those of `files` that are imported when `file` is."""
-    package = ["weft", *file.split("/")[:-1]]
+    package = ["shardwise", *file.split("/")[:-1]]
     names: list[str] = []
     for node in _run_on_import(tree.body):
         if isinstance(node, ast.Import):
@@ -189,7 +189,7 @@ def needed(tree: ast.Module, file: str, files: Mapping[str, str]) -> set[str]:
             base = [*(package[: len(package) - node.level + 1] if node.level else []), *([node.module] if node.module else [])]
             names += [".".join([*base, alias.name]) for alias in node.names]
     found: set[str] = set()
-    for name in (name for name in names if name.startswith("weft.")):
+    for name in (name for name in names if name.startswith("shardwise.")):
         path = "/".join(name.split(".")[1:])
         behind = path.rpartition("/")[0]  # of what is a name inside a file
         places = [f"{path}.py", f"{path}/__init__.py", f"{behind}.py", f"{behind}/__init__.py"]
@@ -234,17 +234,17 @@ def test_every_file_keeps_every_rule() -> None:
 @pytest.mark.parametrize(
     ("rule", "text", "file"),
     [
-        (wrong_imports, "from weft.solve.search import search", "run/engine.py"),
-        (wrong_imports, "def f():\n    import weft.run.engine", "report/page.py"),
+        (wrong_imports, "from shardwise.solve.search import search", "run/engine.py"),
+        (wrong_imports, "def f():\n    import shardwise.run.engine", "report/page.py"),
         (wrong_imports, "from ..run import engine", "solve/search.py"),
-        (wrong_imports, "from weft import cli", "plan/plan.py"),
-        (wrong_imports, "from weft.world.launch import launch", "cluster/cluster.py"),
-        (wrong_imports, "from weft.world.launch import launch", "cluster/probe/kept.py"),
-        (wrong_torch, "import torch", "plan/mesh.py"),
+        (wrong_imports, "from shardwise import cli", "plan/plan.py"),
+        (wrong_imports, "from shardwise.world.launch.launch import launch", "cluster/cluster.py"),
+        (wrong_imports, "from shardwise.world.launch.launch import launch", "cluster/probe/cache.py"),
+        (wrong_torch, "import torch", "plan/ir/mesh.py"),
         (wrong_torch, "def f():\n    from torch import nn", "solve/search.py"),
         (wrong_torch, "import torch", "cli/plan.py"),
-        (wrong_pickle, "import pickle", "run/state/checkpoint.py"),
-        (wrong_pickle, "import torch\ntorch.load('x')", "run/state/checkpoint.py"),
+        (wrong_pickle, "import pickle", "run/checkpoint.py"),
+        (wrong_pickle, "import torch\ntorch.load('x')", "run/checkpoint.py"),
         (wrong_pickle, "from torch import distributed as dist\ndist.all_gather_object([], 1)", "world/world.py"),
         (wrong_environment, "import os\nx = os.environ['RANK']", "run/engine.py"),
         (wrong_environment, "from os import getenv", "lower/local.py"),
@@ -264,10 +264,10 @@ def test_a_broken_file_is_refused(rule: Rule, text: str, file: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "text", "file"),
     [
-        (wrong_imports, "from weft.plan.plan import Plan", "report/page.py"),
-        (wrong_imports, "from weft.world.launch import launch", "cluster/probe/here.py"),
+        (wrong_imports, "from shardwise.plan.plan import Plan", "report/page.py"),
+        (wrong_imports, "from shardwise.world.launch.launch import launch", "cluster/probe/measure.py"),
         (wrong_torch, "def f():\n    import torch", "cli/plan.py"),
-        (wrong_environment, "import os\nx = os.environ['RANK']", "world/launch.py"),
+        (wrong_environment, "import os\nx = os.environ['RANK']", "world/launch/launch.py"),
     ],
 )
 def test_a_right_file_passes(rule: Rule, text: str, file: str) -> None:
@@ -292,12 +292,15 @@ def test_no_room_has_a_circle_of_imports_inside() -> None:
 @pytest.mark.parametrize(
     ("texts", "where"),
     [
-        ({"run/a.py": "from weft.run.b import x", "run/b.py": "from weft.run import a"}, "in run:"),
-        ({"run/a.py": "from . import b", "run/b.py": "try:\n    import weft.run.a\nexcept ImportError:\n    pass"}, "in run:"),
-        ({"run/a/b.py": "import weft.run.a.c", "run/a/c.py": "from . import d", "run/a/d.py": "import weft.run.a.b"}, "in run/a:"),
+        ({"run/a.py": "from shardwise.run.b import x", "run/b.py": "from shardwise.run import a"}, "in run:"),
+        ({"run/a.py": "from . import b", "run/b.py": "try:\n    import shardwise.run.a\nexcept ImportError:\n    pass"}, "in run:"),
+        (
+            {"run/a/b.py": "import shardwise.run.a.c", "run/a/c.py": "from . import d", "run/a/d.py": "import shardwise.run.a.b"},
+            "in run/a:",
+        ),
         # No file needs itself, but neither subroom can be read before the other.
-        ({"run/a/b.py": "import weft.run.c.d", "run/c/d.py": "", "run/c/e.py": "import weft.run.a.b"}, "in run:"),
-        ({"run/a/__init__.py": "from weft.run.a.b import x", "run/a/b.py": "from weft.run.a import y"}, "in run/a:"),
+        ({"run/a/b.py": "import shardwise.run.c.d", "run/c/d.py": "", "run/c/e.py": "import shardwise.run.a.b"}, "in run:"),
+        ({"run/a/__init__.py": "from shardwise.run.a.b import x", "run/a/b.py": "from shardwise.run.a import y"}, "in run/a:"),
     ],
 )
 def test_a_circle_is_seen(texts: dict[str, str], where: str) -> None:
@@ -308,13 +311,13 @@ def test_a_circle_is_seen(texts: dict[str, str], where: str) -> None:
 @pytest.mark.parametrize(
     "later",
     [
-        "def f():\n    import weft.run.a",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from weft.run.a import x",
-        "from weft.run import c",
+        "def f():\n    import shardwise.run.a",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.run.a import x",
+        "from shardwise.run import c",
     ],
 )
 def test_what_importing_a_file_does_not_import_makes_no_circle(later: str) -> None:
-    assert not circles({"run/a.py": "from weft.run.b import x", "run/b.py": later, "run/c.py": ""})
+    assert not circles({"run/a.py": "from shardwise.run.b import x", "run/b.py": later, "run/c.py": ""})
 
 
 def test_every_part_has_its_place_in_the_order() -> None:

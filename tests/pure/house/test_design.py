@@ -36,9 +36,9 @@ def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Names in backquotes that look like files of `src/weft`, or of the repository, and are none."""
+    """Names in backquotes that look like files of `src/shardwise`, or of the repository, and are none."""
     named = re.findall(r"`(\w+(?:/\w+)+(?:\.py)?)`", text)
-    places = [(ROOT / "src" / "weft" / name, ROOT / name) for name in named]
+    places = [(ROOT / "src" / "shardwise" / name, ROOT / name) for name in named]
     return [
         name
         for name, both in zip(named, places, strict=True)

@@ -8,8 +8,8 @@ import pkgutil
 
 import pytest
 
-PACKAGES = ("weft.plan", "weft.schedules", "weft.simulate")
-ALONE = ("weft.units", "weft.report.gantt")
+PACKAGES = ("shardwise.plan", "shardwise.schedules", "shardwise.simulate")
+ALONE = ("shardwise.units", "shardwise.report.gantt")
 
 
 def modules() -> list[str]:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3] / "src" / "weft"
+ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 VERBS = frozenset(
     "build capture check compare compile dump find format join launch load lower main measure parse plan predict price propagate read "
     "refuse report run save search send shard simulate split train verify write".split()
 )
-PARTICIPLE = re.compile(r"[a-z]+(ed|en)$|^(kept|found|made|given|told|held|cut|put|left|sent|drawn|shown|apart|together|beside|behind|again|like)$")
+PARTICIPLE = re.compile(
+    r"[a-z]+(ed|en)$|^(kept|found|made|given|told|held|cut|put|left|sent|drawn|shown|apart|together|beside|behind|again|like)$"
+)
 FIRST_WORDS = frozenset("What Of Whether Those As Where How Which All Who So By That Whose Until Behind Beside".split())
 LIMITS = {
     "class names in several modules": 15,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft import units
-from weft.errors import UsageError
+from shardwise import units
+from shardwise.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3] / "src" / "weft"
+ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 EMPTY = frozenset(
     "alike own cores lane lanes late keeping rests same steady whole plain divided undivided divisible watched known unknown instead "
     "picked paired unlike thrift frame frames framed".split()
@@ -18,10 +18,10 @@ EMPTY = frozenset(
 VAGUE = frozenset(("found", "made", "given", "kept"))
 # What others rely on, by file; and what the field calls so. Neither list gets longer without a reason beside it.
 PUBLIC = {
-    "cluster/doctor.py": {"found"},  # a key of `weft doctor --json`
+    "cluster/doctor.py": {"found"},  # a key of `shardwise doctor --json`
     "run/engine.py": {"whole"},  # an argument of `Engine.step` and `Engine.evaluate`
-    "run/proof/verification.py": {"divided", "whole_batch"},  # keys of `weft verify --json`
-    "run/proof/verify.py": {"whole_batch"},
+    "run/verify/verification.py": {"divided", "whole_batch"},  # keys of `shardwise verify --json`
+    "run/verify/verify.py": {"whole_batch"},
 }
 OF_THE_FIELD = {
     "num_cores": "of a processor",

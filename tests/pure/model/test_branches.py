@@ -7,17 +7,17 @@ from random import Random
 
 import pytest
 
-from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
-from weft.errors import LayoutError
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import part_length
-from weft.model.stages.branches import balanced, regions
-from weft.plan.layout import Layout
-from weft.plan.placement import D, Owned, P, R, Shard, dual
-from weft.plan.transition import TABLE, sent_part, transition
-from weft.solve.timing import price
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import price
+from shardwise.errors import LayoutError
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import shard_length
+from shardwise.model.stages.branches import balance_branches, find_regions
+from shardwise.plan.ir.placement import D, P, R, Shard, SingleOwner, dual_of
+from shardwise.plan.ir.transition import TRANSITIONS, sent_fraction, transition_between
+from shardwise.plan.layout import Layout
 
 
 def made(*lines: str, batch: int = 8) -> Graph:
@@ -39,7 +39,7 @@ def made(*lines: str, batch: int = 8) -> Graph:
 
 
 def names(graph: Graph) -> list[list[str]]:
-    return [["".join(graph.operators[i].name for i in branch) for branch in region.branches] for region in regions(graph)]
+    return [["".join(graph.operators[i].name for i in branch) for branch in region.branches] for region in find_regions(graph)]
 
 
 def test_branches_between_a_fork_and_a_sum() -> None:
@@ -68,16 +68,16 @@ def test_towers_from_the_batch_on_and_branches_within_them() -> None:
     assert names(graph) == [["abcde", "uv"], ["b", "c"]]
     taken = propagate(graph, {"branch": 2})
     (region,) = taken.regions
-    assert {name for name, rank in region.ranks.items() if rank == region.ranks["a"]} == set("abcde")
-    assert taken.forms["w_e"]["branch"] is Owned(region.ranks["e"])
-    assert taken.forms["w_z"]["branch"] is D
-    assert taken.gradients == {"w_z": ("branch",), "x": ("branch",)} or taken.gradients == {"w_z": ("branch",)}
+    assert {name for name, rank in region.rank_of.items() if rank == region.rank_of["a"]} == set("abcde")
+    assert taken.placements["w_e"]["branch"] is SingleOwner(region.rank_of["e"])
+    assert taken.placements["w_z"]["branch"] is D
+    assert taken.gradient_axes == {"w_z": ("branch",), "x": ("branch",)} or taken.gradient_axes == {"w_z": ("branch",)}
 
 
 def test_a_plan_says_who_owns_what() -> None:
     graph = made("s = mm x", "a = mm s", "b = mm s", "e = add a b", "f = mm e", "l = loss f")
     (region,) = propagate(graph, {"branch": 2}, {"branch": (("w_a", 1), ("w_b", 0))}).regions
-    assert region.ranks == {"a": 1, "b": 0, "e": 1} or region.ranks == {"a": 1, "b": 0}
+    assert region.rank_of == {"a": 1, "b": 0, "e": 1} or region.rank_of == {"a": 1, "b": 0}
     assert propagate(graph, {"branch": 2}, {"branch": ()}).regions == ()
     with pytest.raises(LayoutError, match="gives w_a to rank 2 of branch=2; ranks count from 0 to 1"):
         propagate(graph, {"branch": 2}, {"branch": (("w_a", 2),)})
@@ -96,7 +96,7 @@ def test_balance_is_the_best_of_all_ways(seed: int) -> None:
     def most(given: tuple[int, ...]) -> float:
         return max(sum(w for w, r in zip(work, given, strict=True) if r == rank) for rank in range(ranks))
 
-    assert most(balanced(work, ranks)) == pytest.approx(min(map(most, product(range(ranks), repeat=len(work)))))
+    assert most(balance_branches(work, ranks)) == pytest.approx(min(map(most, product(range(ranks), repeat=len(work)))))
 
 
 def test_many_branches_are_within_the_bound_of_the_longest_first() -> None:
@@ -104,23 +104,23 @@ def test_many_branches_are_within_the_bound_of_the_longest_first() -> None:
     random = Random(0)
     work = [random.random() for _ in range(60)]
     loads = [0.0] * 8
-    for seconds, rank in zip(work, balanced(work, 8), strict=True):
+    for seconds, rank in zip(work, balance_branches(work, 8), strict=True):
         loads[rank] += seconds
     assert max(loads) <= (4 / 3 - 1 / 24) * max(sum(work) / 8, max(work))
 
 
 def test_what_one_rank_owns_goes_there_and_back() -> None:
-    one = Owned(1)
-    assert dual(one) is one
+    one = SingleOwner(1)
+    assert dual_of(one) is one
     assert str(one) == "O1"
-    assert (transition(Shard(0), one).collective, transition(one, Shard(0)).collective) == ("gather", "scatter")
-    assert {(a.__name__, b.__name__) for (a, b), row in TABLE.items() if Owned in (a, b) and not row.allowed} == {
+    assert (transition_between(Shard(0), one).collective, transition_between(one, Shard(0)).collective) == ("gather", "scatter")
+    assert {(a.__name__, b.__name__) for (a, b), row in TRANSITIONS.items() if SingleOwner in (a, b) and not row.is_allowed_in_forward} == {
         ("Owned", "Replicate"), ("Owned", "Partial"),
     }  # fmt: skip
     # Every rank reads all: together as many bytes as an all-gather. n values of n owners back: as a reduce-scatter of one.
-    assert 4 * sent_part(Shard(0), one, 4) * 3 / 4 == sent_part(Shard(0), R, 4)
-    assert sent_part(one, Shard(0), 4) == sent_part(P, Shard(0), 4)
-    assert part_length(Shard(0), 8, 4) == 2
+    assert 4 * sent_fraction(Shard(0), one, 4) * 3 / 4 == sent_fraction(Shard(0), R, 4)
+    assert sent_fraction(one, Shard(0), 4) == sent_fraction(P, Shard(0), 4)
+    assert shard_length(Shard(0), 8, 4) == 2
 
 
 def test_the_layout_has_branch_ranks_inside_data() -> None:

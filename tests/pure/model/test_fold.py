@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.sharding.fold import fold_layers, propagate_with_folding
+from shardwise.model.sharding.propagate import propagate as propagate_whole
 from tests.support.gpt_graph import gpt
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.sharding.fold import fold, propagate
-from weft.model.sharding.propagate import propagate as propagate_whole
 
 
 @pytest.mark.parametrize("layers", [5, 8, 12])
@@ -20,7 +20,7 @@ def test_the_expanded_sharding_is_the_whole_graphs(layers: int, sizes: dict[str,
     folded = graph.fold
     assert folded is not None
     assert len(folded.small.operators) < len(graph.operators)
-    assert propagate(graph, sizes, sequence=sequence) == propagate_whole(graph, sizes, sequence=sequence)
+    assert propagate_with_folding(graph, sizes, sequence=sequence) == propagate_whole(graph, sizes, sequence=sequence)
 
 
 def test_every_operator_has_one_of_its_kind_to_stand_for_it() -> None:
@@ -29,9 +29,9 @@ def test_every_operator_has_one_of_its_kind_to_stand_for_it() -> None:
     assert folded is not None
     (run,) = folded.runs
     assert run.count == 9
-    for op, name in folded.operator.items():
+    for op, name in folded.stand_in_operator.items():
         assert op.rpartition("_")[0] == name.rpartition("_")[0]
-    for value, other in folded.value.items():
+    for value, other in folded.stand_in_value.items():
         assert graph.tensors[value] == graph.tensors[other]
     assert {v.value for v in folded.small.parameters} <= {v.value for v in graph.parameters}
 
@@ -39,9 +39,9 @@ def test_every_operator_has_one_of_its_kind_to_stand_for_it() -> None:
 def test_shards_that_are_given_are_kept() -> None:
     graph = gpt(6)
     found = propagate_whole(graph, {"tensor": 2})
-    assert propagate(graph, {"tensor": 2}, found.shards) == propagate_whole(graph, {"tensor": 2}, found.shards)
+    assert propagate_with_folding(graph, {"tensor": 2}, found.shards) == propagate_whole(graph, {"tensor": 2}, found.shards)
     odd = {"tensor": found.shards["tensor"][:-3]}  # equal layers cut differently
-    assert propagate(graph, {"tensor": 2}, odd) == propagate_whole(graph, {"tensor": 2}, odd)
+    assert propagate_with_folding(graph, {"tensor": 2}, odd) == propagate_whole(graph, {"tensor": 2}, odd)
 
 
 def test_few_layers_and_layers_that_are_collected_stay_whole() -> None:
@@ -50,7 +50,7 @@ def test_few_layers_and_layers_that_are_collected_stay_whole() -> None:
     ends = [op for op in graph.operators if op.target == "aten.gelu.default"]
     tensors = dict(graph.tensors) | {"sum": Tensor(graph.tensors[ends[0].outputs[0]].shape, "float32")}
     collected = Operator("sum", "aten.stack.default", (tuple(Ref(op.outputs[0]) for op in ends),), (), ("sum",), "/sum")
-    assert fold(replace(graph, operators=(*graph.operators, collected), tensors=tensors)) is None
+    assert fold_layers(replace(graph, operators=(*graph.operators, collected), tensors=tensors)) is None
 
 
 def striped(layers: int) -> Graph:
@@ -80,7 +80,7 @@ def test_layers_of_two_kinds_in_turn_are_one_period() -> None:
     assert run.period == 6
     assert run.count >= 9
     for sizes in ({"data": 2}, {"tensor": 2}):
-        assert propagate(graph, sizes) == propagate_whole(graph, sizes)
+        assert propagate_with_folding(graph, sizes) == propagate_whole(graph, sizes)
 
 
 def test_too_few_stripes_stay_whole() -> None:

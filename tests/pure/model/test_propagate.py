@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.errors import LayoutError
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.sharding.axis_problem import AxisProblem
+from shardwise.model.sharding.axis_search import apply_strategy, solve_axis
+from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Prices, Sharding, redistribution_collectives
+from shardwise.plan.ir.placement import D, P, R, Shard, is_shard
 from tests.support.gpt_graph import gpt
-from weft.errors import LayoutError
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.sharding.axis_problem import AxisProblem
-from weft.model.sharding.axis_search import apply, solve
-from weft.model.sharding.axis_values import Given, Others
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Prices, Sharding, move_collectives
-from weft.plan.placement import D, P, R, Shard, is_shard
 
 LAYERS = 3
 # A GPU beside another: faster links make it cut the sequence between the layers as well, as Megatron's later version does.
@@ -45,16 +45,16 @@ def test_weights_are_cut_as_in_megatron(megatron: tuple[Graph, Sharding]) -> Non
 
 def test_attention_is_cut_by_heads_and_the_loss_by_vocabulary(megatron: tuple[Graph, Sharding]) -> None:
     graph, sharding = megatron
-    labels = {op.name: sharding.ops[op.name]["tensor"] for op in graph.operators}
+    labels = {op.name: sharding.labels[op.name]["tensor"] for op in graph.operators}
     assert {labels[op.name] for op in graph.operators if "attention" in op.target} == {"h"}
     assert {labels[op.name] for op in graph.operators if "cross_entropy" in op.target} == {"c"}
 
 
 def test_a_layer_moves_twice_forward_and_twice_backward(megatron: tuple[Graph, Sharding]) -> None:
     graph, sharding = megatron
-    reduced = [op for op in graph.operators if op.target == "aten.linear.default" and sharding.ops[op.name]["tensor"] == "i"]
+    reduced = [op for op in graph.operators if op.target == "aten.linear.default" and sharding.labels[op.name]["tensor"] == "i"]
     assert len(reduced) == 2 * LAYERS, "each sums over ranks before its bias is added: two all-reduces forward a layer"
-    inside = [m for m in sharding.moves if m.value not in graph.operators[0].outputs]
+    inside = [m for m in sharding.redistributions if m.value not in graph.operators[0].outputs]
     assert {(m.forward, m.backward) for m in inside} == {("", "all_reduce")}
     # Before q, k and v, before up, and once before the head; what precedes the first layer is the look-up's own.
     assert len(inside) == 2 * LAYERS
@@ -65,17 +65,17 @@ def test_gradients_are_summed_over_data_and_of_cut_weights_over_nothing_else(meg
     both = propagate(graph, {"data": 2, "tensor": 2}, prices=GPU)
     cut = dict(both.shards["tensor"])
     for p in graph.parameters:
-        summed = both.gradients[p.value]
+        summed = both.gradient_axes[p.value]
         assert summed == ("data",) if p.name in cut else "data" in summed
-    assert not [m for m in both.moves if m.axis == "data" and m.forward not in ("", "slice")], "data needs nothing forward"
+    assert not [m for m in both.redistributions if m.axis == "data" and m.forward not in ("", "slice")], "data needs nothing forward"
 
 
 def test_data_cuts_no_parameter_and_every_operator() -> None:
     graph = gpt(layers=1)
     sharding = propagate(graph, {"data": 4})
     assert sharding.shards["data"] == ()
-    assert all(sharding.ops[op.name]["data"] for op in graph.operators)
-    assert sharding.replicated == ()
+    assert all(sharding.labels[op.name]["data"] for op in graph.operators)
+    assert sharding.replicated_sites == ()
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -87,23 +87,25 @@ def test_samples_are_never_cut_over_tensor(batch: int, sequence: bool) -> None:
     cut = dict(sharding.shards["tensor"])
     assert not [v.name for v in graph.parameters if "h." in v.name and len(v.tensor.shape) > 1 and v.name not in cut]
     followed = propagate(graph, {"data": 2})
-    for value, forms in followed.forms.items():
+    for value, forms in followed.placements.items():
         if is_shard(forms["data"]):
-            assert sharding.forms[value]["tensor"] != forms["data"], value
+            assert sharding.placements[value]["tensor"] != forms["data"], value
 
 
 def test_sequence_parallelism_replaces_each_all_reduce_by_a_reduce_scatter_and_an_all_gather() -> None:
     """Korthikanti et al. 2022, section 4.2.2: the same bytes, and what lies between the products is cut by positions."""
     graph = gpt(layers=LAYERS, hidden=1024, heads=16, sequence=512, vocabulary=51200, batch=8)
     sharding = propagate(graph, {"tensor": 4}, prices=GPU, sequence=True)
-    of_layers = [m for m in sharding.moves if m.op.startswith(("q", "up", "add", "drop")) or m.source is P]
+    of_layers = [m for m in sharding.redistributions if m.op.startswith(("q", "up", "add", "drop")) or m.source is P]
     scattered = [m for m in of_layers if (m.forward, m.backward) == ("reduce_scatter", "all_gather")]
-    gathered = [m for m in sharding.moves if (m.source, m.target, m.forward, m.backward) == (Shard(1), D, "all_gather", "reduce_scatter")]
+    gathered = [
+        m for m in sharding.redistributions if (m.source, m.target, m.forward, m.backward) == (Shard(1), D, "all_gather", "reduce_scatter")
+    ]
     assert len(scattered) >= 2 * LAYERS
     assert len(gathered) >= 2 * LAYERS
-    assert "all_reduce" not in {m.forward for m in sharding.moves if m.value not in graph.operators[0].outputs}
+    assert "all_reduce" not in {m.forward for m in sharding.redistributions if m.value not in graph.operators[0].outputs}
     norms = [op for op in graph.operators if "layer_norm" in op.target]
-    assert {sharding.forms[op.outputs[0]]["tensor"] for op in norms[1:]} == {Shard(1)}
+    assert {sharding.placements[op.outputs[0]]["tensor"] for op in norms[1:]} == {Shard(1)}
     assert dict(sharding.shards["tensor"]) == dict(propagate(graph, {"tensor": 4}, prices=GPU).shards["tensor"])
 
 
@@ -116,7 +118,7 @@ def test_shards_by_hand_are_kept() -> None:
     wanted = (("h.0.up.weight", 0), ("h.0.up.bias", 0), ("h.0.down.weight", 1))
     sharding = propagate(graph, {"tensor": 2}, {"tensor": wanted})
     assert set(sharding.shards["tensor"]) == set(wanted)
-    by_site = {op.site.split("/")[0]: sharding.ops[op.name]["tensor"] for op in graph.operators if op.target == "aten.linear.default"}
+    by_site = {op.site.split("/")[0]: sharding.labels[op.name]["tensor"] for op in graph.operators if op.target == "aten.linear.default"}
     assert by_site["h.0.up"] == "o"
     assert by_site["h.0.down"] == "i"
     other = propagate(graph, {"tensor": 2}, {"tensor": (("h.0.proj.weight", 0),)})
@@ -137,7 +139,7 @@ def test_wrong_shards_are_refused_with_numbers(entry: tuple[str, int], message: 
 
 def test_what_cannot_be_moved_is_said() -> None:
     with pytest.raises(LayoutError, match="no redistribution from \\+ to R"):
-        move_collectives(D, R)
+        redistribution_collectives(D, R)
 
 
 def small(shapes: list[tuple[str, int, int]]) -> Graph:
@@ -174,29 +176,29 @@ def small(shapes: list[tuple[str, int, int]]) -> Graph:
 def exhaustive(problem: AxisProblem, graph: Graph) -> float:
     """The least cost over every combination of choices, applied one after the other."""
     best = float("inf")
-    for combination in product(*(problem.choices(op) for op in graph.operators)):
+    for combination in product(*(problem.strategies(op) for op in graph.operators)):
         cost, held = 0.0, {}
         for op, choice in zip(graph.operators, combination, strict=True):
-            if not problem.worth(op, choice, held):
+            if not problem.is_worthwhile(op, choice, held):
                 break
-            tried = apply(problem, op, choice, cost, held)
+            tried = apply_strategy(problem, op, choice, cost, held)
             if tried is None:
                 break
             cost, held, _ = tried
-            held.update({v: (form,) for v, form in zip(op.outputs, choice.makes, strict=True)})
+            held.update({v: (form,) for v, form in zip(op.outputs, choice.output_placements, strict=True)})
         else:
             best = min(best, cost)
     return best
 
 
 def found_cost(problem: AxisProblem, graph: Graph, beam: int) -> float:
-    chosen, _ = solve(problem, beam)
+    chosen, _ = solve_axis(problem, beam)
     cost, held = 0.0, {}
     for op in graph.operators:
-        tried = apply(problem, op, chosen[op.name], cost, held)
+        tried = apply_strategy(problem, op, chosen[op.name], cost, held)
         assert tried is not None
         cost, held, _ = tried
-        held.update({v: (form,) for v, form in zip(op.outputs, chosen[op.name].makes, strict=True)})
+        held.update({v: (form,) for v, form in zip(op.outputs, chosen[op.name].output_placements, strict=True)})
     return cost
 
 
@@ -212,7 +214,7 @@ KINDS = st.sampled_from(("linear", "linear", "add", "mm", "t", "softmax"))
 def test_the_beam_finds_what_enumeration_finds(shapes: list[tuple[str, int, int]], link: float, axis: str) -> None:
     graph = small(shapes)
     prices = Prices(flops_per_s=1e8, memory_bytes_per_s=1e10, link_bytes_per_s=link, latency_s=1e-9)
-    problem = AxisProblem(graph, axis, 2, prices, Given({} if axis == "data" else None), Others())
+    problem = AxisProblem(graph, axis, 2, prices, FixedShards({} if axis == "data" else None), OtherAxes())
     assert found_cost(problem, graph, 1000) == pytest.approx(exhaustive(problem, graph), rel=1e-12)
 
 
@@ -222,7 +224,7 @@ def test_a_beam_of_one_is_told_from_enumeration() -> None:
     worse = 0
     for kinds in product(("linear", "mm", "softmax"), repeat=3):
         graph = small([(kind, i, i - 1) for i, kind in enumerate(kinds)])
-        problem = AxisProblem(graph, "tensor", 2, prices, Given(), Others())
+        problem = AxisProblem(graph, "tensor", 2, prices, FixedShards(), OtherAxes())
         worse += found_cost(problem, graph, 1) > exhaustive(problem, graph) * (1 + 1e-9)
     assert worse
 
@@ -241,5 +243,5 @@ def test_an_average_of_weights_does_not_keep_their_gradients_from_being_summed_o
         Operator("loss", "aten.mean.default", (Ref("z"),), (), ("loss",), "loss"),
     )
     found = propagate(Graph((weight, target), (), (x,), (), operators, tensors, "loss", 8), {"data": 2})
-    assert found.gradients["w"] == ("data",)
-    assert not found.moves
+    assert found.gradient_axes["w"] == ("data",)
+    assert not found.redistributions

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.errors import LayoutError
+from shardwise.model.graph import Graph, Ref
 from tests.support.gpt_graph import gpt
 from tests.support.placements_oracle.repeats import Run, representatives, runs
 from tests.support.small_graphs import Builder, chain
-from weft.errors import LayoutError
-from weft.model.graph import Graph, Ref
 
 
 @settings(max_examples=20, deadline=None)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.errors import LayoutError
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.stages.stages import batch_only_operators, split, stage_cuts, stage_links
 from tests.support.gpt_graph import gpt
-from weft.errors import LayoutError
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.stages.stages import cuts, free_operators, links, split
 
 
 def dag(edges: list[tuple[int, int]], from_batch: list[bool]) -> Graph:
@@ -42,12 +42,12 @@ EDGES = st.lists(st.tuples(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.b
 @given(EDGES, st.data())
 def test_every_stage_has_what_it_reads_and_no_more(drawn: list[tuple[tuple[int, int], bool]], data: st.DataObject) -> None:
     graph = dag([edge for edge, _ in drawn], [free for _, free in drawn])
-    places = [op.site for op in graph.operators if op.name not in free_operators(graph)][1:]
+    places = [op.site for op in graph.operators if op.name not in batch_only_operators(graph)][1:]
     wanted = set(data.draw(st.lists(st.sampled_from(places), unique=True, max_size=3))) if places else set()
     sites = [site for site in places if site in wanted]
     stages = split(graph, sites)
     assert len(stages) == len(sites) + 1
-    free = free_operators(graph)
+    free = batch_only_operators(graph)
     variables = {v.value for v in graph.variables}
     for stage in stages:
         had = set(stage.variables) | {v for _, values in stage.receives for v in values}
@@ -68,14 +68,14 @@ def test_every_stage_has_what_it_reads_and_no_more(drawn: list[tuple[tuple[int, 
     not_free = [op.name for op in graph.operators if op.name not in free]
     assert sorted(n for s in stages for n in (op.name for op in s.operators) if n in set(not_free)) == sorted(not_free), "each runs once"
     assert [s.index for s in stages if "loss" in s.results] == [len(stages) - 1]
-    assert links(stages) == tuple(sorted({(p, s.index) for s in stages for p, _ in s.receives}))
+    assert stage_links(stages) == tuple(sorted({(p, s.index) for s in stages for p, _ in s.receives}))
 
 
 def test_a_skip_goes_straight_to_where_it_is_read() -> None:
     # y0 = x+w, y1 = y0+w, y2 = y1+w, y3 = y2+y0: y0 skips the middle stage.
     graph = dag([(0, 1), (2, 1), (3, 1), (4, 2)], [False] * 4)
     stages = split(graph, ["m.1/add", "m.3/add"])
-    assert links(stages) == ((0, 1), (0, 2), (1, 2))
+    assert stage_links(stages) == ((0, 1), (0, 2), (1, 2))
     assert stages[0].sends == ((1, ("y0",)), (2, ("y0",)))
     assert stages[2].receives == ((0, ("y0",)), (1, ("y2",)))
 
@@ -91,7 +91,7 @@ def test_what_follows_from_the_batch_is_made_twice_and_not_sent() -> None:
 
 def test_the_places_where_a_gpt_is_cut_cross_one_activation() -> None:
     graph = gpt(layers=2, hidden=64, sequence=32, batch=8)
-    found = {cut.site.split("/")[0]: cut for cut in cuts(graph) if "layer_norm" in cut.site and ".ln1" in cut.site}
+    found = {cut.site.split("/")[0]: cut for cut in stage_cuts(graph) if "layer_norm" in cut.site and ".ln1" in cut.site}
     assert set(found) == {"h.0.ln1", "h.1.ln1"}
     for cut in found.values():
         assert len(cut.values) == 1
@@ -100,7 +100,7 @@ def test_the_places_where_a_gpt_is_cut_cross_one_activation() -> None:
 
 def test_cuts_say_what_split_sends() -> None:
     graph = gpt(layers=2)
-    for cut in cuts(graph):
+    for cut in stage_cuts(graph):
         stages = split(graph, [cut.site])
         assert set(cut.values) == {v for _, values in stages[1].receives for v in values}
 

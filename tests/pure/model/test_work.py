@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.model.graph import Graph, Operator, Ref, Tensor
+from shardwise.model.work import (
+    differentiable_values,
+    model_flops,
+    operator_bytes,
+    operator_flops,
+    operator_work,
+    storage_roots,
+    values_following_batch,
+)
 from tests.support.gpt_graph import gpt
-from weft.model.graph import Graph, Operator, Ref, Tensor
-from weft.model.work import batched, differentiable, model_flops, operator_bytes, operator_flops, storages, work
 
 
 def one(
@@ -78,7 +86,7 @@ def test_a_dropout_that_drops_nothing_is_a_view() -> None:
 
 def test_backward_of_a_product_is_one_product_an_operand() -> None:
     graph = gpt(1)
-    done = work(graph)
+    done = operator_work(graph)
     linears = [done[op.name] for op in graph.operators if op.target == "aten.linear.default"]
     assert all(w.backward_flops == 2 * w.flops for w in linears)
 
@@ -87,10 +95,10 @@ def test_a_layer_keeps_what_autograd_keeps() -> None:
     """34·s·B·h bytes at 2 bytes (Korthikanti 2022, equation 2) less dropout masks; here 4 bytes, fused attention, no dropout."""
     batch, sequence, hidden = 8, 32, 64
     graph = gpt(1, hidden, 4, sequence, 512, batch)
-    done, root = work(graph), storages(graph)
+    done, root = operator_work(graph), storage_roots(graph)
     weights = {v.value for v in graph.variables}
     layer = [op for op in graph.operators if op.site.startswith("h.0")]
-    kept = {root.get(v, v) for op in layer for v in done[op.name].keeps} - weights
+    kept = {root.get(v, v) for op in layer for v in done[op.name].saved} - weights
     size = sum(graph.tensors[v].size_bytes for v in kept)
     # two norm inputs, their outputs, q k v and the result of attention, gelu's input and output: 2 + 2 + 4 + 8 widths of h
     assert size == (2 + 2 + 4 + 8) * 4 * batch * sequence * hidden
@@ -98,10 +106,10 @@ def test_a_layer_keeps_what_autograd_keeps() -> None:
 
 def test_what_follows_from_inputs_and_parameters() -> None:
     graph = gpt(1)
-    assert graph.loss in differentiable(graph)
-    assert graph.loss in batched(graph)
-    assert not {"x", "y"} & differentiable(graph)
-    assert not {v.value for v in graph.parameters} & batched(graph)
+    assert graph.loss in differentiable_values(graph)
+    assert graph.loss in values_following_batch(graph)
+    assert not {"x", "y"} & differentiable_values(graph)
+    assert not {v.value for v in graph.parameters} & values_following_batch(graph)
 
 
 def test_broken_twin_a_graph_without_products_has_no_flops() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.ops import RECORDS, Op
+from shardwise.ops import RECORDS, Op
 
-ROOT = Path(__file__).parents[3] / "src" / "weft"
+ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
 # code; measurements of single operators; models; serving, whose operators are a workflow's.
 MAY = (
-    "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/combined.py", "run/uncaptured/constant_draws.py",
-    "lower/double.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/functions/trace.py",
+    "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/global_reductions.py", "run/uncaptured/constant_draws.py",
+    "lower/float64_mode.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/autograd_functions/trace.py",
     "capture/init/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
 )  # fmt: skip
 NAMES = {name.split(".")[1] for name in RECORDS}
@@ -111,7 +111,7 @@ def test_who_may_ask_does(place: str) -> None:
     ],
 )
 def test_a_question_is_seen(text: str) -> None:
-    assert wrong(text, "cost/operators/parts.py")
+    assert wrong(text, "cost/operators/sharded_inventory.py")
 
 
 @pytest.mark.parametrize(

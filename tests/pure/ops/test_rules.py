@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.model.graph import Operator, Ref, Tensor
-from weft.ops import RECORDS, Rule, parse, rule_of
-from weft.ops.views import reshape
+from shardwise.model.graph import Operator, Ref, Tensor
+from shardwise.ops import RECORDS, Rule, parse, rule_of
+from shardwise.ops.views import reshape_labels
 
 
 def rule(target: str, *args: object, outs: tuple[tuple[int, ...], ...]) -> Rule | None:
@@ -121,7 +121,7 @@ def test_a_reshape_labels_equal_strides_only(source: list[int], cut: list[int]) 
             target.append(n)
             left //= n
     target.append(left)
-    ins, outs = reshape(tuple(source), tuple(target))
+    ins, outs = reshape_labels(tuple(source), tuple(target))
     for label in set(ins) - {""}:
         i, j = ins.index(label), outs.index(label)
         for parts in (2, 3):
@@ -153,7 +153,7 @@ def test_channels_of_a_convolution_in_groups_are_cut_by_groups() -> None:
     assert grouped is not None
     assert set(whole.labels) == {"n", "o", "i", "h", "w"}
     assert set(grouped.labels) == {"n", "o", "h", "w"}
-    assert (grouped.kernels["o"], grouped.units["o"]) == ("groups", 2)  # whole groups, which take their own channels
+    assert (grouped.kernels["o"], grouped.num_units["o"]) == ("groups", 2)  # whole groups, which take their own channels
 
 
 def test_one_key_head_for_all_queries_is_cut_by_the_heads_of_queries() -> None:

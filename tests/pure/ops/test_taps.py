@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.model.work import WINDOW_BEGINS, taps
-from weft.ops.operator import Operator, Ref, Tensor
+from shardwise.model.work import WINDOW_START_TAPS, window_taps
+from shardwise.ops.operator import Operator, Ref, Tensor
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_pools_read_every_entry_of_every_window(
 ) -> None:
     tensors = {"x": Tensor((2, 3, 16, 16)[: len(shape)], "float32"), "y": Tensor(shape, "float32")}
     op = Operator("pool", target, (Ref("x"), *args), (), ("y",), "pool/pool")
-    assert taps(op, tensors) == tuple(tensors["y"].size * (entries + WINDOW_BEGINS) * one for one in each)
+    assert window_taps(op, tensors) == tuple(tensors["y"].size * (entries + WINDOW_START_TAPS) * one for one in each)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import LayoutError
-from weft.plan.axis import DATA, EXPERT, FEATURES, TABLE, axis_of, parse_spatial, spatial_ranks
+from shardwise.errors import LayoutError
+from shardwise.plan.ir.axis import AXIS_TABLE, DATA, EXPERT, FEATURES, axis_of, parse_spatial, spatial_ranks
 
-ROOT = Path(__file__).parents[3] / "src" / "weft"
-DEFINE = {"plan/axis.py", "plan/grid.py", "plan/layout.py"}  # where axes, grids and their keys are defined
-NAMES = {*TABLE} - {"depth"}
+ROOT = Path(__file__).parents[3] / "src" / "shardwise"
+DEFINE = {"plan/ir/axis.py", "plan/ir/grid.py", "plan/layout.py"}  # where axes, grids and their keys are defined
+NAMES = {*AXIS_TABLE} - {"depth"}
 
 
 def asks(text: str) -> list[int]:
@@ -40,16 +40,16 @@ def test_broken_twin_a_question_by_name_is_found() -> None:
 
 
 def test_rows_say_what_an_axis_may_cut() -> None:
-    assert axis_of(DATA).cuts_samples
-    assert axis_of(DATA).follows
-    assert [name for name, row in TABLE.items() if row.cuts_weights] == ["channel", "tensor", "rows", "columns", "depth"]
-    assert [name for name, row in TABLE.items() if row.cuts_positions] == ["context", "spatial", "planes", "height", "width"]
-    assert [name for name, row in TABLE.items() if row.again] == ["expert", "branch", "depth"]
-    assert [name for name, row in TABLE.items() if row.cuts_experts] == ["expert"]
-    assert [name for name, row in TABLE.items() if row.owns] == ["branch"]
-    assert [name for name, row in TABLE.items() if row.replicas] == ["data", "expert"]
-    assert axis_of(EXPERT).cuts_samples
-    assert axis_of("one of a test's own").cuts == {FEATURES}
+    assert axis_of(DATA).shards_samples
+    assert axis_of(DATA).always_shards
+    assert [name for name, row in AXIS_TABLE.items() if row.shards_weights] == ["channel", "tensor", "rows", "columns", "depth"]
+    assert [name for name, row in AXIS_TABLE.items() if row.shards_positions] == ["context", "spatial", "planes", "height", "width"]
+    assert [name for name, row in AXIS_TABLE.items() if row.may_reshard] == ["expert", "branch", "depth"]
+    assert [name for name, row in AXIS_TABLE.items() if row.shards_experts] == ["expert"]
+    assert [name for name, row in AXIS_TABLE.items() if row.owns_operators] == ["branch"]
+    assert [name for name, row in AXIS_TABLE.items() if row.has_replicas] == ["data", "expert"]
+    assert axis_of(EXPERT).shards_samples
+    assert axis_of("one of a test's own").shards == {FEATURES}
 
 
 def test_words_for_pieces_of_images() -> None:

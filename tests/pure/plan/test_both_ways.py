@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import LayoutError, ProgramError, UsageError
+from shardwise.plan.ir.check import check, final_contents
+from shardwise.plan.ir.program import Compute, ComputeOp, Program, Value
+from shardwise.plan.ir.timeline import Timeline
+from shardwise.plan.layout import Layout
+from shardwise.schedules import build, schedule_of
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.memory import in_flight, peak_memory
 from tests.support.closed_forms import BOTH_WAYS
-from weft.errors import LayoutError, ProgramError, UsageError
-from weft.plan.check import check, contents
-from weft.plan.layout import Layout
-from weft.plan.program import Compute, Op, Program, Value
-from weft.plan.timeline import Timeline
-from weft.schedules import build, schedule_of
-from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight, peak
 
 
 def timed(name: str, p: int, m: int, f: float, b: float, c: float = 0.0) -> Timeline:
     """`c`: seconds of an activation or its gradient; the exchange of gradients at the end is left out."""
-    return simulate(build(name, p, m), lambda a: f if a.op is Op.F else b, lambda value, source, to: c if value.name in ("x", "g") else 0.0)
+    return simulate(
+        build(name, p, m), lambda a: f if a.op is ComputeOp.F else b, lambda value, source, to: c if value.name in ("x", "g") else 0.0
+    )
 
 
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 5), st.integers(0, 5))
@@ -43,7 +45,7 @@ def test_gems_is_as_much_faster_than_mp_basic_as_was_derived(n: int, speed_up: f
 def test_gems_holds_one_microbatch_of_either_stage_whatever_the_repeats(p: int, repeats: int, sizes: list[int]) -> None:
     program = build("gems-master", p, 2 * repeats)
     assert in_flight(program) == (1,) * p
-    found = peak(program, lambda value: float(sizes[value.index[0]]) if value.name == "saved" else 0.0)
+    found = peak_memory(program, lambda value: float(sizes[value.index[0]]) if value.name == "saved" else 0.0)
     assert [peak.size_bytes for peak in found] == [max(sizes[r], sizes[p - 1 - r]) for r in range(p)]
 
 
@@ -73,7 +75,7 @@ def test_both_replicas_end_with_the_whole_gradient_of_their_stages(name: str, p:
         check(program, rendezvous)
         assert program.stages_of == schedule_of(Layout(pipeline=p, microbatches=m, schedule=name)).stages_of
         every = dict.fromkeys(range(m), 1)
-        assert contents(program, rendezvous) == tuple({Value("dw", (s,)): every for s in stages} for stages in program.stages_of)
+        assert final_contents(program, rendezvous) == tuple({Value("dw", (s,)): every for s in stages} for stages in program.stages_of)
 
 
 def without(program: Program, rank: int, *texts: str) -> Program:

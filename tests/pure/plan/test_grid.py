@@ -11,31 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cli.changes import parse_changes, refit_layout
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.network.network import RankGroup, collective_s
+from shardwise.cost.operators import build_inventory as gather_module
+from shardwise.cost.step import Pricer
+from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.sharding import propagate as propagate_module
+from shardwise.model.sharding.axis_nesting import AxisDecisions
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.plan.ir.grid import NESTED, grids_of, parse_grid
+from shardwise.plan.ir.patterns import expand_shards
+from shardwise.plan.ir.placement import R, is_shard
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.moves import grids
+from shardwise.solve.search import search
+from shardwise.solve.space import SearchSpace, parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cli.changes import moved_along, parse_changes
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.network.network import Group, collective_s
-from weft.cost.operators import gather as gather_module
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.sharding import propagate as propagate_module
-from weft.model.sharding.grid import Decided
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Sharding
-from weft.plan.grid import NESTED, grids_of, parse_grid
-from weft.plan.layout import Layout
-from weft.plan.patterns import expand_all
-from weft.plan.placement import R, is_shard
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.solve import grids
-from weft.solve.search import search
-from weft.solve.space import Space, parse_constraints
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
-NODE = Cluster("node", GPU, (Level("node", 8, Link(3e-6, 2e11)),))
-NODES = Cluster("nodes", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 2, Link(1e-5, 1e10))))
+NODE = Cluster("node", GPU, (ClusterLevel("node", 8, NetworkLink(3e-6, 2e11)),))
+NODES = Cluster("nodes", GPU, (ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)), ClusterLevel("cluster", 2, NetworkLink(1e-5, 1e10))))
 FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # of (n - 1) / n of the whole: what each rank sends
 
 
@@ -90,12 +90,12 @@ def test_the_last_axis_is_the_closest() -> None:
     assert mesh.group(0, "columns") == (0, 2, 4)
     assert mesh.group(0, "rows") == (0, 6)
     assert mesh.group(0, "data") == (0, 12)
-    assert mesh.group(0, *mesh.inside) == tuple(range(24))
+    assert mesh.group(0, *mesh.stage_axes) == tuple(range(24))
     pricer = Pricer(gpt(1), NODE, 8)
     assert [(g.size, g.stride) for g in (pricer.group(layout, axis) for axis in ("depth", "columns", "rows", "data"))] == [
         (2, 1), (3, 2), (2, 6), (2, 12),
     ]  # fmt: skip
-    assert pricer.group(layout, "data", "rows") == Group(4, 6, 48)
+    assert pricer.group(layout, "data", "rows") == RankGroup(4, 6, 48)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,15 @@ def test_rows_and_columns_cut_the_two_sides_of_every_weight_in_turn() -> None:
     rows, columns = dict(found.shards["rows"]), dict(found.shards["columns"])
     assert rows == {"w0": 0, "w1": 1, "w2": 0, "w3": 1}
     assert columns == {name: 1 - dim for name, dim in rows.items()}
-    assert not [m for m in found.moves if {m.forward, m.backward} - {"", "slice", "all_reduce"} and m.value != "x"]
+    assert not [m for m in found.redistributions if {m.forward, m.backward} - {"", "slice", "all_reduce"} and m.value != "x"]
     for i, (a, b) in enumerate(pairwise(widths)):
-        shape = found.shape(f"w{i}", (b, a))
+        shape = found.local_shape(f"w{i}", (b, a))
         assert shape == ((b // 2, a // 4) if i % 2 == 0 else (b // 4, a // 2))
 
 
 def sent(pricer: Pricer, layout: Layout) -> dict[tuple[str, str], float]:
     """(axis, way) -> float32 bytes that each rank sends in a microbatch, as they are priced."""
-    parts, sizes = pricer.parts(layout), dict(layout.tensor_axes)
+    parts, sizes = pricer.sharded_inventory(layout), dict(layout.tensor_axes)
     found: dict[tuple[str, str], float] = {}
     for way, (_, which) in (("forward", parts.forward), ("backward", parts.backward)):
         for k in which:
@@ -176,7 +176,7 @@ def test_what_each_axis_sends_is_the_closed_form(grid: str) -> None:
 
 
 def test_broken_twin_what_is_in_pieces_is_priced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "pieces_moving", lambda sharding, op, move: 1)
+    monkeypatch.setattr(gather_module, "num_shards_during_move", lambda sharding, op, move: 1)
     widths, batch = (2048, 4096, 2048, 4096, 2048), 512
     found = sent(Pricer(chain(widths, batch), NODE, batch), Layout.parse("tensor=2x4"))
     want = closed_form(widths, batch, 2, 4)
@@ -188,9 +188,9 @@ def test_each_axis_is_priced_on_its_own_links() -> None:
     widths, batch = (2048, 4096, 2048), 512
     pricer, layout = Pricer(chain(widths, batch), NODES, batch), Layout.parse("tensor=2x4")
     forward, backward = pricer.operator_seconds(layout)[2:]
-    inside, between = Group(4, 1, 8), Group(2, 4, 8)
-    talk = pricer.devices.talk(layout)
-    slower, shown = talk.slower, talk.shown
+    inside, between = RankGroup(4, 1, 8), RankGroup(2, 4, 8)
+    talk = pricer.devices.layer_collectives(layout)
+    slower, shown = talk.slowdown, talk.exposed_backward
     first = collective_s(NODES, "all_reduce", 4.0 * batch * 4096 / 2, inside)
     second = collective_s(NODES, "all_reduce", 4.0 * batch * 2048 / 4, between)
     assert float(forward.sum()) == pytest.approx(slower * (first + second))
@@ -215,7 +215,7 @@ def test_a_grid_divides_work_weights_and_optimizer_like_a_line() -> None:
 def nested(sharding: Sharding) -> set[tuple[str, int]]:
     """(value, dim) that depth cuts in pieces of another axis."""
     found = set()
-    for value, forms in sharding.forms.items():
+    for value, forms in sharding.placements.items():
         mine = forms.get(NESTED, R)
         if is_shard(mine) and any(form == mine for axis, form in forms.items() if axis != NESTED):
             found.add((value, mine.dim))
@@ -228,23 +228,27 @@ def test_depth_cuts_pieces_once_more_only_where_they_are_never_put_together(sequ
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2}, sequence=sequence)
     twice = nested(found)
     assert {v.name for v in graph.parameters if (v.value, 0) in twice} >= {"h.0.q.weight", "h.1.up.weight", "h.1.up.bias"}
-    moved = {(m.value, form.dim) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
+    moved = {(m.value, form.dim) for m in found.redistributions if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
     assert not twice & moved
     for value, dim in twice:
         assert graph.tensors[value].shape[dim] % 4 == 0
-        assert found.shape(value, graph.tensors[value].shape)[dim] == graph.tensors[value].shape[dim] // 4
+        assert found.local_shape(value, graph.tensors[value].shape)[dim] == graph.tensors[value].shape[dim] // 4
 
 
 def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were every piece cut once more, some would be put together along the other axis alone, out of order."""
     graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=4096)
 
-    def anything(decided: Decided, sizes: dict[str, int], *_: object) -> object:
-        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset(), frozenset()
+    def anything(decided: AxisDecisions, sizes: dict[str, int], *_: object) -> object:
+        return (
+            {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.placements.items()},
+            frozenset(),
+            frozenset(),
+        )
 
-    monkeypatch.setattr(propagate_module, "nested", anything)
+    monkeypatch.setattr(propagate_module, "nested_dims", anything)
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2})
-    moved = {(m.value, form.dim) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
+    moved = {(m.value, form.dim) for m in found.redistributions if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
     assert nested(found) & moved
 
 
@@ -266,14 +270,16 @@ def test_cuts_that_were_found_are_kept_whatever_else_would_be_cheaper(batch: int
     assert {axis: set(cuts) for axis, cuts in again.shards.items()} == {axis: set(cuts) for axis, cuts in found.shards.items()}
     assert {name for name, dim in found.shards["depth"] if (name, dim) in found.shards["rows"]}
     for value, _ in nested(again):
-        assert not [m for m in again.moves if m.value == value and m.axis != NESTED and (is_shard(m.source) or is_shard(m.target))]
+        assert not [
+            m for m in again.redistributions if m.value == value and m.axis != NESTED and (is_shard(m.source) or is_shard(m.target))
+        ]
 
 
 def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     widths, sizes = (16, 16, 16, 16), {"rows": 2, "depth": 2}
     shards = dict.fromkeys(sizes, (("w0", 0), ("w1", 1), ("w2", 0)))
     assert propagate(chain(widths, 2), sizes, shards).shards == shards
-    monkeypatch.setattr(propagate_module, "kept_for", lambda later, given, fixed: ({}, {}))
+    monkeypatch.setattr(propagate_module, "reserve_for_later_axes", lambda later, given, fixed: ({}, {}))
     with pytest.raises(LayoutError, match="another axis cuts it already; only depth cuts pieces once more"):
         propagate(chain(widths, 2), sizes, shards)
 
@@ -340,24 +346,24 @@ def test_the_planner_finds_a_grid_over_nodes_where_no_line_reaches() -> None:
         with pytest.raises(Infeasible):
             search(WIDE, machines, 256, "wide", layout=Layout.parse(f"{line} precision=bfloat16"))
     # Where a line inside of nodes is faster than what a grid sends between them, none is tried.
-    pricer, space = Pricer(WIDE, NODES, 256), Space(NODES, 256, parse_constraints("pipeline=1"))
-    assert not grids.beyond(pricer, space, 1e-3)
-    assert all(one.admits("data", 1) and one.grid for one in grids.beyond(pricer, space, 1e3))
+    pricer, space = Pricer(WIDE, NODES, 256), SearchSpace(NODES, 256, parse_constraints("pipeline=1"))
+    assert not grids.multi_node_grid_spaces(pricer, space, 1e-3)
+    assert all(one.admits("data", 1) and one.grid for one in grids.multi_node_grid_spaces(pricer, space, 1e3))
 
 
 def test_few_layouts_are_tried_in_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that planning takes about as long as without: counted, not timed."""
     tried: list[str] = []
-    in_grids = grids.in_grids
+    in_grids = grids.arrange_in_grids
 
     def counting(*args: object) -> object:
         for layout, least in in_grids(*args):  # type: ignore[arg-type]
             tried.append(str(layout))
             yield layout, least
 
-    monkeypatch.setattr("weft.solve.branch_and_bound.in_grids", counting)
+    monkeypatch.setattr("shardwise.solve.branch_and_bound.in_grids", counting)
     search(WIDE, DGX, 256, "wide")
-    assert 1 <= len(tried) <= grids.MOST_LAYOUTS * grids.MOST_GRIDS
+    assert 1 <= len(tried) <= grids.MAX_LAYOUTS * grids.MAX_GRIDS
     tried.clear()
     search(WIDE, DGX, 256, "wide", "tensor<=2")
     search(WIDE, DGX, 256, "wide", "tensor=8x1")
@@ -383,17 +389,19 @@ def test_whatif_arranges_tensor_ranks_and_puts_them_in_a_line_again() -> None:
     (change,) = parse_changes(["tensor=2x4"])
     assert change.grid == (8, "2x4")
     old = Layout.parse("data=2 tensor=2x2")
-    assert moved_along(old, {"tensor": 4}, 8, 16, 16)[0] == Layout(data=2, tensor=4)
-    assert moved_along(Layout.parse("data=2 spatial=2x2"), {"spatial": "4"}, 8, 2, 2)[0] == Layout.parse("data=2 spatial=4")
-    assert moved_along(old, {"tensor": 8, "grid": "2x4"}, 8, 16, 16)[0] == Layout.parse("tensor=2x4 microbatches=2")
-    assert moved_along(old, {"zero": 1}, 8, 16, 16)[0] == Layout.parse("data=2 tensor=2x2 zero=1")
+    assert refit_layout(old, {"tensor": 4}, 8, 16, 16)[0] == Layout(data=2, tensor=4)
+    assert refit_layout(Layout.parse("data=2 spatial=2x2"), {"spatial": "4"}, 8, 2, 2)[0] == Layout.parse("data=2 spatial=4")
+    assert refit_layout(old, {"tensor": 8, "grid": "2x4"}, 8, 16, 16)[0] == Layout.parse("tensor=2x4 microbatches=2")
+    assert refit_layout(old, {"zero": 1}, 8, 16, 16)[0] == Layout.parse("data=2 tensor=2x2 zero=1")
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from([2, 4]), st.sampled_from(["2x2", "2x4", "4x2", "2x2x2", "2x1x2"]), st.booleans())
 def test_a_price_by_hand_is_finite_and_its_parts_add_up(layers: int, grid: str, sequence: bool) -> None:
     layout = Layout.parse(f"tensor={grid} sequence_parallel={'on' if sequence else 'off'}")
-    plan = search(gpt(layers, hidden=256, heads=8), replace(NODE, levels=(Level("node", 8, Link(3e-6, 2e11)),)), 8, "gpt", layout=layout)
+    plan = search(
+        gpt(layers, hidden=256, heads=8), replace(NODE, levels=(ClusterLevel("node", 8, NetworkLink(3e-6, 2e11)),)), 8, "gpt", layout=layout
+    )
     assert plan.prediction is not None
     assert sum(s for _, s in plan.prediction.parts) == pytest.approx(plan.prediction.step_time_s)
     assert plan.layout == layout
@@ -406,6 +414,6 @@ def test_a_plan_that_is_read_again_takes_as_long(grid: str, cluster: str) -> Non
     graph, machines = gpt(4, hidden=384, heads=6, sequence=128, vocabulary=50255, batch=15), Cluster.parse(cluster)
     plan = search(graph, machines, 15, "gpt", f"tensor={grid} data=1 pipeline=1 sequence_parallel=on")
     again = parse_plan(format_plan(plan))
-    shards = expand_all(again.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
+    shards = expand_shards(again.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
     read = search(graph, machines, 15, "gpt", layout=again.layout, shards=shards, stages=again.stages)
     assert plan.prediction == read.prediction

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Prices
+from shardwise.plan.ir.placement import D, P, Placement, R, Shard, is_shard
 from tests.support.enumeration import Everything
 from tests.support.gpt_graph import gpt
 from tests.support.placements_oracle import Assignment, Budget, exceptions, solve_placements
 from tests.support.placements_oracle.tables import Axis, Moves, prune
 from tests.support.small_graphs import alexnet, chain, convolutions, experts
-from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.graph import Graph
-from weft.model.sharding.axis_values import Given, Others
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Prices
-from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 
 pytest.importorskip("highspy")
 
@@ -34,9 +34,9 @@ WAYS = st.sampled_from(("features", "sequence", "anything"))
 
 def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> Axis:
     """The axis as `solve_placements` sees it; `way`: which labels may be cut."""
-    axis = Axis(graph, "tensor", n, prices, Given(), Others(), way != "features")
+    axis = Axis(graph, "tensor", n, prices, FixedShards(), OtherAxes(), way != "features")
     if way == "anything":
-        axis.meanings = None
+        axis.weight_label_meanings = None
     return axis
 
 
@@ -134,11 +134,15 @@ def test_propagation_reproduces_the_placement(shapes: list[tuple[str, int, int]]
     graph = chain(shapes)
     found = solved(graph, prices, way)
     again = propagate(graph, {"tensor": 2}, found.shards, sequence=way != "features", labels=found.labels)
-    assert again.ops == found.sharding.ops
+    assert again.labels == found.sharding.labels
     assert again.shards["tensor"] == found.shards["tensor"]
     said = exceptions(graph, {"tensor": 2}, found, sequence=way != "features")
     short = propagate(graph, {"tensor": 2}, found.shards, sequence=way != "features", labels=said)
-    assert (short.ops, short.needs, short.forms) == (found.sharding.ops, found.sharding.needs, found.sharding.forms)
+    assert (short.labels, short.input_placements, short.placements) == (
+        found.sharding.labels,
+        found.sharding.input_placements,
+        found.sharding.placements,
+    )
 
 
 FORGOTTEN = ((P, R), (Shard(1), R), (P, Shard(1)), (Shard(1), D))
@@ -171,16 +175,16 @@ def test_pruning_leaves_what_nothing_dominates() -> None:
     graph = chain([("linear", 0, 0), ("softmax", 1, 0)])
     axis = axis_of(graph, GPU, "anything")
     for op in graph.operators:
-        every = axis.choices(op)
+        every = axis.strategies(op)
         kept = prune(every)
         for choice in every:
             assert any(
-                other.makes == choice.makes
+                other.output_placements == choice.output_placements
                 and other.cost_s <= choice.cost_s
-                and all(a is None or a == b for a, b in zip(other.needs, choice.needs, strict=True))
+                and all(a is None or a == b for a, b in zip(other.input_placements, choice.input_placements, strict=True))
                 for other in kept
             )
-    twice = axis.choices(graph.operators[0]) * 2
+    twice = axis.strategies(graph.operators[0]) * 2
     assert prune(twice) == prune(twice[: len(twice) // 2])
 
 
@@ -197,7 +201,7 @@ def test_a_gpt_is_cut_as_in_megatron(fold: bool) -> None:
     labels = {op.target.split(".")[1]: found.labels["tensor"][op.site] for op in graph.operators}
     assert labels["scaled_dot_product_attention"] == "h"
     assert labels["cross_entropy_loss"] == "c"
-    inside = [m for m in found.sharding.moves if m.value not in graph.operators[0].outputs]
+    inside = [m for m in found.sharding.redistributions if m.value not in graph.operators[0].outputs]
     assert {(m.forward, m.backward) for m in inside} == {("", "all_reduce")}, "two all-reduces forward a layer stand in the products"
     assert found.gap <= EXACT
     assert found.solved[0].num_kinds == (len(graph.operators) - 3 * 20 if fold else len(graph.operators)), "20 a layer"
@@ -274,21 +278,23 @@ def test_experts_are_spread_where_tokens_are() -> None:
     labels = {op.name: found.labels["ranks"][op.site].rstrip("+") for op in graph.operators}
     assert labels["first"] == "b" == labels["second"]
     assert labels["before"] == labels["after"] == "b-1", "tokens are cut around them"
-    assert any("all_to_all" in (m.forward, m.backward) for m in found.sharding.moves)
+    assert any("all_to_all" in (m.forward, m.backward) for m in found.sharding.redistributions)
 
 
 def test_earlier_axes_keep_what_they_cut() -> None:
     graph = gpt(layers=2, hidden=2048, heads=16, sequence=512, vocabulary=1024, batch=8)
     found = solve_placements(graph, {"data": 2, "tensor": 2, "tensor2": 2}, prices=GPU, budget=Budget(1e12))
     assert [one.axis for one in found.solved] == ["tensor", "tensor2"]
-    assert all(found.sharding.ops[op.name]["data"] for op in graph.operators)
-    for value, forms in found.sharding.forms.items():
+    assert all(found.sharding.labels[op.name]["data"] for op in graph.operators)
+    for value, forms in found.sharding.placements.items():
         dims = [form for form in forms.values() if is_shard(form)]
         assert len(dims) == len(set(dims)), f"{value}: one dimension over two axes"
     local = sum(4 * v.tensor.size for v in graph.parameters)
     for v in graph.parameters:
-        assert not is_shard(found.sharding.forms[v.value]["data"])
-    pieces = sum(4 * v.tensor.size / 2 ** sum(is_shard(form) for form in found.sharding.forms[v.value].values()) for v in graph.parameters)
+        assert not is_shard(found.sharding.placements[v.value]["data"])
+    pieces = sum(
+        4 * v.tensor.size / 2 ** sum(is_shard(form) for form in found.sharding.placements[v.value].values()) for v in graph.parameters
+    )
     assert found.memory.parameters == pytest.approx(pieces)
     assert found.memory.parameters < local
 
@@ -339,18 +345,18 @@ def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], 
 def test_a_form_that_is_there_whole_is_not_gathered_twice() -> None:
     """An unread product needs y0 whole; then the summands of its gradient are cheapest from there, not gathered again from the pieces."""
     found = check_moves(chain([("linear", 0, 0), ("mm", 1, 0), ("linear", 1, 0)]), Prices(1e8, 1e10, 3e7, 1e-6), "features")
-    assert [(m.source, m.target) for m in found.sharding.moves if m.value == "y0"] == [(Shard(1), R), (R, D)]
+    assert [(m.source, m.target) for m in found.sharding.redistributions if m.value == "y0"] == [(Shard(1), R), (R, D)]
 
 
 def check_moves(graph: Graph, prices: Prices, way: str, n: int = 2) -> Assignment:
     link = prices.link_bytes_per_s
     found = solved(graph, prices, way, n=n)
     everything = Everything(axis_of(graph, prices, way, n))
-    moves_s = sum(everything.move(m.value, m.source, m.target) for m in found.sharding.moves)
+    moves_s = sum(everything.move(m.value, m.source, m.target) for m in found.sharding.redistributions)
     sums_s = sum(
-        2 * v.tensor.size_bytes * (n - 1) / n / link for v in graph.parameters if "tensor" in found.sharding.gradients.get(v.value, ())
+        2 * v.tensor.size_bytes * (n - 1) / n / link for v in graph.parameters if "tensor" in found.sharding.gradient_axes.get(v.value, ())
     )
     cost = found.solved[0].cost
-    touched = sum(everything.touch(v.value, found.sharding.forms[v.value]["tensor"]) for v in graph.parameters)
+    touched = sum(everything.touch(v.value, found.sharding.placements[v.value]["tensor"]) for v in graph.parameters)
     assert moves_s + sums_s + touched == pytest.approx(cost.moves_s + cost.states_s, rel=1e-6)
     return found

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import ConfigError, Infeasible, LayoutError, UsageError, WeftError
-from weft.plan.layout import Layout
-from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.plan_file import CUT_AXES, format_plan, parse_plan, read_plan, write_plan
-from weft.plan.schedule_sizes import SCHEDULES, refuse_sizes
+from shardwise.errors import ConfigError, Infeasible, LayoutError, ShardwiseError, UsageError
+from shardwise.plan.ir.schedule_sizes import SCHEDULES, refuse_sizes
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import LayoutCandidate, MemoryBreakdown, Plan, Prediction
+from shardwise.plan.plan_file import SHARD_AXES, format_plan, parse_plan, read_plan, write_plan
 
 counts = st.integers(1, 4)
 texts = st.text(max_size=12)
@@ -27,9 +27,14 @@ layouts = sizes.flatmap(
     )
 )  # fmt: skip
 predictions = st.builds(
-    Prediction, numbers, numbers, numbers, st.builds(Memory, *[numbers] * 6), st.lists(st.tuples(texts, numbers), max_size=3).map(tuple)
+    Prediction,
+    numbers,
+    numbers,
+    numbers,
+    st.builds(MemoryBreakdown, *[numbers] * 6),
+    st.lists(st.tuples(texts, numbers), max_size=3).map(tuple),
 )
-candidates = st.builds(Candidate, layouts, st.none() | predictions, texts)
+candidates = st.builds(LayoutCandidate, layouts, st.none() | predictions, texts)
 cuts = st.dictionaries(texts, st.integers(0, 3), max_size=3).map(lambda d: tuple(d.items()))
 
 
@@ -42,7 +47,7 @@ def plans(draw: st.DrawFn) -> Plan:
         cluster=draw(texts),
         batch_size=layout.data * layout.microbatches * draw(counts),
         stages=tuple(draw(st.lists(texts, min_size=layout.num_stages - 1, max_size=layout.num_stages - 1))),
-        shards=tuple(draw(st.dictionaries(st.sampled_from(CUT_AXES), cuts, max_size=2)).items()),
+        shards=tuple(draw(st.dictionaries(st.sampled_from(SHARD_AXES), cuts, max_size=2)).items()),
         prediction=draw(st.none() | predictions),
         reasons=tuple(draw(st.lists(st.tuples(texts, texts), max_size=3))),
         candidates=tuple(draw(st.lists(candidates, max_size=3))),
@@ -59,11 +64,11 @@ PLAN = Plan(
     batch_size=16,
     stages=("h.2.attention/linear",),
     shards=(("tensor", (("h.*.mlp.up.weight", 0), ("h.*.mlp.down.weight", 1))),),
-    prediction=Prediction(0.5, 0.4, 1e12, Memory(parameters=4e7, gradients=4e7), (("compute", 0.4), ("tensor", 0.1))),
+    prediction=Prediction(0.5, 0.4, 1e12, MemoryBreakdown(parameters=4e7, gradients=4e7), (("compute", 0.4), ("tensor", 0.1))),
     reasons=(("tensor", "two ranks share a cache"), ("data", 'the rest, "as ever"')),
     candidates=(
-        Candidate(Layout(data=8), Prediction(0.6, 0.3, 1e12, Memory(), ())),
-        Candidate(Layout(tensor=8), None, "needs 8 heads, there are 4"),
+        LayoutCandidate(Layout(data=8), Prediction(0.6, 0.3, 1e12, MemoryBreakdown(), ())),
+        LayoutCandidate(Layout(tensor=8), None, "needs 8 heads, there are 4"),
     ),
     planning_time_s=0.25,
 )
@@ -87,7 +92,7 @@ def test_a_file_round_trip_leaves_nothing_else(tmp_path: Path) -> None:
 
 def test_a_person_can_write_a_short_one() -> None:
     plan = parse_plan(
-        'kind = "weft plan"\nformat_version = 1\nmodel = "gpt"\ncluster = "here"\nbatch_size = 8\n[layout]\ndata = 2\nmicrobatches = 2\n'
+        'kind = "shardwise plan"\nformat_version = 1\nmodel = "gpt"\ncluster = "here"\nbatch_size = 8\n[layout]\ndata = 2\nmicrobatches = 2\n'  # noqa: E501
     )
     assert plan == Plan(Layout(data=2, microbatches=2), "gpt", "here", 8)
 
@@ -114,9 +119,9 @@ REFUSED = [
     ("schedule = \"1f1b\"", "schedule = 1", f"line {line('schedule')}: schedule has 1, but it takes text in quotes"),
     ('"h.*.mlp.up.weight" = 0', '"h.*.mlp.up.weight" = "0"', f"line {line(chr(34) + 'h.*.mlp.up')}: .*it takes a whole number"),
     ("step_time_s = 0.5", "", "prediction. lacks step_time_s"),
-    ("format_version = 1", "format_version = 2", f"line {line('format_version')}: format version 2 is newer than 1.*update weft"),
+    ("format_version = 1", "format_version = 2", f"line {line('format_version')}: format version 2 is newer than 1.*update shardwise"),
     ("format_version = 1", "format_version = 0", "format version 0 does not exist"),
-    ('kind = "weft plan"', 'kind = "weft cluster"', 'kind is "weft cluster"; a plan has kind = "weft plan"'),
+    ('kind = "shardwise plan"', 'kind = "shardwise cluster"', 'kind is "shardwise cluster"; a plan has kind = "shardwise plan"'),
     ("[layout]", "[layout", r"plan.toml: .*line \d+"),
     ('["tensor", "two ranks share a cache"]', '["tensor"]', f"line {line('reasons')}: a row of reasons has 1 entries, but it takes 2"),
     ('["data=1 tensor=8 pipeline=1", ', '["data=1 tenser=8", ', "a candidate's layout: unknown layout key tenser .did you mean tensor"),
@@ -139,7 +144,7 @@ def test_a_plan_that_cannot_be_is_refused_with_its_file_and_kind_of_error() -> N
 
 @given(st.integers(0, len(TEXT) - 1), st.characters(exclude_categories=["Cs"]))
 def test_one_changed_character_is_refused_or_read_but_never_anything_else(at: int, character: str) -> None:
-    with suppress(WeftError):
+    with suppress(ShardwiseError):
         parse_plan(TEXT[:at] + character + TEXT[at + 1 :])
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.action import parse_action, parse_value
+from shardwise.plan.ir.check import check, final_contents
+from shardwise.plan.ir.program import Action, Compute, ComputeOp, Program, Recv, Send, Value, chain_links, effects_of, walk_actions
+from shardwise.schedules import NAMES, build
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError
-from weft.plan.action import parse_action, parse_value
-from weft.plan.check import check, contents
-from weft.plan.program import Action, Compute, Op, Program, Recv, Send, Value, chain, effects, walk
-from weft.schedules import NAMES, build
 
 PAIR = "rank 0: 0F0 x(0,1,0)>1 0F1 x(0,1,1)>1 g(1,0,0)<1 0B0 g(1,0,1)<1 0B1\n" + (
     "rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0 x(0,1,1)<0 1F1 1B1 g(1,0,1)>0"
@@ -114,7 +114,9 @@ def names(values: tuple[Value, ...]) -> str:
 
 def test_effects_of_a_stage_with_skip_links() -> None:
     program = Program("u", 4, ({},), ((),), ({},), ((0, 1), (0, 3), (1, 2), (2, 3)))
-    f0, f3, b0, b3 = (effects(Compute(op, s, 5), program) for op, s in ((Op.F, 0), (Op.F, 3), (Op.B, 0), (Op.B, 3)))
+    f0, f3, b0, b3 = (
+        effects_of(Compute(op, s, 5), program) for op, s in ((ComputeOp.F, 0), (ComputeOp.F, 3), (ComputeOp.B, 0), (ComputeOp.B, 3))
+    )
     assert (names(f0.reads), names(f0.writes)) == ("", "x(0,1,5) x(0,3,5) saved(0,5)")
     assert (names(f3.reads), names(f3.writes), names(f3.frees)) == ("x(0,3,5) x(2,3,5)", "saved(3,5)", "x(0,3,5) x(2,3,5)")
     assert (names(b3.reads), names(b3.writes), names(b3.adds)) == ("saved(3,5)", "g(3,0,5) g(3,2,5)", "dw(3)")
@@ -123,7 +125,7 @@ def test_effects_of_a_stage_with_skip_links() -> None:
 
 def test_effects_of_a_split_backward_equal_those_of_the_whole() -> None:
     program = Program("u", 3, ({},), ((),), ({},))
-    whole, i, w = (effects(Compute(op, 1, 0), program) for op in (Op.B, Op.I, Op.W))
+    whole, i, w = (effects_of(Compute(op, 1, 0), program) for op in (ComputeOp.B, ComputeOp.I, ComputeOp.W))
     half = {Value("half", (1, 0))}
     assert i.reads == whole.reads
     assert i.frees == whole.frees
@@ -134,15 +136,15 @@ def test_effects_of_a_split_backward_equal_those_of_the_whole() -> None:
 
 def test_a_send_moves_a_link_value_and_copies_any_other() -> None:
     program = build("gpipe", 2, 1)
-    assert effects(parse_action("x(0,1,0)>1"), program).frees == (Value("x", (0, 1, 0)),)
-    assert effects(parse_action("g(1,0,0)>0"), program).frees == (Value("g", (1, 0, 0)),)
-    assert effects(parse_action("dw(0)>1"), program).frees == ()
+    assert effects_of(parse_action("x(0,1,0)>1"), program).frees == (Value("x", (0, 1, 0)),)
+    assert effects_of(parse_action("g(1,0,0)>0"), program).frees == (Value("g", (1, 0, 0)),)
+    assert effects_of(parse_action("dw(0)>1"), program).frees == ()
 
 
 @given(programs())
 def test_walk_yields_every_action_once_in_each_ranks_order(program: Program) -> None:
     seen: list[list[Action]] = [[] for _ in program.actions]
-    for rank, action in walk(program):
+    for rank, action in walk_actions(program):
         seen[rank].append(action)
     assert tuple(map(tuple, seen)) == program.actions
 
@@ -150,7 +152,7 @@ def test_walk_yields_every_action_once_in_each_ranks_order(program: Program) -> 
 @given(programs())
 def test_nothing_but_gradients_is_left_at_the_end(program: Program) -> None:
     every = dict.fromkeys(program.microbatches, 1)
-    for rank, held in enumerate(contents(program)):
+    for rank, held in enumerate(final_contents(program)):
         assert held == {Value("dw", (stage,)): every for stage in program.stages_of[rank]}
 
 
@@ -251,5 +253,5 @@ def test_a_program_needs_the_same_number_of_ranks_everywhere() -> None:
 
 
 def test_links_default_to_the_chain() -> None:
-    assert Program("a", 4, (), (), ()).links == chain(4) == ((0, 1), (1, 2), (2, 3))
-    assert chain(1) == chain(0) == ()
+    assert Program("a", 4, (), (), ()).links == chain_links(4) == ((0, 1), (1, 2), (2, 3))
+    assert chain_links(1) == chain_links(0) == ()

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.errors import LayoutError, UsageError
+from shardwise.plan.bound import describe_bound
+from shardwise.plan.ir.ranges import escape_name, read_counts, read_names, write_counts, write_names
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown, Plan, Prediction
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.plan.residency import LayerChoice, Residency
+from shardwise.solve.search import search
+from shardwise.solve.space import parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.errors import LayoutError, UsageError
-from weft.plan.bound import bound_words
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory, Plan, Prediction
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.plan.ranges import read_counts, read_names, spelled, write_counts, write_names
-from weft.plan.residency import LayerChoice, Residency
-from weft.solve.search import search
-from weft.solve.space import parse_constraints
 
 path = st.lists(st.sampled_from(["h", "blocks", "0-1", "a+b", "*", "01", *map(str, range(13))]), min_size=1, max_size=3).map(".".join)
 names = st.lists(path, min_size=1, max_size=30, unique=True)
@@ -27,13 +27,13 @@ names = st.lists(path, min_size=1, max_size=30, unique=True)
 @example(["1.1", "1.2", "1.3", "2.3", "3.3"])
 def test_a_written_list_of_layers_is_read_back(names: list[str]) -> None:
     """Whatever modules are called: each layer of the list is chosen, in every order, and none of those that are called otherwise."""
-    text = write_names(map(spelled, names))
+    text = write_names(map(escape_name, names))
     assert write_names(read_names(text)) == text
     word = f"full:{text}"
     choice = LayerChoice.parse("recompute", word)
     assert str(choice) == word
     others = [name for name in ("h.99", "blocks.99.0", "99") if name not in names]
-    assert list(choice.chosen(0, [*names, *others])) == names
+    assert list(choice.selected_layers(0, [*names, *others])) == names
     layout = Layout.parse(f"recompute={word}")
     assert layout.recompute == word
     assert Layout.parse(str(layout)) == layout
@@ -54,7 +54,7 @@ def test_the_old_spelling_is_read_and_written_as_ranges() -> None:
     assert old == Layout.parse("pipeline=2 microbatches=2 recompute=full:layers.0-79+layers.81-159 offload=activations:layers.80")
     assert len(str(old)) < 0.1 * len(one_by_one)
     assert Layout.parse("pipeline=4 recompute=full:2/2/2/1").recompute == "full:2x3/1"
-    plan = Plan(old, "m", "c", 2, ("a.1",), (), Prediction(1.0, 0.5, 1.0, Memory(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), ()))
+    plan = Plan(old, "m", "c", 2, ("a.1",), (), Prediction(1.0, 0.5, 1.0, MemoryBreakdown(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), ()))
     text = format_plan(plan)
     assert "full:layers.0-79+layers.81-159" in text
     assert parse_plan(text.replace("layers.0-79+layers.81-159", one_by_one)) == plan
@@ -82,7 +82,7 @@ def test_a_range_that_reaches_beyond_the_model_is_refused() -> None:
 
 def _cluster(memory_bytes: float) -> Cluster:
     device = Device("gpu", "gpu", (("float32", 1e12),), memory_bytes, 1e12, 1.0, 5e-6)
-    return Cluster("gpus", device, (Level("node", 2, Link(3e-6, 2e11)),))
+    return Cluster("gpus", device, (ClusterLevel("node", 2, NetworkLink(3e-6, 2e11)),))
 
 
 def test_a_constraint_names_layers() -> None:
@@ -97,11 +97,11 @@ def test_a_constraint_names_layers() -> None:
 
 def test_proven_is_what_no_layout_beats_and_nothing_more() -> None:
     """A plan's gap stands beside what is proven; without a bound nothing is said to be."""
-    least, _, above = bound_words(1.5, 0.5).partition("; ")
+    least, _, above = describe_bound(1.5, 0.5).partition("; ")
     assert least == "proven: no layout that the search admits takes less than 1.00 s a step"
     assert above == "this plan takes 50.0 % more, and nothing is known in between"
-    assert bound_words(1.5, None).startswith("nothing is proven: ")
+    assert describe_bound(1.5, None).startswith("nothing is proven: ")
     plan = search(gpt(6), _cluster(1e11), 8, "gpt")
     assert plan.bound_gap is not None
     assert plan.prediction is not None
-    assert dict(plan.reasons)["bound"] == bound_words(plan.prediction.step_time_s, plan.bound_gap)
+    assert dict(plan.reasons)["bound"] == describe_bound(plan.prediction.step_time_s, plan.bound_gap)

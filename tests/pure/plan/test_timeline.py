@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import UsageError
-from weft.plan.program import Op, Program
-from weft.plan.timeline import Span, Timeline, compare
-from weft.report.gantt import gantt, gantt_text, svg
-from weft.schedules import build
-from weft.simulate.clock import simulate
+from shardwise.errors import UsageError
+from shardwise.plan.ir.program import ComputeOp, Program
+from shardwise.plan.ir.timeline import Span, Timeline, compare
+from shardwise.report.gantt import gantt, gantt_svg, gantt_text
+from shardwise.schedules import build
+from shardwise.simulate.clock import simulate
 
 TWO = Timeline(
     "two",
@@ -41,7 +41,7 @@ def test_an_empty_timeline_has_no_time() -> None:
     empty = Timeline("empty", 2, ())
     assert (empty.total_s, empty.bubble, empty.busy(0)) == (0.0, 0.0, 0.0)
     assert gantt(empty)
-    assert svg(empty)
+    assert gantt_svg(empty)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_json_round_trip(name: str, some: list[Span]) -> None:
         ("[" * 100_000, "cannot be read"),
         ("9" * 5000, "cannot be read"),
         ("[]", "not a timeline"),
-        ('{"kind": "weft plan"}', "not a timeline"),
-        ('{"kind": "weft timeline", "format_version": 2}', "format version 2; this weft reads version 1"),
-        ('{"kind": "weft timeline", "format_version": 1, "name": "a", "num_ranks": 1}', "cannot be read"),
-        ('{"kind": "weft timeline", "format_version": 1, "name": "a", "num_ranks": 1, "spans": [[1, 2]]}', "cannot be read"),
-        ('{"kind": "weft timeline", "format_version": 1, "name": "a", "num_ranks": 1, "spans": 3}', "cannot be read"),
+        ('{"kind": "shardwise plan"}', "not a timeline"),
+        ('{"kind": "shardwise timeline", "format_version": 2}', "format version 2; this shardwise reads version 1"),
+        ('{"kind": "shardwise timeline", "format_version": 1, "name": "a", "num_ranks": 1}', "cannot be read"),
+        ('{"kind": "shardwise timeline", "format_version": 1, "name": "a", "num_ranks": 1, "spans": [[1, 2]]}', "cannot be read"),
+        ('{"kind": "shardwise timeline", "format_version": 1, "name": "a", "num_ranks": 1, "spans": 3}', "cannot be read"),
     ],
 )
 def test_json_that_is_no_timeline_is_refused(text: str, reason: str) -> None:
@@ -104,7 +104,7 @@ def test_perfetto_trace_events() -> None:
 
 
 def per_op(scale: float):  # type: ignore[no-untyped-def]
-    return lambda action: scale * (1.0 if action.op is Op.F else 2.0)
+    return lambda action: scale * (1.0 if action.op is ComputeOp.F else 2.0)
 
 
 def test_compare_kind_by_kind() -> None:
@@ -137,23 +137,23 @@ def test_text_rows_have_one_length_at_any_width(width: int) -> None:
 
 
 def test_svg_has_a_bar_for_every_compute_and_escapes_names() -> None:
-    picture = svg(simulate(build("gpipe", 3, 4), per_op(1e-3), lambda *_: 1e-4))
+    picture = gantt_svg(simulate(build("gpipe", 3, 4), per_op(1e-3), lambda *_: 1e-4))
     root = ElementTree.fromstring(picture)
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum("F" in t for t in titles) == 12
     assert sum("B" in t for t in titles) == 12
     assert sum(">" in t.split(" on ")[0] for t in titles) == 16
     evil = Timeline("<script>alert(1)</script>", 1, (Span(0, "compute", "<img onerror=x>", 0, 1, "<b>"),))
-    ElementTree.fromstring(svg(evil))
-    assert "<script" not in svg(evil)
-    assert "<img" not in svg(evil)
-    assert "<b>" not in svg(evil)
+    ElementTree.fromstring(gantt_svg(evil))
+    assert "<script" not in gantt_svg(evil)
+    assert "<img" not in gantt_svg(evil)
+    assert "<b>" not in gantt_svg(evil)
 
 
 def test_a_rank_with_several_stages_shows_which() -> None:
     timeline = simulate(Program.parse("rank 0: 0F0 1F0 1B0 0B0"), lambda action: 1.0, lambda *_: 0.0)
     assert "|0F0==1F0==1B0==0B0==|" in gantt(timeline, 20)
-    assert ">1.0</text>" in svg(timeline)
+    assert ">1.0</text>" in gantt_svg(timeline)
 
 
 def test_a_busy_rank_looks_busy_however_many_spans_it_has() -> None:
@@ -162,7 +162,7 @@ def test_a_busy_rank_looks_busy_however_many_spans_it_has() -> None:
     assert "." not in row.partition("|")[2].partition("|")[0]
     bars = [
         float(r.get("width", 0))
-        for r in ElementTree.fromstring(svg(timeline)).iter("{http://www.w3.org/2000/svg}rect")
+        for r in ElementTree.fromstring(gantt_svg(timeline)).iter("{http://www.w3.org/2000/svg}rect")
         if r.get("y") == "58"
     ]
     assert sum(bars[1:]) > 0.5 * bars[0]

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import ProgramError, UsageError
-from weft.plan.action import Compute, Op
-from weft.plan.check import check
-from weft.plan.program import chain
-from weft.plan.timeline import COMPUTE_LANE, Timeline
-from weft.schedules import build, rows
-from weft.schedules.lower import pipeline
-from weft.simulate.bubble_window import bubble_in_window, window_s
-from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight
+from shardwise.errors import ProgramError, UsageError
+from shardwise.plan.ir.action import Compute, ComputeOp
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import chain_links
+from shardwise.plan.ir.timeline import COMPUTE_LANE, Timeline
+from shardwise.schedules import build, computes_by_rank
+from shardwise.schedules.lower import pipeline_program
+from shardwise.simulate.bubble_window import bubble_in_window, window_s
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.memory import in_flight
 
 # p, m, milliseconds of F, I, W and a transfer, and the bubbles of 1F1B, ZB-H1 and ZB-H2: tables 5 and 6 of Qi et al., ICLR 2024.
 TABLE = [
@@ -35,7 +35,7 @@ TABLE = [
 
 
 def timed(name: str, stages: int, m: int, f: float, i: float, w: float, c: float = 0.0) -> Timeline:
-    seconds = {Op.F: f, Op.I: i, Op.W: w, Op.B: i + w}
+    seconds = {ComputeOp.F: f, ComputeOp.I: i, ComputeOp.W: w, ComputeOp.B: i + w}
     return simulate(build(name, stages, m), lambda a: seconds[a.op], lambda *_: c)
 
 
@@ -96,11 +96,11 @@ def test_v_with_few_microbatches_is_no_slower_than_1f1b_with_split_backward(p: i
 
 
 def test_broken_twin_a_weights_part_before_its_input_part() -> None:
-    twisted = rows("zb-h1", 2, 2, chain(2))
-    at = twisted[0].index(Compute(Op.I, 0, 0))
+    twisted = computes_by_rank("zb-h1", 2, 2, chain_links(2))
+    at = twisted[0].index(Compute(ComputeOp.I, 0, 0))
     twisted[0][at : at + 2] = twisted[0][at + 1], twisted[0][at]
     with pytest.raises(ProgramError, match=r"rank 0 step .: 0W0 reads half\(0,0\), which is not held: it comes only at step . with 0I0"):
-        check(pipeline("twisted", twisted))
+        check(pipeline_program("twisted", twisted))
 
 
 def test_v_needs_an_even_number_of_stages() -> None:

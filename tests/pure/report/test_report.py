@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import UsageError
-from weft.plan.layout import Layout
-from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.plan_file import write_plan
-from weft.plan.timeline import Span, Timeline
-from weft.report.chart import Row, Series, compared_bars, line_chart, smooth, stacked_bar, thin, ticks
-from weft.report.page import Subject, page
-from weft.report.run_folder import read_folder, read_metrics, read_trace
-from weft.report.tables import Table, candidates_table, memory_table, parts_table, plan_record, plan_tables, summary_table
+from shardwise.errors import UsageError
+from shardwise.plan.ir.timeline import Span, Timeline
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import LayoutCandidate, MemoryBreakdown, Plan, Prediction
+from shardwise.plan.plan_file import write_plan
+from shardwise.report.chart import BarRow, Series, axis_ticks, compared_bars, line_chart, smooth_points, stacked_bar, thin_points
+from shardwise.report.page import PageSubject, page_html
+from shardwise.report.run_folder import read_folder, read_metrics, read_trace
+from shardwise.report.tables import TextTable, candidates_table, memory_table, parts_table, plan_record, plan_tables, summary_table
 
 NASTY = '<script>alert("1")</script>\'"&[bold]'
-MEMORY = Memory(parameters=2**20, gradients=2**20, optimizer=2**21)
+MEMORY = MemoryBreakdown(parameters=2**20, gradients=2**20, optimizer=2**21)
 FAST = Prediction(0.5, 0.4, 1e12, MEMORY, (("gradients", 0.1), ("compute", 0.4)))
 SLOW = Prediction(1.0, 0.2, 1e12, MEMORY)
 PLAN = Plan(
@@ -36,9 +36,9 @@ PLAN = Plan(
     prediction=FAST,
     reasons=((NASTY, NASTY),),
     candidates=(
-        Candidate(Layout(data=4), SLOW, NASTY),
-        Candidate(Layout(data=2, pipeline=2, microbatches=4), FAST),
-        Candidate(Layout(data=8), None, NASTY),
+        LayoutCandidate(Layout(data=4), SLOW, NASTY),
+        LayoutCandidate(Layout(data=2, pipeline=2, microbatches=4), FAST),
+        LayoutCandidate(Layout(data=8), None, NASTY),
     ),
     replicated_operators=(NASTY,),
 )
@@ -64,8 +64,8 @@ class Tags(HTMLParser):
         self.words.append(data)
 
 
-def nasty_subject() -> Subject:
-    return Subject(
+def nasty_subject() -> PageSubject:
+    return PageSubject(
         NASTY,
         NASTY,
         PLAN,
@@ -83,18 +83,18 @@ def nasty_subject() -> Subject:
 
 
 def test_no_name_becomes_markup() -> None:
-    seen = Tags(page(nasty_subject()))
+    seen = Tags(page_html(nasty_subject()))
     assert "script" not in seen.tags
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
     assert "".join(seen.words).count("alert") >= 10
 
 
 def test_a_page_that_does_not_escape_is_seen_by_this_test() -> None:
-    assert "script" in Tags(page(nasty_subject()).replace("&lt;", "<").replace("&gt;", ">")).tags
+    assert "script" in Tags(page_html(nasty_subject()).replace("&lt;", "<").replace("&gt;", ">")).tags
 
 
 def test_a_page_loads_nothing() -> None:
-    text = page(nasty_subject())
+    text = page_html(nasty_subject())
     seen = Tags(text)
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(seen.tags)
     assert not [value for name, value in seen.attributes if name in ("src", "href")]
@@ -104,13 +104,13 @@ def test_a_page_loads_nothing() -> None:
 
 
 def test_every_tag_is_closed() -> None:
-    text = page(nasty_subject())
+    text = page_html(nasty_subject())
     for tag in ("section", "div", "table", "tr", "td", "figure", "svg", "main", "ul", "li"):
         assert text.count(f"<{tag}>") + text.count(f"<{tag} ") == text.count(f"</{tag}>"), tag
 
 
 def test_a_page_about_nothing_is_a_page() -> None:
-    assert "<h1>x</h1>" in page(Subject("x"))
+    assert "<h1>x</h1>" in page_html(PageSubject("x"))
 
 
 def test_candidates_are_in_order_of_time_and_the_chosen_is_marked() -> None:
@@ -151,12 +151,12 @@ def test_the_record_has_the_keys_that_programs_rely_on() -> None:
 
 def test_a_table_with_a_short_row_cannot_be_built() -> None:
     with pytest.raises(UsageError, match="2 columns"):
-        Table("t", ("a", "b"), (("1",),))
+        TextTable("t", ("a", "b"), (("1",),))
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-2, 1e9))
 def test_ticks_enclose_the_range_and_are_few(low: float, length: float) -> None:
-    found = ticks(low, low + length)
+    found = axis_ticks(low, low + length)
     assert found[0] <= low + 1e-6 * length
     assert found[-1] >= low + length - 1e-6 * length
     assert 2 <= len(found) <= 8
@@ -170,13 +170,13 @@ def test_a_flat_line_can_be_drawn(low: float, length: float) -> None:
 
 
 def test_the_mean_of_a_constant_is_the_constant() -> None:
-    assert [y for _, y in smooth([(float(i), 3.0) for i in range(5)])] == pytest.approx([3.0] * 5)
+    assert [y for _, y in smooth_points([(float(i), 3.0) for i in range(5)])] == pytest.approx([3.0] * 5)
 
 
 @given(st.integers(0, 5000), st.integers(1, 700))
 def test_thinning_keeps_the_ends(length: int, most: int) -> None:
     points = [(float(i), 0.0) for i in range(length)]
-    kept = thin(points, most)
+    kept = thin_points(points, most)
     assert len(kept) <= most + 1
     assert list(kept[:1]) == points[:1]
     assert list(kept[-1:]) == points[-1:]
@@ -194,7 +194,11 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
 
 
 def test_bars_share_a_scale() -> None:
-    rows = [Row("<a>", (("x", 1.0), ("y", 1.0)), "2", str), Row("b", (("x", 4.0),), "4", str, marked=True), Row("empty", (), "0", str)]
+    rows = [
+        BarRow("<a>", (("x", 1.0), ("y", 1.0)), "2", str),
+        BarRow("b", (("x", 4.0),), "4", str, is_chosen=True),
+        BarRow("empty", (), "0", str),
+    ]
     text = compared_bars(rows, ("all there is", 8.0))
     assert [float(w) for w in re.findall(r"<i style=\"width:([0-9.]+)%", text)] == [12.5, 12.5, 50.0]
     assert "left:100.000%" in text
@@ -204,11 +208,11 @@ def test_bars_share_a_scale() -> None:
 
 
 def test_a_page_compares_the_candidates_that_were_priced() -> None:
-    text = page(Subject("x", plan=PLAN, memory_limit_bytes=2.0**23))
+    text = page_html(PageSubject("x", plan=PLAN, memory_limit_bytes=2.0**23))
     assert text.count("Candidates: ") == 2
     assert text.count('class="row mark"') == 2  # the chosen one, by time and by memory
     assert text.count('class="row off"') == 1  # the refused one, by memory: it has no parts of its time
-    assert "Candidates: " not in page(Subject("x", plan=replace(PLAN, candidates=())))
+    assert "Candidates: " not in page_html(PageSubject("x", plan=replace(PLAN, candidates=())))
 
 
 def test_a_run_folder_without_its_end_is_still_shown(tmp_path: Path) -> None:
@@ -221,7 +225,7 @@ def test_a_run_folder_without_its_end_is_still_shown(tmp_path: Path) -> None:
     assert subject.measured is not None
     assert subject.measured.total_s == pytest.approx(2.0)
     assert [name for name, _ in subject.files] == ["plan.toml", "metrics.jsonl", "timeline.json"]
-    assert "script" not in Tags(page(subject)).tags
+    assert "script" not in Tags(page_html(subject)).tags
 
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"kind": "weft timeline"}', "nonsense"])
+@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"kind": "shardwise timeline"}', "nonsense"])
 def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(text)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.errors import ProgramError, UsageError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Compute, ComputeOp, chain_links
+from shardwise.schedules import build
+from shardwise.schedules.interleaved import interleaved
+from shardwise.schedules.lower import pipeline_program
+from shardwise.simulate.clock import simulate
 from tests.support import closed_forms
-from weft.errors import ProgramError, UsageError
-from weft.plan.check import check
-from weft.plan.program import Compute, Op, chain
-from weft.schedules import build
-from weft.schedules.interleaved import interleaved
-from weft.schedules.lower import pipeline
-from weft.simulate.clock import simulate
 
 SIZES = [(p, v, m) for p in range(2, 6) for v in range(2, 5) for m in range(1, 13)]
 
@@ -22,26 +22,26 @@ def test_it_is_proven_and_idles_as_its_closed_form_says(p: int, v: int, m: int) 
     program = build("interleaved", p * v, m, chunks=v)
     check(program)
     assert program.stages_of == tuple(tuple(range(r, p * v, p)) for r in range(p))
-    found = simulate(program, lambda a: (1.0 if a.op is Op.F else 2.0) / v, lambda *_: 0.0).total_s
+    found = simulate(program, lambda a: (1.0 if a.op is ComputeOp.F else 2.0) / v, lambda *_: 0.0).total_s
     if m >= p:
         assert found == pytest.approx(3 * m * (1 + (p - 1) / (v * m)))
-    assert found <= simulate(build("1f1b", p, m), lambda a: 1.0 if a.op is Op.F else 2.0, lambda *_: 0.0).total_s + 1e-9
+    assert found <= simulate(build("1f1b", p, m), lambda a: 1.0 if a.op is ComputeOp.F else 2.0, lambda *_: 0.0).total_s + 1e-9
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(p, v, m) for p, v, m in SIZES if m <= p])
 @pytest.mark.parametrize(("f", "b"), [(1, 1), (1, 2), (2, 1)])
 def test_with_fewer_microbatches_than_ranks_no_order_is_faster(p: int, v: int, m: int, f: int, b: int) -> None:
     """The last stage's m forwards and backwards, after pv - 1 forwards and before pv - 1 backwards."""
-    found = simulate(build("interleaved", p * v, m, chunks=v), lambda a: f if a.op is Op.F else b, lambda *_: 0.0).total_s
+    found = simulate(build("interleaved", p * v, m, chunks=v), lambda a: f if a.op is ComputeOp.F else b, lambda *_: 0.0).total_s
     assert found == (p * v - 1 + m) * (f + b)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), SIZES)
 def test_what_is_in_flight_is_what_its_order_holds(p: int, v: int, m: int) -> None:
-    for rank, row in enumerate(interleaved(p * v, m, chain(p * v), v)):
+    for rank, row in enumerate(interleaved(p * v, m, chain_links(p * v), v)):
         held = most = 0
         for action in row:
-            held += 1 if action.op is Op.F else -1
+            held += 1 if action.op is ComputeOp.F else -1
             most = max(most, held)
         assert (held, most) == (0, closed_forms.interleaved(p, m, v, rank))
 
@@ -60,13 +60,13 @@ def test_broken_twin_a_short_last_group_waits_for_itself() -> None:
     rows = []
     for r in range(p):
         ahead = 2 * (p - 1 - r) + (v - 1) * p
-        row = [Compute(Op.F, c * p + r, i) for c, i in forward[:ahead]]
+        row = [Compute(ComputeOp.F, c * p + r, i) for c, i in forward[:ahead]]
         for k, (c, i) in enumerate(backward):
-            row += [Compute(Op.F, a * p + r, b) for a, b in forward[ahead + k : ahead + k + 1]]
-            row.append(Compute(Op.B, c * p + r, i))
+            row += [Compute(ComputeOp.F, a * p + r, b) for a, b in forward[ahead + k : ahead + k + 1]]
+            row.append(Compute(ComputeOp.B, c * p + r, i))
         rows.append(row)
     with pytest.raises(ProgramError, match="no rank can move"):
-        check(pipeline("short", rows, chain(p * v)))
+        check(pipeline_program("short", rows, chain_links(p * v)))
     check(build("interleaved", p * v, m, chunks=v))
 
 

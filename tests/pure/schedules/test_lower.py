@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError, UsageError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Action, Compute, ComputeOp, Manage, ManageOp, Program, Recv, Send, Value
+from shardwise.schedules import NAMES, build
+from shardwise.schedules.lower import complete_with_transfers, gather_weights, offload, recompute, reduce_gradients, split_backward
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.memory import in_flight, peak_memory
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError, UsageError
-from weft.plan.check import check
-from weft.plan.program import Action, Compute, Manage, ManageOp, Op, Program, Recv, Send, Value
-from weft.schedules import NAMES, build
-from weft.schedules.lower import complete, gather_weights, offload, recompute, reduce_gradients, split_backward
-from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight, peak
 
 
 @st.composite
@@ -29,7 +29,7 @@ def bare(program: Program) -> Program:
     return replace(program, actions=tuple(tuple(a for a in row if isinstance(a, Compute)) for row in program.actions))
 
 
-def count(program: Program, op: ManageOp | Op) -> int:
+def count(program: Program, op: ManageOp | ComputeOp) -> int:
     return sum(isinstance(a, (Compute, Manage)) and a.op is op for row in program.actions for a in row)
 
 
@@ -42,12 +42,12 @@ def test_computes_alone_are_completed_to_the_schedules_own_program(name: str, p:
     stages, m = fit(name, p, m)
     program = build(name, stages, m)
     text = "\n".join(" ".join(map(str, row)) for row in bare(program).actions)
-    assert complete(replace(Program.parse(text), name=name)) == program
-    assert complete(program) == program
+    assert complete_with_transfers(replace(Program.parse(text), name=name)) == program
+    assert complete_with_transfers(program) == program
 
 
 def test_a_file_as_others_write_it_has_commas_and_no_names() -> None:
-    program = complete(Program.parse("0F0,0F1,0I0,0W0,,0I1,0W1\n1F0, 1F1, 1B0, 1B1 # the last\n"))
+    program = complete_with_transfers(Program.parse("0F0,0F1,0I0,0W0,,0I1,0W1\n1F0, 1F1, 1B0, 1B1 # the last\n"))
     check(program)
     assert texts(program, 1) == "x(0,1,0)<0 1F0 x(0,1,1)<0 1F1 1B0 g(1,0,0)>0 1B1 g(1,0,1)>0"
     with pytest.raises(ProgramError, match="1 lines begin with `rank N:` and 1 lines of actions do not; number all or none"):
@@ -57,10 +57,10 @@ def test_a_file_as_others_write_it_has_commas_and_no_names() -> None:
 @given(programs(), st.integers(0, 3))
 def test_split_backward_is_proven_on_every_schedule(program: Program, lag: int) -> None:
     split = replace(program, actions=tuple(tuple(split_backward(row, lag)) for row in bare(program).actions))
-    split = complete(split)
+    split = complete_with_transfers(split)
     check(split)
-    assert count(split, Op.B) == 0
-    assert count(split, Op.I) == count(split, Op.W) == count(program, Op.F)
+    assert count(split, ComputeOp.B) == 0
+    assert count(split, ComputeOp.I) == count(split, ComputeOp.W) == count(program, ComputeOp.F)
 
 
 def test_split_backward_of_a_whole_program_lets_others_go_on_first() -> None:
@@ -75,7 +75,7 @@ def test_weights_are_gathered_before_each_run_and_let_go_after(program: Program,
     check(gathered)
     assert count(gathered, ManageOp.UNSHARD) == count(gathered, ManageOp.RESHARD)
     assert without_manage(gathered) == program.actions
-    held = peak(gathered, lambda value: float(value.name == "w"))
+    held = peak_memory(gathered, lambda value: float(value.name == "w"))
     assert all(p.size_bytes <= 1 + ahead for p in held)
 
 
@@ -105,9 +105,9 @@ def test_gradients_are_reduced_as_early_as_they_are_complete(program: Program, e
                 before = row[step - 1]
                 stage = before.stage if isinstance(before, (Compute, Manage)) else before.value.index[0]
                 assert stage == action.stage or isinstance(before, Manage)
-    held = peak(reduced, lambda value: float(value.name == "dw"))
+    held = peak_memory(reduced, lambda value: float(value.name == "dw"))
     for rank, row in enumerate(reduced.actions):
-        backwards = sum(isinstance(a, Compute) and a.op in (Op.B, Op.W) for a in row)
+        backwards = sum(isinstance(a, Compute) and a.op in (ComputeOp.B, ComputeOp.W) for a in row)
         reductions = sum(isinstance(a, Manage) for a in row)
         if every and not any(isinstance(a, Recv) and a.value.name == "dw" for a in row):
             assert (held[rank].size_bytes, reductions) == (1, backwards)
@@ -116,7 +116,7 @@ def test_gradients_are_reduced_as_early_as_they_are_complete(program: Program, e
 
 
 def every_kept(program: Program) -> set[tuple[int, int]]:
-    return {(a.stage, a.microbatch) for row in program.actions for a in row if isinstance(a, Compute) and a.op is Op.F}
+    return {(a.stage, a.microbatch) for row in program.actions for a in row if isinstance(a, Compute) and a.op is ComputeOp.F}
 
 
 @given(programs(), st.integers(0, 3), st.data())
@@ -127,7 +127,7 @@ def test_offload_and_recomputation_are_proven_on_every_schedule(program: Program
     both = recompute(offload(program, first, ahead), second, ahead)
     check(both)
     assert count(both, ManageOp.OFFLOAD) == count(both, ManageOp.LOAD) <= len(first)
-    assert count(both, ManageOp.DROP) == count(both, Op.R) <= len(second)
+    assert count(both, ManageOp.DROP) == count(both, ComputeOp.R) <= len(second)
     assert all(a <= b for a, b in zip(in_flight(both), in_flight(program), strict=True))
 
 
@@ -145,7 +145,7 @@ def test_offload_hides_behind_compute_where_there_is_enough() -> None:
 
     def seconds(copy_s: float, ahead: int = 1) -> float:
         lowered = offload(program, {(0, 0), (1, 0), (2, 0)}, ahead)
-        return simulate(lowered, lambda a: 1.0 if a.op is Op.F else 2.0, lambda *_: 0.0, manage_s=lambda a: copy_s).total_s
+        return simulate(lowered, lambda a: 1.0 if a.op is ComputeOp.F else 2.0, lambda *_: 0.0, manage_s=lambda a: copy_s).total_s
 
     assert seconds(1.0) == 15.0
     assert seconds(1.0, ahead=0) == 18.0
@@ -189,19 +189,19 @@ def test_broken_twins() -> None:
 
 def _let_go_early(program: Program) -> Program:
     row = [a for a in gather_weights(program).actions[0] if str(a) != "0RESHARD"]
-    at = row.index(Compute(Op.F, 0, 1)) + 1
+    at = row.index(Compute(ComputeOp.F, 0, 1)) + 1
     return replace(gather_weights(program), actions=((*row[:at], Manage(ManageOp.RESHARD, 0), *row[at:]), program.actions[1]))
 
 
 def _reduced_early(program: Program) -> Program:
     reduced = reduce_gradients(program)
     row = [a for a in reduced.actions[0] if not isinstance(a, Manage)]
-    at = row.index(Compute(Op.B, 0, 0)) + 1
+    at = row.index(Compute(ComputeOp.B, 0, 0)) + 1
     return replace(reduced, actions=((*row[:at], Manage(ManageOp.REDUCE_GRAD, 0), *row[at:]), reduced.actions[1]))
 
 
 def test_values_that_cross_are_those_of_the_links() -> None:
-    program = complete(Program.parse("0UNSHARD 0F0 0B0 0RESHARD\n1UNSHARD 1F0 1B0 1RESHARD"))
+    program = complete_with_transfers(Program.parse("0UNSHARD 0F0 0B0 0RESHARD\n1UNSHARD 1F0 1B0 1RESHARD"))
     check(program)
     sent = [a.value for row in program.actions for a in row if isinstance(a, Send)]
     assert sent == [Value("x", (0, 1, 0)), Value("g", (1, 0, 0))]
@@ -211,11 +211,11 @@ def test_values_that_cross_are_those_of_the_links() -> None:
 @pytest.mark.parametrize("rendezvous", [False, True])
 def test_each_rank_of_a_stage_gathers_its_own_weights(name: str, rendezvous: bool) -> None:
     """They never cross, though a stage is on two ranks, and one of both that lets go too often is told so."""
-    program = complete(gather_weights(bare(build(name, 4, 4))), rendezvous)
+    program = complete_with_transfers(gather_weights(bare(build(name, 4, 4))), rendezvous)
     check(program, rendezvous)
     assert {a.value.name for row in program.actions for a in row if isinstance(a, Send)} == {"x", "g", "dw"}
     with pytest.raises(ProgramError, match=r"rank 0 step 0: 1RESHARD reads w\(1\), which is not held"):
-        check(complete(Program.parse("1RESHARD 0F0 0B0\n1UNSHARD 1F0 1B0 1RESHARD"), rendezvous), rendezvous)
+        check(complete_with_transfers(Program.parse("1RESHARD 0F0 0B0\n1UNSHARD 1F0 1B0 1RESHARD"), rendezvous), rendezvous)
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_each_rank_of_a_stage_gathers_its_own_weights(name: str, rendezvous: boo
 def test_what_is_wrong_is_told_alike_where_sends_wait(text: str, reason: str) -> None:
     for rendezvous in (False, True):
         with pytest.raises(ProgramError, match=reason):
-            check(complete(Program.parse(text), rendezvous), rendezvous)
+            check(complete_with_transfers(Program.parse(text), rendezvous), rendezvous)

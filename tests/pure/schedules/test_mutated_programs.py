@@ -7,13 +7,13 @@ import re
 
 import pytest
 
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Program
+from shardwise.schedules import NAMES, build
+from shardwise.schedules.lower import complete_with_transfers, gather_weights, offload, recompute, reduce_gradients
 from tests.support.explicit import run
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError
-from weft.plan.check import check
-from weft.plan.program import Program
-from weft.schedules import NAMES, build
-from weft.schedules.lower import complete, gather_weights, offload, recompute, reduce_gradients
 
 _OPS = re.compile(r"[FBIWR](?=\d)")
 
@@ -118,7 +118,9 @@ def test_computes_alone_are_completed_where_that_can_be(seed: int) -> None:
         said = []
         for rendezvous in (False, True):
             try:
-                program = complete(Program.parse("\n".join(f"rank {r}: {' '.join(row)}" for r, row in enumerate(rows))), rendezvous)
+                program = complete_with_transfers(
+                    Program.parse("\n".join(f"rank {r}: {' '.join(row)}" for r, row in enumerate(rows))), rendezvous
+                )
             except ProgramError as error:
                 said.append(str(error))
                 continue

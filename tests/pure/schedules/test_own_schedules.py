@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cli.schedule import without_transfers
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import link_times_s, price, simulate_time, simulate_timeline
+from shardwise.errors import ConfigError, LayoutError, ProgramError, UsageError
+from shardwise.plan.ir.custom_schedule import read_actions
+from shardwise.plan.ir.program import Compute, Program, chain_links
+from shardwise.plan.layout import Layout
+from shardwise.plan.microbatches import partial_batch_sizes
+from shardwise.plan.plan import LayoutCandidate, Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.schedules import NAMES, build, check_custom, program_of, schedule_of
+from shardwise.simulate.memory import in_flight
+from shardwise.solve.search import search
+from shardwise.solve.space import parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cli.schedule import without_transfers
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.step import Pricer
-from weft.errors import ConfigError, LayoutError, ProgramError, UsageError
-from weft.plan.custom_schedule import read_actions
-from weft.plan.layout import Layout
-from weft.plan.microbatches import sizes_of_part
-from weft.plan.plan import Candidate, Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.plan.program import Compute, Program, chain
-from weft.schedules import NAMES, build, check_custom, program_of, schedule_of
-from weft.simulate.memory import in_flight
-from weft.solve.search import search
-from weft.solve.space import parse_constraints
-from weft.solve.timing import clocked, price, sends_s, timeline
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
-GPUS = Cluster("gpus", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 4, Link(1e-5, 1e10))))
+GPUS = Cluster("gpus", GPU, (ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)), ClusterLevel("cluster", 4, NetworkLink(1e-5, 1e10))))
 CORES = Cluster.parse("1xcpu-8")
 BOTH = ("chimera", "gems-mast", "gems-master")
 
@@ -53,10 +53,10 @@ def test_a_named_schedule_from_a_file_is_priced_and_timed_as_by_name(name: str, 
         mine = own(layout, whole)
         for batch in (8 * m, 8 * m + 1):  # equal and unequal microbatches
             pricer = Pricer(graph, GPUS, batch)
-            first, second = (clocked(pricer, price(pricer, one)) for one in (layout, mine))
+            first, second = (simulate_time(pricer, price(pricer, one)) for one in (layout, mine))
             assert second.sites == first.sites
             assert second.prediction == first.prediction, (p, m)
-            assert timeline(pricer, second).spans == timeline(pricer, first).spans
+            assert simulate_timeline(pricer, second).spans == simulate_timeline(pricer, first).spans
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,15 +71,15 @@ def test_inner_layouts_and_memory_choices_are_priced_as_by_name(data: st.DataObj
         offload=data.draw(st.sampled_from(["none", "optimizer"])),
     )  # fmt: skip
     pricer = Pricer(gpt(8), GPUS, 4 * m * layout.data)
-    assert clocked(pricer, price(pricer, own(layout, False))).prediction == clocked(pricer, price(pricer, layout)).prediction
+    assert simulate_time(pricer, price(pricer, own(layout, False))).prediction == simulate_time(pricer, price(pricer, layout)).prediction
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_program_that_runs_is_that_of_the_name(name: str) -> None:
     for p, m in sizes(name):
         layout = Layout(pipeline=p, microbatches=m, schedule=name, chunks=2 if name == "interleaved" else 1)
-        skips = tuple(sorted({*chain(layout.num_stages), (0, layout.num_stages - 1)}))
-        for links in (chain(layout.num_stages), skips):
+        skips = tuple(sorted({*chain_links(layout.num_stages), (0, layout.num_stages - 1)}))
+        for links in (chain_links(layout.num_stages), skips):
             for rendezvous in (False, True):
                 found = program_of(own(layout, False), links, rendezvous)
                 assert replace(found, name=name) == program_of(layout, links, rendezvous)
@@ -106,15 +106,15 @@ def test_what_a_file_moves_or_repeats_takes_its_time(cluster: Cluster, kept: str
     pricer = Pricer(gpt(8), cluster, 4)
     priced = price(pricer, layout)
     first, last = priced.costs
-    (sent,) = sends_s(pricer, priced).values()
-    copy = pricer.state(layout, priced.sites, 0).moved_bytes * pricer.devices.copies(layout).seconds_per_byte
+    (sent,) = link_times_s(pricer, priced).values()
+    copy = pricer.stage_state(layout, priced.sites, 0).offloaded_bytes * pricer.devices.copies(layout).seconds_per_byte
     mine = {"": 0.0, "0DROP0 0R0": first.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
     there = 2 * sent + last.forward_s + last.backward_s
-    assert timeline(pricer, priced).total_s == pytest.approx(first.forward_s + max(mine, there) + first.backward_s)
+    assert simulate_timeline(pricer, priced).total_s == pytest.approx(first.forward_s + max(mine, there) + first.backward_s)
     alone = Layout(microbatches=1).with_schedule("mine.txt", f"0F0 {kept} 0B0")
-    times = [clocked(pricer, price(pricer, one)).prediction.step_time_s for one in (alone, Layout())]
+    times = [simulate_time(pricer, price(pricer, one)).prediction.step_time_s for one in (alone, Layout())]
     whole = price(pricer, alone).costs[0]
-    copy = pricer.state(alone, (), 0).moved_bytes * pricer.devices.copies(alone).seconds_per_byte
+    copy = pricer.stage_state(alone, (), 0).offloaded_bytes * pricer.devices.copies(alone).seconds_per_byte
     mine = {"": 0.0, "0DROP0 0R0": whole.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
     assert times[0] - times[1] == pytest.approx(mine, rel=1e-6, abs=1e-12)
 
@@ -126,7 +126,7 @@ def test_ranks_may_have_unequal_numbers_of_stages() -> None:
     layout = Layout(pipeline=2, microbatches=3).with_schedule("mine.txt", UNEVEN)
     assert (layout.num_stages, schedule_of(layout).stages_of) == (3, ((0,), (1, 2)))
     pricer = Pricer(gpt(8), GPUS, 12)
-    best = clocked(pricer, price(pricer, layout))
+    best = simulate_time(pricer, price(pricer, layout))
     own_work = [sum(best.costs[s].forward_s + best.costs[s].backward_s for s in mine) for mine in schedule_of(layout).stages_of]
     shown = dict(best.prediction.parts)
     assert shown["compute"] + shown["tensor"] == pytest.approx(3 * max(own_work))
@@ -198,7 +198,7 @@ def test_a_layout_reads_the_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=r"cannot read mine\.txt"):
         Layout.parse(str(layout))
     assert layout.num_stages == 2
-    plan = Plan(layout, "gpt", "here", 8, stages=("h.1",), candidates=(Candidate(layout, None, "slow"),))
+    plan = Plan(layout, "gpt", "here", 8, stages=("h.1",), candidates=(LayoutCandidate(layout, None, "slow"),))
     written = format_plan(plan)
     assert parse_plan(written) == plan
     assert text in parse_plan(written).layout.actions
@@ -238,7 +238,7 @@ def test_fewer_microbatches_are_the_first_of_them_in_the_same_order(data: st.Dat
     name = data.draw(st.sampled_from(NAMES))
     p, m = data.draw(st.sampled_from(sizes(name)))
     layout = own(Layout(pipeline=p, microbatches=m, schedule=name, chunks=2 if name == "interleaved" else 1), data.draw(st.booleans()))
-    few = data.draw(st.integers(schedule_of(layout).fewest, m))
+    few = data.draw(st.integers(schedule_of(layout).min_microbatches, m))
     less = layout.with_microbatches(few)
     check_custom(less)
     assert less.program is not None
@@ -252,11 +252,11 @@ def test_fewer_microbatches_are_the_first_of_them_in_the_same_order(data: st.Dat
 def test_a_small_batch_runs_in_as_few_microbatches_as_leave_no_replica_without() -> None:
     gems = own(Layout(pipeline=2, microbatches=4, schedule="gems-master"), False)
     plain = own(Layout(pipeline=2, microbatches=4), False)
-    fewest = schedule_of(gems).fewest
-    assert (fewest, schedule_of(plain).fewest) == (2, 1)
-    assert sizes_of_part(3, gems, 16, fewest) == (2, 1)
-    assert sizes_of_part(9, gems, 16, fewest) == (3, 3, 3)
-    assert sizes_of_part(3, plain, 16, 1) == (3,)
+    fewest = schedule_of(gems).min_microbatches
+    assert (fewest, schedule_of(plain).min_microbatches) == (2, 1)
+    assert partial_batch_sizes(3, gems, 16, fewest) == (2, 1)
+    assert partial_batch_sizes(9, gems, 16, fewest) == (3, 3, 3)
+    assert partial_batch_sizes(3, plain, 16, 1) == (3,)
 
 
 def test_a_file_with_a_byte_order_mark_is_read_without_it(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ProgramError
-from weft.plan.action import Compute
-from weft.plan.check import check
-from weft.plan.program import Program, chain
-from weft.plan.schedule_sizes import chunks_of
-from weft.plan.text import default_wants
-from weft.schedules import SCHEDULES
-from weft.schedules import rows as rows_of
-from weft.schedules.lower import complete
-from weft.schedules.refuted import prove, reworded
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.action import Compute
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Program, chain_links
+from shardwise.plan.ir.schedule_sizes import chunks_of
+from shardwise.plan.ir.text import default_wants
+from shardwise.schedules import SCHEDULES
+from shardwise.schedules import computes_by_rank as rows_of
+from shardwise.schedules.diagnosis import diagnose_error, prove_program
+from shardwise.schedules.lower import complete_with_transfers
 
 Rows = list[list[Compute]]
 SMALL = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.sampled_from([2, 4]), st.integers(0, 2**32 - 1))
@@ -29,7 +29,7 @@ def of(name: str, ranks: int, microbatches: int) -> Rows:
     """The computes of a schedule by name."""
     chunks = chunks_of(name, 1)
     m = 2 if name == "gems-mast" else microbatches
-    return rows_of(name, ranks * chunks, m, chain(ranks * chunks), chunks)
+    return rows_of(name, ranks * chunks, m, chain_links(ranks * chunks), chunks)
 
 
 def bare(rows: Rows) -> Program:
@@ -42,9 +42,9 @@ def said(rows: Rows) -> str:
     """Why these are refuted; empty where they are proven."""
     written = bare(rows)
     try:
-        prove(complete(written), written=written)
+        prove_program(complete_with_transfers(written), written=written)
     except ProgramError as error:
-        return str(reworded(written, error))
+        return str(diagnose_error(written, error))
     return ""
 
 
@@ -111,23 +111,23 @@ def test_what_is_missing_or_doubled_is_named(case: tuple[str, int, int, int]) ->
 def test_faults_by_name(text: str, reason: str) -> None:
     written = Program.parse(text)
     with pytest.raises(ProgramError) as caught:
-        prove(complete(written), written=written)
+        prove_program(complete_with_transfers(written), written=written)
     assert reason in str(caught.value)
 
 
 def test_transfers_of_ones_own_keep_the_words_of_the_proof() -> None:
     written = Program.parse("0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\nx(0,1,0)<0 1F0 1B0")
     with pytest.raises(ProgramError, match="g"):
-        prove(replace(written, wants=default_wants(written.actions)), written=written)
+        prove_program(replace(written, wants=default_wants(written.actions)), written=written)
     error = ProgramError("as it was")
-    assert reworded(written, error) is error
+    assert diagnose_error(written, error) is error
 
 
 def test_a_forward_that_no_backward_takes_is_refuted() -> None:
     """It would be a microbatch that counts twice in the loss and in running statistics, and activations that nobody lets go."""
     written = Program.parse("0F0 0B0 0F1 0B1 0F0")
     with pytest.raises(ProgramError, match="rank 0 step 4: 0F0, and rank 0 has 0F0 at step 0; leave one of them out"):
-        prove(complete(written), written=written)
+        prove_program(complete_with_transfers(written), written=written)
     whole = Program.parse("0F0 0I0 0F1 0B1 0W0 0REDUCE_GRAD 0F0 0OFFLOAD0")
     with pytest.raises(ProgramError, match=r"rank 0 step 8 \(its end\): host\(0,0\) is still held; a forward of stage 0 on microbatch 0"):
         check(whole)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cost.devices.devices import Widths
+from shardwise.cost.memory.memory import MARGIN, StageMemory, StageState, memory_of
+from shardwise.cost.stages.stage import combine_stage_memory
+from shardwise.plan.ir.program import Compute, ComputeOp, chain_links
+from shardwise.plan.ir.schedule_sizes import CHUNKED
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown
+from shardwise.run.step.transfers import receives_posted_before
+from shardwise.schedules import NAMES, layout_computes_by_rank, program_of, schedule_of
+from shardwise.simulate.memory import peak_saved_bytes
 from tests.support.closed_forms import BOTH_WAYS, SPLIT, in_flight
-from weft.cost.devices.devices import Widths
-from weft.cost.memory.memory import MARGIN, StageMemory, StageState, memory_of
-from weft.cost.stages.stage import together
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory
-from weft.plan.program import Compute, Op, chain
-from weft.plan.schedule_sizes import CHUNKED
-from weft.run.step.transfers import posted_before
-from weft.schedules import NAMES, program_of, rows_of, schedule_of
-from weft.simulate.memory import kept_bytes
 
 SEVERAL = (*CHUNKED, "zb-v", "chimera", "gems-mast", "gems-master")
 
@@ -32,7 +32,7 @@ def fitting(name: str, p: int, half: int, chunks: int) -> Layout:
 
 def as_file(layout: Layout) -> Layout:
     """The same order as a schedule of the user's own."""
-    text = "\n".join(" ".join(map(str, row)) for row in rows_of(layout, chain(layout.num_stages)))
+    text = "\n".join(" ".join(map(str, row)) for row in layout_computes_by_rank(layout, chain_links(layout.num_stages)))
     return Layout(pipeline=layout.pipeline, microbatches=layout.microbatches).with_schedule("mine.txt", text)
 
 
@@ -51,9 +51,11 @@ def test_answers_are_those_of_the_closed_forms(name: str, p: int, half: int, chu
         assert one.shares == tuple({s: 1 / len(ranks[s]) for s in mine} for mine in one.stages_of)
         assert one.splits_backward == (name in SPLIT)
         assert one.has_replicas == (name in BOTH_WAYS and p > 1)
-        assert one.fewest == 1 + one.has_replicas
-        assert one.waits_to_fill == (name in ("sequential", "gpipe", "1f1b") or (p == 1 and name not in SPLIT and layout.num_stages == 1))
-        assert not one.manages
+        assert one.min_microbatches == 1 + one.has_replicas
+        assert one.has_fill_drain_bubble == (
+            name in ("sequential", "gpipe", "1f1b") or (p == 1 and name not in SPLIT and layout.num_stages == 1)
+        )
+        assert not one.manages_memory
         flying = [in_flight(name, p, holders[0], layout.microbatches, layout.chunks) for holders in ranks]
         assert [one.in_flight(s) for s in range(one.num_stages)] == flying
 
@@ -62,11 +64,11 @@ def test_answers_are_those_of_the_closed_forms(name: str, p: int, half: int, chu
 def test_what_is_kept_is_what_its_order_keeps_whatever_each_stage_does(name: str, p: int, half: int, chunks: int, seed: int) -> None:
     layout = fitting(name, p, half, chunks)
     sizes = np.random.default_rng(seed).integers(0, 100, layout.num_stages).astype(float)
-    most = kept_bytes(rows_of(layout, chain(layout.num_stages)), sizes.tolist())
+    most = peak_saved_bytes(layout_computes_by_rank(layout, chain_links(layout.num_stages)), sizes.tolist())
     for one in (layout, as_file(layout)):
         for rank in range(p):
             now = schedule_of(one)
-            assert (now.held(rank).in_flight @ sizes[list(now.stages_of[rank])]).max() == most[rank]
+            assert (now.live_microbatches(rank).in_flight @ sizes[list(now.stages_of[rank])]).max() == most[rank]
 
 
 @given(st.sampled_from(SEVERAL), st.integers(1, 4), st.integers(1, 10), st.integers(2, 3), st.integers(0, 1 << 20))
@@ -80,41 +82,46 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
         for before, after in pairwise(range(stages)):
             if schedule_of(layout).ranks_of[before] == schedule_of(layout).ranks_of[after]:
                 x[after] = g[before] = 0
-    program, schedule = program_of(layout, chain(stages)), schedule_of(layout)
+    program, schedule = program_of(layout, chain_links(stages)), schedule_of(layout)
     for rank, actions in enumerate(program.actions):
         held, most, last, posted = np.zeros(stages), 0.0, None, {}
-        for step, (action, posts) in enumerate(zip(actions, posted_before(actions), strict=True)):
+        for step, (action, posts) in enumerate(zip(actions, receives_posted_before(actions), strict=True)):
             posted |= {at: actions[at].value for at in posts}
             posted.pop(step, None)
             if not isinstance(action, Compute):
                 continue
-            if action.op in (Op.B, Op.I):
+            if action.op in (ComputeOp.B, ComputeOp.I):
                 arriving = sum(x[v.index[1]] if v.name == "x" else g[v.index[1]] for v in posted.values() if v.name in "xg")
-                sent = x[last.stage] if last is not None and last.op in (Op.B, Op.I) else 0.0
+                sent = x[last.stage] if last is not None and last.op in (ComputeOp.B, ComputeOp.I) else 0.0
                 most = max(most, held @ kept + beside[action.stage] + arriving + sent)
-            held[action.stage] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
-            if action.op is Op.F:
+            held[action.stage] += {ComputeOp.F: 1, ComputeOp.B: -1, ComputeOp.W: -1}.get(action.op, 0)
+            if action.op is ComputeOp.F:
                 most = max(most, held @ kept)
             last = action
         mine = list(schedule.stages_of[rank])
-        now = schedule.held(rank)
-        found = now.in_flight @ kept[mine] + now.backward @ beside[mine] + now.entering @ x[mine] + now.returning @ g[mine]
+        now = schedule.live_microbatches(rank)
+        found = (
+            now.in_flight @ kept[mine]
+            + now.backward @ beside[mine]
+            + now.inputs_in_transfer @ x[mine]
+            + now.gradients_in_transfer @ g[mine]
+        )
         assert found.max() == most
 
 
 def test_a_file_that_moves_what_it_keeps_to_the_host_keeps_no_more() -> None:
     texts = ("0F0 0F1 0B0 0B1", "0F0 0OFFLOAD0 0F1 0B1 0LOAD0 0B0")
     layouts = [Layout(microbatches=2).with_schedule("mine.txt", text) for text in texts]
-    assert [schedule_of(layout).held(0).in_flight.max() for layout in layouts] == [2, 1]
+    assert [schedule_of(layout).live_microbatches(0).in_flight.max() for layout in layouts] == [2, 1]
 
 
 @pytest.mark.parametrize(("name", "kept"), [("gems-mast", 5.0), ("chimera", 7.0)])
 def test_states_of_all_stages_and_the_fullest_moment(name: str, kept: float) -> None:
     """Two microbatches, one of each stage: GEMS has one at a time, Chimera both at once."""
     layout = Layout(pipeline=2, microbatches=2, schedule=name)
-    large, small = (StageMemory(Memory(1.0, 1.0, 2.0, size, 0.5, MARGIN * 4), size, beside_bytes=0.5) for size in (5.0, 2.0))
-    assert together([large, small], schedule_of(layout), 0) == replace(
-        Memory(2.0, 2.0, 4.0, kept, 0.5), margin=pytest.approx(MARGIN * 8 + MARGIN * (kept + 0.5 - 8))
+    large, small = (StageMemory(MemoryBreakdown(1.0, 1.0, 2.0, size, 0.5, MARGIN * 4), size, transient_bytes=0.5) for size in (5.0, 2.0))
+    assert combine_stage_memory([large, small], schedule_of(layout), 0) == replace(
+        MemoryBreakdown(2.0, 2.0, 4.0, kept, 0.5), margin=pytest.approx(MARGIN * 8 + MARGIN * (kept + 0.5 - 8))
     )
 
 

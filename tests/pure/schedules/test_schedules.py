@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError, UsageError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.program import Action, Compute, ComputeOp, Links, Program, Recv, Send, Value, chain_links
+from shardwise.schedules import NAMES, build
+from shardwise.schedules.lower import pipeline_program
+from shardwise.simulate.memory import in_flight
 from tests.support.closed_forms import BOTH_WAYS
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError, UsageError
-from weft.plan.check import check
-from weft.plan.program import Action, Compute, Links, Op, Program, Recv, Send, Value, chain
-from weft.schedules import NAMES, build
-from weft.schedules.lower import pipeline
-from weft.simulate.memory import in_flight
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 3), (4, 3), (4, 8), (8, 3), (8, 32)]
 
 
 def u_net(num_stages: int) -> Links:
     """A chain, and skips from each stage of the first half to its mirror image."""
-    return tuple(sorted({*chain(num_stages), *((s, num_stages - 1 - s) for s in range(num_stages // 2))}))
+    return tuple(sorted({*chain_links(num_stages), *((s, num_stages - 1 - s) for s in range(num_stages // 2))}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +45,7 @@ def test_every_schedule_is_proven_on_any_links_and_under_rendezvous(name: str, p
     check(in_time)
 
 
-@pytest.mark.parametrize("links", [chain, u_net])
+@pytest.mark.parametrize("links", [chain_links, u_net])
 def test_which_schedules_run_under_rendezvous_without_a_change(links: Callable[[int], Links]) -> None:
     """Sends into the direction of travel only: sequential and gpipe. 1f1b sends both ways at once and needs the change."""
     for p, m in SIZES:
@@ -67,9 +67,9 @@ def test_rendezvous_moves_receives_and_nothing_else() -> None:
 
 
 def test_rendezvous_cannot_help_a_program_that_never_runs() -> None:
-    rows = [[Compute(Op.B, 0, 0), Compute(Op.F, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]]
+    rows = [[Compute(ComputeOp.B, 0, 0), Compute(ComputeOp.F, 0, 0)], [Compute(ComputeOp.F, 1, 0), Compute(ComputeOp.B, 1, 0)]]
     with pytest.raises(ProgramError, match="no rank can move"):
-        pipeline("backward first", rows, rendezvous=True)
+        pipeline_program("backward first", rows, rendezvous=True)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -98,7 +98,7 @@ def test_gradients_are_accumulated_in_the_serial_order(name: str) -> None:
     for row in build(name, stages, m).actions:
         added: dict[tuple[int, int], list[int]] = {}
         for a in row:
-            if isinstance(a, Compute) and a.op in (Op.B, Op.W):
+            if isinstance(a, Compute) and a.op in (ComputeOp.B, ComputeOp.W):
                 added.setdefault((a.stage, a.microbatch % 2 if name in BOTH_WAYS else 0), []).append(a.microbatch)
         assert all(each == sorted(each) for each in added.values())
 
@@ -109,7 +109,9 @@ def edit(program: Program, rank: int, row: Sequence[Action]) -> Program:
 
 def last_of_stage_0(program: Program) -> tuple[int, Compute]:
     """(its step on rank 0, the last compute there that adds to stage 0's gradient)."""
-    found = [(i, a) for i, a in enumerate(program.actions[0]) if isinstance(a, Compute) and a.stage == 0 and a.op in (Op.B, Op.W)]
+    found = [
+        (i, a) for i, a in enumerate(program.actions[0]) if isinstance(a, Compute) and a.stage == 0 and a.op in (ComputeOp.B, ComputeOp.W)
+    ]
     return found[-1]
 
 
@@ -160,18 +162,18 @@ def test_parallel_branches_hold_no_more_than_their_way_to_the_end() -> None:
 
 def test_several_stages_on_a_rank_keep_their_values_there() -> None:
     rows = [
-        [Compute(Op.F, 0, 0), Compute(Op.F, 1, 0), Compute(Op.B, 1, 0), Compute(Op.B, 0, 0)],
-        [Compute(Op.F, 2, 0), Compute(Op.B, 2, 0)],
+        [Compute(ComputeOp.F, 0, 0), Compute(ComputeOp.F, 1, 0), Compute(ComputeOp.B, 1, 0), Compute(ComputeOp.B, 0, 0)],
+        [Compute(ComputeOp.F, 2, 0), Compute(ComputeOp.B, 2, 0)],
     ]
-    program = pipeline("two and one", rows)
+    program = pipeline_program("two and one", rows)
     check(program)
     assert str(program).splitlines()[1] == "rank 0: 0F0 1F0 x(1,2,0)>1 g(2,1,0)<1 1B0 0B0"
 
 
 def test_two_replicas_in_opposite_directions_are_proven_and_without_their_exchange_refused() -> None:
     """Each stage on two ranks, each microbatch on one of them; then each stage's two sums are exchanged and added."""
-    rows = [[Compute(op, stage, m) for m, stage in ((0, rank), (1, 1 - rank)) for op in (Op.F, Op.B)] for rank in range(2)]
-    program = pipeline("both ways", rows)
+    rows = [[Compute(op, stage, m) for m, stage in ((0, rank), (1, 1 - rank)) for op in (ComputeOp.F, ComputeOp.B)] for rank in range(2)]
+    program = pipeline_program("both ways", rows)
     check(program)
     without = replace(program, actions=tuple(tuple(a for a in row if "dw" not in str(a)) for row in program.actions))
     with pytest.raises(ProgramError, match="lacks contribution 1"):
@@ -180,7 +182,7 @@ def test_two_replicas_in_opposite_directions_are_proven_and_without_their_exchan
 
 def test_a_stage_and_microbatch_on_two_ranks_is_refused() -> None:
     with pytest.raises(ProgramError, match=r"saved\(0,0\) is made on ranks 0 and 1; 0F0 is one too many"):
-        pipeline("twice", [[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 0)]])
+        pipeline_program("twice", [[Compute(ComputeOp.F, 0, 0)], [Compute(ComputeOp.F, 0, 0)]])
 
 
 def test_a_name_or_size_that_is_wrong_is_refused() -> None:

@@ -13,15 +13,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.cli import run
-from weft.errors import ConfigError, Infeasible
-from weft.serve.assign import GIB, HOUR_S, Ask, Placed, cheapest, highest_rate
-from weft.serve.baselines import greedy, two_steps
-from weft.serve.explain import frontier, reasons, refuse
-from weft.serve.placed_file import format_placed, parse_placed
-from weft.serve.queueing import percentile_latency_s
-from weft.serve.workflow import Accuracy, Link, Machines, Operator, Source, Variant, Worker, Workflow
-from weft.serve.workflow_files import read_workflow
+from shardwise.cli import run
+from shardwise.errors import ConfigError, Infeasible
+from shardwise.serve.placement.assignment_milp import GIB, HOUR_S, Demand, ServicePlan, find_cheapest_plan, find_highest_rate
+from shardwise.serve.placement.baselines import greedy, two_steps
+from shardwise.serve.placement.explain import explain_plan, price_frontier, refuse
+from shardwise.serve.placement.queueing import percentile_latency_s
+from shardwise.serve.placement.service_plan_file import format_service_plan, parse_service_plan
+from shardwise.serve.placement.workflow import (
+    Accuracy,
+    Machines,
+    OperatorVariant,
+    RequestSource,
+    TierLink,
+    WorkerGroup,
+    Workflow,
+    WorkflowOperator,
+)
+from shardwise.serve.placement.workflow_files import read_workflow
 
 pytest.importorskip("highspy")
 VQA = Path(__file__).parents[3] / "examples" / "serve" / "vqa.toml"
@@ -37,7 +46,7 @@ def vqa() -> tuple[Workflow, Machines]:
     return workflow, machines
 
 
-def enumerated(workflow: Workflow, machines: Machines, ask: Ask) -> float:
+def enumerated(workflow: Workflow, machines: Machines, ask: Demand) -> float:
     """The least price by trying everything: every choice of variants, every way to hand single workers of two tiers to operators. What an
     operator does on the lower tier is one number, in which the price is linear, so that its ends suffice."""
     workers, ops = machines.workers, workflow.operators
@@ -88,13 +97,13 @@ def enumerated(workflow: Workflow, machines: Machines, ask: Ask) -> float:
     return least
 
 
-def checked(workflow: Workflow, machines: Machines, placed: Placed) -> None:
+def checked(workflow: Workflow, machines: Machines, placed: ServicePlan) -> None:
     """A placement does what was asked, by its own words."""
     used: dict[str, float] = {}
     tiers = {s.name: {s.tier} for s in workflow.sources}
     for op in workflow.operators:
         choice = placed.choice(op.name)
-        assert choice.load == pytest.approx(workflow.rates[op.name] * placed.ask.rate)
+        assert choice.load == pytest.approx(workflow.rates[op.name] * placed.demand.rate)
         for s in choice.shares:
             seconds = dict(op.variant(choice.variant).batches(s.worker))[s.batch]
             assert s.load <= s.machines * s.batch / seconds * (1 + 1e-6)
@@ -106,13 +115,13 @@ def checked(workflow: Workflow, machines: Machines, placed: Placed) -> None:
         assert count <= machines.worker(name).count + 1e-6
     whole = sum(np.ceil(count - 1e-6) * machines.worker(name).price_per_hour for name, count in used.items())
     assert placed.compute_per_hour == pytest.approx(whole)
-    assert placed.accuracy >= placed.ask.accuracy - 1e-9
+    assert placed.accuracy >= placed.demand.accuracy - 1e-9
 
 
 @pytest.mark.parametrize("accuracy", [54.0, 54.1, 55.0, 55.5, 55.8, 56.0, 56.7, 57.0, 58.0, 58.33])
 def test_the_public_instance_is_solved_as_by_enumeration(vqa: tuple[Workflow, Machines], accuracy: float) -> None:
-    ask = Ask(40.0, accuracy)
-    placed = cheapest(*vqa, ask)
+    ask = Demand(40.0, accuracy)
+    placed = find_cheapest_plan(*vqa, ask)
     assert placed is not None
     assert placed.price_per_hour == pytest.approx(enumerated(*vqa, ask), rel=1e-7)
     assert placed.bound_gap == 0
@@ -126,35 +135,35 @@ def test_the_public_instance_is_solved_as_by_enumeration(vqa: tuple[Workflow, Ma
         assert theirs.price_per_hour == pytest.approx(THEIRS[accuracy], abs=5e-5)
 
 
-def drawn(seed: int) -> tuple[Workflow, Machines, Ask]:
+def drawn(seed: int) -> tuple[Workflow, Machines, Demand]:
     """A workflow of three operators on six workers of two tiers, in a chain or with two sources that meet."""
     rng = random.Random(seed)
-    workers = tuple(Worker(f"w{i}", rng.choice((0, 0, 1)) if i else 0, rng.uniform(0.1, 3)) for i in range(6))
+    workers = tuple(WorkerGroup(f"w{i}", rng.choice((0, 0, 1)) if i else 0, rng.uniform(0.1, 3)) for i in range(6))
     names = [w.name for w in workers]
 
-    def variants(count: int) -> tuple[Variant, ...]:
+    def variants(count: int) -> tuple[OperatorVariant, ...]:
         made = []
         for k in range(count):
             kept = [name for name in names if rng.random() < 0.85] or names
             latency = tuple((name, ((1, rng.uniform(0.01, 0.3) * (1 + k)),)) for name in kept)
-            made.append(Variant(f"v{k}", latency, rng.choice((0.0, 2e3, 5e5)), rng.uniform(0.8, 1.0)))
+            made.append(OperatorVariant(f"v{k}", latency, rng.choice((0.0, 2e3, 5e5)), rng.uniform(0.8, 1.0)))
         return tuple(made)
 
     chain = rng.random() < 0.5
-    sources = (Source("a", rng.uniform(1e4, 1e6)), Source("b", rng.uniform(1e4, 1e6), rng.choice((0.5, 1.0))))
+    sources = (RequestSource("a", rng.uniform(1e4, 1e6)), RequestSource("b", rng.uniform(1e4, 1e6), rng.choice((0.5, 1.0))))
     inputs = [(("a", 1.0),), (("one", rng.choice((0.5, 1.0, 2.0))),) if chain else (("b", 1.0),), (("one", 1.0), ("two", 1.0))]
-    ops = tuple(Operator(name, i, variants(n)) for name, i, n in zip(("one", "two", "three"), inputs, (2, 2, 1), strict=True))
+    ops = tuple(WorkflowOperator(name, i, variants(n)) for name, i, n in zip(("one", "two", "three"), inputs, (2, 2, 1), strict=True))
     table = tuple(((x, y), rng.uniform(50, 60)) for x in ("v0", "v1") for y in ("v0", "v1"))
     accuracy = Accuracy(("one", "two"), table) if rng.random() < 0.7 else Accuracy()
     workflow = Workflow("drawn", sources, ops, accuracy)
-    machines = Machines(workers, (Link("0", "1", rng.uniform(0.0, 0.3)),))
-    return workflow, machines, Ask(rng.uniform(1, 20), rng.choice(workflow.levels()))
+    machines = Machines(workers, (TierLink("0", "1", rng.uniform(0.0, 0.3)),))
+    return workflow, machines, Demand(rng.uniform(1, 20), rng.choice(workflow.accuracy_levels()))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_workflows_are_solved_as_by_enumeration(seed: int) -> None:
     workflow, machines, ask = drawn(seed)
-    placed, least = cheapest(workflow, machines, ask), enumerated(workflow, machines, ask)
+    placed, least = find_cheapest_plan(workflow, machines, ask), enumerated(workflow, machines, ask)
     if placed is None:
         assert least == float("inf")
         assert str(refuse(workflow, machines, ask))
@@ -169,45 +178,45 @@ def test_drawn_workflows_are_solved_as_by_enumeration(seed: int) -> None:
 
 def test_broken_twin_traffic_that_is_free_is_found_by_enumeration(vqa: tuple[Workflow, Machines]) -> None:
     workflow, machines = vqa
-    free = Machines(machines.workers, (Link("0", "1", 0.0),))
-    placed = cheapest(workflow, free, Ask(40.0, 54.0))
+    free = Machines(machines.workers, (TierLink("0", "1", 0.0),))
+    placed = find_cheapest_plan(workflow, free, Demand(40.0, 54.0))
     assert placed is not None
-    assert placed.price_per_hour < enumerated(workflow, machines, Ask(40.0, 54.0)) - 0.1
+    assert placed.price_per_hour < enumerated(workflow, machines, Demand(40.0, 54.0)) - 0.1
 
 
 def test_the_highest_rate_is_where_the_cheapest_ends(vqa: tuple[Workflow, Machines]) -> None:
-    most, proven = highest_rate(*vqa, Ask(1.0, 57.0))
+    most, proven = find_highest_rate(*vqa, Demand(1.0, 57.0))
     assert proven
-    assert cheapest(*vqa, Ask(most * 0.9999, 57.0)) is not None
-    assert cheapest(*vqa, Ask(most * 1.0001, 57.0)) is None
+    assert find_cheapest_plan(*vqa, Demand(most * 0.9999, 57.0)) is not None
+    assert find_cheapest_plan(*vqa, Demand(most * 1.0001, 57.0)) is None
 
 
 def test_the_frontier_rises_and_the_next_cent_is_its_next_step(vqa: tuple[Workflow, Machines]) -> None:
-    line = frontier(*vqa, Ask(40.0))
+    line = price_frontier(*vqa, Demand(40.0))
     assert [p.accuracy for p in line] == sorted({p.accuracy for p in line})
     assert all(a.price_per_hour < b.price_per_hour for a, b in pairwise(line))
-    why = {r.what: r.why for r in reasons(*vqa, line[0], line)}
+    why = {r.what: r.why for r in explain_plan(*vqa, line[0], line)}
     assert f"${line[1].price_per_hour - line[0].price_per_hour:,.4f}" in why["the next cent"]
 
 
 def test_several_of_a_worker_shared_workers_and_spot(vqa: tuple[Workflow, Machines]) -> None:
     workflow, machines = vqa
-    ask = Ask(40.0, 54.0)
-    alone = cheapest(workflow, machines, ask)
-    shared = cheapest(workflow, machines, replace(ask, shared=True))
+    ask = Demand(40.0, 54.0)
+    alone = find_cheapest_plan(workflow, machines, ask)
+    shared = find_cheapest_plan(workflow, machines, replace(ask, allows_shared_workers=True))
     assert alone is not None
     assert shared is not None
     checked(workflow, machines, shared)
     assert shared.price_per_hour < alone.price_per_hour  # the GPU that hears 40 questions answers them as well
     many = Machines(tuple(replace(w, count=3) for w in machines.workers), machines.links)
-    more = cheapest(workflow, many, ask)
+    more = find_cheapest_plan(workflow, many, ask)
     assert more is not None
     checked(workflow, many, more)
     assert more.price_per_hour <= alone.price_per_hour
     cheap = (replace(w, name=f"{w.name}-spot", price_per_hour=w.price_per_hour / 3, spot=True) for w in machines.workers)
     spot = Machines((*machines.workers, *cheap), machines.links)
     named = Workflow(workflow.name, workflow.sources, tuple(_with_spot(op) for op in workflow.operators), workflow.accuracy)
-    whole, half = (cheapest(named, spot, replace(ask, most_spot=share)) for share in (1.0, 0.5))
+    whole, half = (find_cheapest_plan(named, spot, replace(ask, max_spot_share=share)) for share in (1.0, 0.5))
     assert whole is not None
     assert half is not None
     assert whole.price_per_hour < half.price_per_hour
@@ -215,8 +224,8 @@ def test_several_of_a_worker_shared_workers_and_spot(vqa: tuple[Workflow, Machin
         assert sum(s.load for s in choice.shares if s.worker.endswith("-spot")) <= 0.5 * choice.load + 1e-6
 
 
-def _with_spot(op: Operator) -> Operator:
-    def both(v: Variant) -> Variant:
+def _with_spot(op: WorkflowOperator) -> WorkflowOperator:
+    def both(v: OperatorVariant) -> OperatorVariant:
         return replace(v, latency_s=(*v.latency_s, *((f"{name}-spot", batches) for name, batches in v.latency_s)))
 
     return replace(op, variants=tuple(both(v) for v in op.variants))
@@ -244,8 +253,8 @@ def test_the_latency_formula_is_that_of_a_simulated_queue(batch: int, busy: floa
 
 
 def test_a_latency_is_kept_and_costs(vqa: tuple[Workflow, Machines]) -> None:
-    ask = Ask(20.0, 54.0)
-    loose, tight = cheapest(*vqa, ask), cheapest(*vqa, replace(ask, latency_s=0.3))
+    ask = Demand(20.0, 54.0)
+    loose, tight = find_cheapest_plan(*vqa, ask), find_cheapest_plan(*vqa, replace(ask, latency_s=0.3))
     assert loose is not None
     assert tight is not None
     checked(*vqa, tight)
@@ -254,13 +263,13 @@ def test_a_latency_is_kept_and_costs(vqa: tuple[Workflow, Machines]) -> None:
 
 
 def test_a_plan_is_read_back_as_it_was_written(vqa: tuple[Workflow, Machines]) -> None:
-    placed = cheapest(*vqa, Ask(40.0, 56.0))
+    placed = find_cheapest_plan(*vqa, Demand(40.0, 56.0))
     assert placed is not None
-    assert parse_placed(format_placed(placed, "vqa.toml", "edge.toml")) == (placed, "vqa.toml", "edge.toml")
+    assert parse_service_plan(format_service_plan(placed, "vqa.toml", "edge.toml")) == (placed, "vqa.toml", "edge.toml")
     odd = 'a "b"\\\r\t\x01\x7f\n.toml'
-    assert parse_placed(format_placed(placed, odd, odd)) == (placed, odd, odd)
+    assert parse_service_plan(format_service_plan(placed, odd, odd)) == (placed, odd, odd)
     with pytest.raises(ConfigError, match="no plan of a workflow"):
-        parse_placed("x = 1")
+        parse_service_plan("x = 1")
 
 
 def test_the_command_answers_as_the_interface_says(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -362,9 +371,9 @@ def test_workers_that_cost_nothing_are_compared_too(tmp_path: Path) -> None:
 
 
 def test_a_latency_out_of_reach_names_the_nearest(vqa: tuple[Workflow, Machines]) -> None:
-    ask = Ask(20.0, 54.0, latency_s=0.05)
+    ask = Demand(20.0, 54.0, latency_s=0.05)
     error = refuse(*vqa, ask)
     assert isinstance(error, Infeasible)
     nearest = float(str(error).rpartition("--latency ")[2])
-    assert cheapest(*vqa, replace(ask, latency_s=nearest * 1.01)) is not None
-    assert cheapest(*vqa, replace(ask, latency_s=nearest * 0.9)) is None
+    assert find_cheapest_plan(*vqa, replace(ask, latency_s=nearest * 1.01)) is not None
+    assert find_cheapest_plan(*vqa, replace(ask, latency_s=nearest * 0.9)) is None

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.program import Compute, ComputeOp, Links, Program, Value
+from shardwise.schedules import NAMES, build, computes_by_rank
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.memory import in_flight, peak_memory, peak_saved_bytes
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError
-from weft.plan.program import Compute, Links, Op, Program, Value
-from weft.schedules import NAMES, build, rows
-from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight, kept_bytes, peak
 
 SIZES = [(1, 1), (1, 4), (2, 2), (3, 3), (4, 8), (8, 32), (8, 2)]
 
@@ -24,7 +24,7 @@ def free(*_: object) -> float:
 
 
 def per_op(f: float, b: float):  # type: ignore[no-untyped-def]
-    return lambda action: f if action.op is Op.F else b
+    return lambda action: f if action.op is ComputeOp.F else b
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -78,13 +78,13 @@ def longest_path_s(program: Program, compute: dict[Compute, float], transfer: di
     """The end of the last compute, by recursion over what each one must wait for. Shares no code with the clock."""
     rows = [[a for a in row if isinstance(a, Compute)] for row in program.actions]
     place = {a: (rank, i) for rank, row in enumerate(rows) for i, a in enumerate(row)}
-    back = Op.I if any(a.op is Op.I for a in place) else Op.B
+    back = ComputeOp.I if any(a.op is ComputeOp.I for a in place) else ComputeOp.B
 
     def sent_to(a: Compute) -> list[tuple[int, int]]:
         """(stage, rank) to which a compute sends, in the order of sending: the nearest first."""
-        if a.op is Op.W:
+        if a.op is ComputeOp.W:
             return []
-        ends = [q if a.op is Op.F else p for p, q in program.links if (p if a.op is Op.F else q) == a.stage]
+        ends = [q if a.op is ComputeOp.F else p for p, q in program.links if (p if a.op is ComputeOp.F else q) == a.stage]
         here = [(s, place[Compute(a.op, s, a.microbatch)][0]) for s in sorted(ends, key=lambda s: abs(s - a.stage))]
         return [(s, rank) for s, rank in here if rank != place[a][0]]
 
@@ -98,15 +98,15 @@ def longest_path_s(program: Program, compute: dict[Compute, float], transfer: di
         queue = [(a, s) for a in rows[rank][: i + 1] for s, r in sent_to(a) if r == there]
         before = queue[: queue.index((maker, to))]
         start = max(end(maker), arrival(*before[-1])) if before else end(maker)
-        return start + transfer[Value("x" if maker.op is Op.F else "g", (maker.stage, to, maker.microbatch))]
+        return start + transfer[Value("x" if maker.op is ComputeOp.F else "g", (maker.stage, to, maker.microbatch))]
 
     @cache
     def end(a: Compute) -> float:
         rank, i = place[a]
         waits = [end(rows[rank][i - 1])] if i else [0.0]
         for p, q in program.links:
-            if a.op is Op.F and q == a.stage:
-                waits.append(arrival(Compute(Op.F, p, a.microbatch), q))
+            if a.op is ComputeOp.F and q == a.stage:
+                waits.append(arrival(Compute(ComputeOp.F, p, a.microbatch), q))
             if a.op is back and p == a.stage:
                 waits.append(arrival(Compute(back, q, a.microbatch), p))
         return max(waits) + compute[a]
@@ -168,7 +168,7 @@ def test_a_program_that_cannot_run_is_refused() -> None:
 def test_the_peak_counts_what_passes_into_another_value_once() -> None:
     """Stage 1 of 3, one microbatch, x 10, g 10, saved 100 (with its x), dw 7."""
     sizes = {"x": 10.0, "g": 10.0, "saved": 100.0, "dw": 7.0}
-    found = peak(build("gpipe", 3, 1), lambda value: sizes[value.name])[1]
+    found = peak_memory(build("gpipe", 3, 1), lambda value: sizes[value.name])[1]
     # Backward: saved 100, the gradient from above 10, the one it makes 10, dw 7. Forward: saved 100 and its output 10.
     assert (found.size_bytes, found.action) == (127.0, "1B0")
     assert dict(found.parts) == {"x": 0.0, "g": 20.0, "saved": 100.0, "dw": 7.0}
@@ -177,7 +177,7 @@ def test_the_peak_counts_what_passes_into_another_value_once() -> None:
 @given(timed())
 def test_what_is_in_flight_is_the_peak_of_what_is_kept(case: tuple[str, int, int, Links, int]) -> None:
     program = build(*case[:4])
-    assert in_flight(program) == tuple(p.size_bytes for p in peak(program, lambda value: float(value.name in ("saved", "half"))))
+    assert in_flight(program) == tuple(p.size_bytes for p in peak_memory(program, lambda value: float(value.name in ("saved", "half"))))
 
 
 @given(timed(), st.lists(st.integers(1, 99), min_size=20, max_size=20))
@@ -185,12 +185,12 @@ def test_what_is_kept_follows_from_the_computes_alone(case: tuple[str, int, int,
     name, stages, m, links, _ = case
     saved, half = [float(n) for n in sizes[:10]], [float(n) for n in sizes[10:]]
     size = {"saved": saved, "half": [min(a, b) for a, b in zip(saved, half, strict=True)]}
-    found = peak(build(name, stages, m, links), lambda value: size[value.name][value.index[0]] if value.name in size else 0.0)
-    assert kept_bytes(rows(name, stages, m, links), size["saved"], size["half"]) == [p.size_bytes for p in found]
+    found = peak_memory(build(name, stages, m, links), lambda value: size[value.name][value.index[0]] if value.name in size else 0.0)
+    assert peak_saved_bytes(computes_by_rank(name, stages, m, links), size["saved"], size["half"]) == [p.size_bytes for p in found]
 
 
 def test_the_peak_of_a_forward_only_program_is_at_its_last_forward() -> None:
-    found = peak(Program.parse("rank 0: 0F0 x(0,1,0)>1 0F1 x(0,1,1)>1\nrank 1: x(0,1,0)<0 1F0 x(0,1,1)<0 1F1"), lambda value: 1.0)
+    found = peak_memory(Program.parse("rank 0: 0F0 x(0,1,0)>1 0F1 x(0,1,1)>1\nrank 1: x(0,1,0)<0 1F0 x(0,1,1)<0 1F1"), lambda value: 1.0)
     assert [(p.size_bytes, p.step) for p in found] == [(3.0, 2), (2.0, 2)]
     assert found[0].action == "0F1"
 
@@ -198,4 +198,4 @@ def test_the_peak_of_a_forward_only_program_is_at_its_last_forward() -> None:
 def test_the_peak_of_a_sum_counts_the_buffer_that_it_receives_into() -> None:
     value = Value("sum", (0,))
     text = "rank 0: sum(0)>1 sum(0)+<1\nrank 1: sum(0)>0 sum(0)+<0\ngiven 0: sum(0)=0\ngiven 1: sum(0)=1\nwants 0: sum(0)=0,1"
-    assert [p.size_bytes for p in peak(Program.parse(text), {value: 8.0}.__getitem__)] == [16.0, 16.0]
+    assert [p.size_bytes for p in peak_memory(Program.parse(text), {value: 8.0}.__getitem__)] == [16.0, 16.0]

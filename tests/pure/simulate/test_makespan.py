@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.program import Compute, ComputeOp, Links, Value, chain_links
+from shardwise.schedules import NAMES, build, computes_by_rank
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.makespan import StageTimes, makespan_s
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError
-from weft.plan.program import Compute, Links, Op, Value, chain
-from weft.schedules import NAMES, build, rows
-from weft.simulate.clock import simulate
-from weft.simulate.makespan import Times, makespan_s
 
-ONES = Times([1, 1], [1, 1], {})
+ONES = StageTimes([1, 1], [1, 1], {})
 
 
 @st.composite
@@ -25,7 +25,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, Links, int]:
     v = draw(st.integers(1, 3)) if name == "interleaved" and p > 1 else 1
     stages, m = fit(name, p * v, m)
     more = [(a, b) for b in range(stages) for a in range(b - 1)]
-    links = (*chain(stages), *(draw(st.sets(st.sampled_from(more))) if more and v == 1 else ()))
+    links = (*chain_links(stages), *(draw(st.sets(st.sampled_from(more))) if more and v == 1 else ()))
     return name, stages, m, v, tuple(sorted(links)), draw(st.integers(0, 2**32))
 
 
@@ -35,16 +35,21 @@ def test_it_equals_the_clock(case: tuple[str, int, int, int, Links, int], scale:
     name, stages, m, v, links, seed = case
     rng = random.Random(seed)
 
-    def drawn() -> Times:
+    def drawn() -> StageTimes:
         forward, backward = [rng.random() for _ in range(stages)], [rng.random() for _ in range(stages)]
-        return Times(forward, backward, {link: scale * rng.random() for link in links}, [rng.random() * b for b in backward])
+        return StageTimes(forward, backward, {link: scale * rng.random() for link in links}, [rng.random() * b for b in backward])
 
     usual, unusual, first = drawn(), drawn(), rng.randrange(m + 1)
 
     def compute_s(a: Compute) -> float:
         s, times = a.stage, usual if a.microbatch < first else unusual
         weight = (times.weight_s or [])[s]
-        return {Op.F: times.forward_s[s], Op.B: times.backward_s[s], Op.I: times.backward_s[s] - weight, Op.W: weight}[a.op]
+        return {
+            ComputeOp.F: times.forward_s[s],
+            ComputeOp.B: times.backward_s[s],
+            ComputeOp.I: times.backward_s[s] - weight,
+            ComputeOp.W: weight,
+        }[a.op]
 
     def transfer_s(value: Value, source: int, to: int) -> float:
         if value.name == "dw":
@@ -52,15 +57,19 @@ def test_it_equals_the_clock(case: tuple[str, int, int, int, Links, int], scale:
         return (usual if value.index[2] < first else unusual).transfer_s[min(value.index[:2]), max(value.index[:2])]
 
     timeline = simulate(build(name, stages, m, links, chunks=v), compute_s, transfer_s)
-    found = makespan_s(rows(name, stages, m, links, v), links, usual, (first, unusual))
+    found = makespan_s(computes_by_rank(name, stages, m, links, v), links, usual, (first, unusual))
     assert found == pytest.approx(timeline.total_s)
-    assert makespan_s(rows(name, stages, m, links, v), links, usual, (m, unusual)) == makespan_s(
-        rows(name, stages, m, links, v), links, usual
+    assert makespan_s(computes_by_rank(name, stages, m, links, v), links, usual, (m, unusual)) == makespan_s(
+        computes_by_rank(name, stages, m, links, v), links, usual
     )
 
 
 def test_an_order_that_cannot_run_is_refused() -> None:
     with pytest.raises(ProgramError, match="no rank can move"):
-        makespan_s([[Compute(Op.B, 0, 0), Compute(Op.F, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]], ((0, 1),), ONES)
+        makespan_s(
+            [[Compute(ComputeOp.B, 0, 0), Compute(ComputeOp.F, 0, 0)], [Compute(ComputeOp.F, 1, 0), Compute(ComputeOp.B, 1, 0)]],
+            ((0, 1),),
+            ONES,
+        )
     with pytest.raises(ProgramError, match="microbatch 0 of stage 0 is on ranks 0 and 1"):
-        makespan_s([[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 0)]], (), Times([1], [1], {}))
+        makespan_s([[Compute(ComputeOp.F, 0, 0)], [Compute(ComputeOp.F, 0, 0)]], (), StageTimes([1], [1], {}))

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.action import Manage, ManageOp, parse_action
+from shardwise.plan.ir.check import check, final_contents
+from shardwise.plan.ir.program import Compute, Program, Recv, Send, Value, effects_of
+from shardwise.schedules import NAMES, build
+from shardwise.schedules.lower import gather_weights, offload, recompute, reduce_gradients
+from shardwise.simulate.clock import simulate
+from shardwise.simulate.memory import in_flight, peak_memory
 from tests.support.schedule_sizes import fit
-from weft.errors import ProgramError
-from weft.plan.action import Manage, ManageOp, parse_action
-from weft.plan.check import check, contents
-from weft.plan.program import Compute, Program, Recv, Send, Value, effects
-from weft.schedules import NAMES, build
-from weft.schedules.lower import gather_weights, offload, recompute, reduce_gradients
-from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight, peak
 
 SHARDED = "rank 0: 0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD"
 OUT_OF_CORE = "rank 0: 0F0 0OFFLOAD0 1F0 1DROP0 1R0 1B0 0LOAD0 0B0"
@@ -43,7 +43,7 @@ def test_a_program_reads_as_it_prints_and_checks(text: str) -> None:
 def test_what_is_reduced_is_wanted_reduced_and_adds_up() -> None:
     program = Program.parse(SHARDED)
     assert program.wants == ({Value("grad", (0,)): {0: 1, 1: 1}},)
-    assert contents(program) == program.wants
+    assert final_contents(program) == program.wants
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_a_broken_twin_is_named(text: str, old: str, new: str, reason: str) -> N
 def test_only_stages_that_are_gathered_need_their_weights() -> None:
     program = Program.parse("rank 0: 0UNSHARD 0F0 1F0 1B0 0B0 0RESHARD")
     check(program)
-    assert program.gathered == {0}
-    assert effects(parse_action("1F0"), program).reads == (Value("x", (0, 1, 0)),)
+    assert program.gathered_stages == {0}
+    assert effects_of(parse_action("1F0"), program).reads == (Value("x", (0, 1, 0)),)
 
 
 def test_what_is_on_the_host_takes_no_memory_of_the_device() -> None:
     """Two stages of one rank, saved 10 each, inputs of a dropped stage 2: offloading and dropping keep at most one whole."""
     sizes = {"saved": 10.0, "inputs": 2.0}
-    kept = peak(Program.parse("rank 0: 0F0 1F0 1B0 0B0"), lambda value: sizes.get(value.name, 0.0))
-    less = peak(Program.parse(OUT_OF_CORE), lambda value: sizes.get(value.name, 0.0))
+    kept = peak_memory(Program.parse("rank 0: 0F0 1F0 1B0 0B0"), lambda value: sizes.get(value.name, 0.0))
+    less = peak_memory(Program.parse(OUT_OF_CORE), lambda value: sizes.get(value.name, 0.0))
     assert (kept[0].size_bytes, less[0].size_bytes) == (20.0, 10.0)
     assert in_flight(Program.parse(OUT_OF_CORE)) == (1,)
 
@@ -105,7 +105,7 @@ def test_a_load_waits_for_its_offload_and_lanes_run_beside_one_another() -> None
 def test_a_rank_that_copies_itself_computes_nothing_meanwhile(beside: bool, ends: tuple[float, ...]) -> None:
     """F0 until 1, the copy until 11, and back in 10 more; F1 between them, or beside them."""
     program = Program.parse("rank 0: 0F0 0OFFLOAD0 0F1 0LOAD0 0B0 0B1")
-    found = simulate(program, lambda a: 1.0, lambda *_: 0.0, manage_s=lambda a: 10.0, copies_beside=beside)
+    found = simulate(program, lambda a: 1.0, lambda *_: 0.0, manage_s=lambda a: 10.0, copies_overlap=beside)
     at = {span.name: span.end_s for span in found.spans}
     assert (at["0F1"], at["0B0"], at["0B1"]) == ends
 
@@ -124,7 +124,7 @@ def longest_path_s(program: Program, seconds: dict[str, float]) -> float:
     passed: dict[tuple[int, int], float] = {}  # (rank, step) -> when its rank goes on
 
     def made_before(rank: int, step: int, value: Value) -> float:
-        makers = [i for i in range(step) if value in (*(e := effects(program.actions[rank][i], program)).writes, *e.adds)]
+        makers = [i for i in range(step) if value in (*(e := effects_of(program.actions[rank][i], program)).writes, *e.adds)]
         return end(rank, makers[-1]) if makers else 0.0
 
     def end(rank: int, step: int) -> float:
@@ -132,7 +132,7 @@ def longest_path_s(program: Program, seconds: dict[str, float]) -> float:
             row = program.actions[rank]
             action, before = row[step], passed_at(rank, step - 1)
             lane = LANE_OF.get(str(getattr(action, "op", "")))
-            waits = [before, *[made_before(rank, step, value) for value in effects(action, program).reads]]
+            waits = [before, *[made_before(rank, step, value) for value in effects_of(action, program).reads]]
             if isinstance(action, Recv):
                 there = program.actions[action.source]
                 waits = [before, end(action.source, there.index(Send(action.value, rank)))]

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cluster.heterogeneous import mix_clusters, order_parts
+from shardwise.cost.network.network import RankGroup, collective_s, straddles_units
+from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer
+from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.model.graph import Graph
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.search import search
+from shardwise.solve.space import smaller_rank_counts
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cluster.mixed import mixed, ordered
-from weft.cost.network.network import Group, collective_s, straddles
-from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.graph import Graph
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.solve.mixed import MixedPricer
-from weft.solve.search import search
-from weft.solve.space import fewer_counts
 
 GPU = Device("gpu", "gpu", (("float32", 1e13), ("bfloat16", 1e14)), 1e10, 1e12, 1.0, 5e-6)
 ROUNDING = 1.009  # the search tells no times apart that differ by less than 0.4 %, twice where what it starts from does as well
@@ -27,7 +27,10 @@ LARGE = gpt(layers=2, hidden=1024, heads=16, sequence=256, vocabulary=4096, batc
 
 
 def gpus(node: int, nodes: int = 1, bandwidth: float = 1e10, inner: float = 2e11, memory: float = 1e10) -> Cluster:
-    levels = (Level("node", node, Link(3e-6, inner)), *([Level("cluster", nodes, Link(1e-5, bandwidth))] if nodes > 1 else []))
+    levels = (
+        ClusterLevel("node", node, NetworkLink(3e-6, inner)),
+        *([ClusterLevel("cluster", nodes, NetworkLink(1e-5, bandwidth))] if nodes > 1 else []),
+    )
     return Cluster("gpus", replace(GPU, memory_bytes=memory), levels, 10.0 * node * nodes, 500.0 * node * nodes)
 
 
@@ -66,9 +69,9 @@ def test_broken_twin_all_devices_are_not_always_the_fastest() -> None:
 
 
 def test_smaller_jobs_are_units_and_powers_of_two() -> None:
-    assert fewer_counts(gpus(8)) == []
+    assert smaller_rank_counts(gpus(8)) == []
     for node, nodes in ((8, 4), (6, 5), (72, 5), (8, 1536)):
-        counts = fewer_counts(gpus(node, nodes))
+        counts = smaller_rank_counts(gpus(node, nodes))
         assert counts[0] == node
         assert len(set(counts)) == len(counts)
         assert all(1 <= k < node * nodes for k in counts)
@@ -122,32 +125,32 @@ def test_figures_of_a_plan_agree_and_survive_its_file(cluster: Cluster) -> None:
 def test_groups_that_do_not_divide_a_node_lie_across_its_border() -> None:
     """Of ranks 0-2, 3-5, 6-8, ... on nodes of 8 the third group lies on two nodes, so the links between nodes carry its sum."""
     cluster, size = gpus(8, 3, bandwidth=1e9), 1e8
-    assert straddles(Group(3, 1, 24), 8)
-    assert not straddles(Group(3, 1, 6), 8)  # all on one node
-    assert not straddles(Group(4, 1, 24), 8)
-    assert not straddles(Group(3, 8, 24), 8)  # one rank a node
-    across = collective_s(cluster, "all_reduce", size, Group(3, 1, 24))
+    assert straddles_units(RankGroup(3, 1, 24), 8)
+    assert not straddles_units(RankGroup(3, 1, 6), 8)  # all on one node
+    assert not straddles_units(RankGroup(4, 1, 24), 8)
+    assert not straddles_units(RankGroup(3, 8, 24), 8)  # one rank a node
+    across = collective_s(cluster, "all_reduce", size, RankGroup(3, 1, 24))
     least = size / 1e9  # over the border at least one summand goes, and the sum comes back: what a port carries, each way
-    assert across >= least > 10 * collective_s(cluster, "all_reduce", size, Group(4, 1, 24))
+    assert across >= least > 10 * collective_s(cluster, "all_reduce", size, RankGroup(4, 1, 24))
 
 
 def test_replicas_that_go_both_ways_lie_on_two_kinds_of_devices() -> None:
     """Chimera has every stage on ranks r and p - 1 - r, so none lies on the fast part alone: it is not priced as if it did."""
     slow = replace(gpus(4), name="slow", device=replace(GPU, peak_flops=(("float32", 1e12), ("bfloat16", 1e13)), name="old"))
-    cluster = mixed("both", [replace(gpus(4), name="fast"), slow], Link(1e-5, 1e10))
-    pricer = MixedPricer(LARGE, cluster, 16)
+    cluster = mix_clusters("both", [replace(gpus(4), name="fast"), slow], NetworkLink(1e-5, 1e10))
+    pricer = HeterogeneousPricer(LARGE, cluster, 16)
     layout = Layout.parse("data=4 pipeline=2 microbatches=4")
-    assert pricer.aligned(layout)
-    assert not pricer.aligned(replace(layout, schedule="chimera"))
+    assert pricer.has_aligned_stages(layout)
+    assert not pricer.has_aligned_stages(replace(layout, schedule="chimera"))
 
 
 def test_parts_in_an_order_by_name() -> None:
-    cluster = mixed("both", [replace(gpus(4), name="a"), replace(gpus(2), name="b")], Link(1e-5, 1e10))
-    found = ordered(replace(cluster, origin="c.toml"), ["b", "a"])
-    assert ([part.name for part in found.parts], found.found_by) == (["b", "a"], "c.toml:b+a")
-    assert ordered(found, ["a", "b"]).parts == cluster.parts
+    cluster = mix_clusters("both", [replace(gpus(4), name="a"), replace(gpus(2), name="b")], NetworkLink(1e-5, 1e10))
+    found = order_parts(replace(cluster, origin="c.toml"), ["b", "a"])
+    assert ([part.name for part in found.parts], found.source_text) == (["b", "a"], "c.toml:b+a")
+    assert order_parts(found, ["a", "b"]).parts == cluster.parts
     with pytest.raises(UsageError, match="b is no order of the parts of both, which are a, b"):
-        ordered(cluster, ["b"])
+        order_parts(cluster, ["b"])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def test_what_fits_on_no_number_of_devices_says_how_large_they_must_be() -> None
     graph, cluster = gpt(layers=1, hidden=1024, heads=16, sequence=256, vocabulary=4096, batch=16), gpus(2, memory=4e6)
     with pytest.raises(Infeasible, match=r"What would do: devices of ([\d.]+ [KMG]iB) each") as caught:
         search(graph, cluster, 16, "m", "tensor=1 pipeline=1 offload=none")
-    from weft.units import parse_bytes
+    from shardwise.units import parse_bytes
 
     size = parse_bytes(str(caught.value).partition("devices of ")[2].partition(" each")[0])
     larger = replace(cluster, device=replace(cluster.device, memory_bytes=float(size)))

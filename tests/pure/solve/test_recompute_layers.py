@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import balanced_sites, price, simulate_time
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.residency import LayerChoice, Residency
+from shardwise.solve.activation_memory.choose import choose_activation_memory
+from shardwise.solve.activation_memory.residency import KEEP, RECOMPUTE
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import Layout
-from weft.plan.residency import LayerChoice, Residency
-from weft.solve.housing import resident
-from weft.solve.residency import DROP, KEEP
-from weft.solve.search import search
-from weft.solve.timing import balanced, clocked, price
 
 LAYERS = [f"h.{i}" for i in range(12)]
 
 
 def cluster(memory_bytes: float, devices: int = 4) -> Cluster:
     device = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), memory_bytes, 1e12, 1.0, 5e-6)
-    return Cluster("gpus", device, (Level("node", devices, Link(3e-6, 2e11)),))
+    return Cluster("gpus", device, (ClusterLevel("node", devices, NetworkLink(3e-6, 2e11)),))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def cluster(memory_bytes: float, devices: int = 4) -> Cluster:
 )
 def test_a_word_names_layers(word: str, stage: int, want: list[str]) -> None:
     found = LayerChoice.parse("recompute", word)
-    assert list(found.chosen(stage, LAYERS)) == want
+    assert list(found.selected_layers(stage, LAYERS)) == want
     assert str(found) == word
 
 
@@ -102,19 +102,19 @@ def test_the_fewest_layers_are_the_best_of_all_counts(tight: float, pipeline: in
     graph = gpt(6)
     layout = Layout(pipeline=pipeline, microbatches=microbatches, schedule=schedule if pipeline > 1 else "1f1b", recompute="full")
     wide = Pricer(graph, cluster(1e11), 8)
-    sites = balanced(wide, layout) if pipeline > 1 else ()
+    sites = balanced_sites(wide, layout) if pipeline > 1 else ()
     most, least = (price(wide, replace(layout, recompute=word), sites).prediction.memory.total for word in ("none", "full"))
     pricer = Pricer(graph, cluster(least + tight * (most - least)), 8)
-    each = [len(pricer.loads(layout, sites, s)) for s in range(pipeline)]
+    each = [len(pricer.layer_costs(layout, sites, s)) for s in range(pipeline)]
     every = [replace(layout, recompute=f"full:{'/'.join(map(str, c))}") for c in product(*(range(n + 1) for n in each)) if any(c)]
-    fitting = [clocked(pricer, price(pricer, one, sites)) for one in every if _fits(pricer, one, sites)]
-    found = resident(pricer, replace(layout, recompute="none"), sites, (KEEP, DROP))
+    fitting = [simulate_time(pricer, price(pricer, one, sites)) for one in every if _fits(pricer, one, sites)]
+    found = choose_activation_memory(pricer, replace(layout, recompute="none"), sites, (KEEP, RECOMPUTE))
     if found is None:
         assert min(sum(_counts(p.layout, pipeline)) for p in fitting) == sum(each)
         return
     best = min(p.prediction.step_time_s for p in fitting)
     assert _fits(pricer, found, sites)
-    assert clocked(pricer, price(pricer, found, sites)).prediction.step_time_s == pytest.approx(best)
+    assert simulate_time(pricer, price(pricer, found, sites)).prediction.step_time_s == pytest.approx(best)
     assert sum(_counts(found, pipeline)) == min(sum(_counts(p.layout, pipeline)) for p in fitting)
 
 
@@ -124,10 +124,10 @@ def test_a_split_backward_repeats_only_what_makes_it_fit(tight: float, microbatc
     """What is repeated for the input part stays for the weights part, so that it saves little, or nothing at all: then none is chosen."""
     layout = Layout(pipeline=2, microbatches=microbatches, schedule="zb-h1", recompute="full")
     wide = Pricer(gpt(6), cluster(1e11), 8)
-    sites = balanced(wide, layout)
+    sites = balanced_sites(wide, layout)
     most, least = (price(wide, replace(layout, recompute=word), sites).prediction.memory.total for word in ("none", "full"))
     pricer = Pricer(gpt(6), cluster(least + tight * (most - least)), 8)
-    found = resident(pricer, replace(layout, recompute="none"), sites, (KEEP, DROP))
+    found = choose_activation_memory(pricer, replace(layout, recompute="none"), sites, (KEEP, RECOMPUTE))
     if least >= most:
         assert found is None
     elif found is not None:

@@ -11,38 +11,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.devices import copies as copies_module
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.devices.copies import HostCopies
+from shardwise.cost.stages.base import LayerCost
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import PricedLayout, balanced_sites, price, simulate_time
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.plan.residency import Residency
+from shardwise.solve.activation_memory import residency
+from shardwise.solve.activation_memory.choose import choose_activation_memory, with_layer_choices
+from shardwise.solve.activation_memory.residency import (
+    ALL_CHOICES,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    MemoryBudget,
+    StageLayers,
+    choose_layers,
+    encode_choices,
+)
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.devices import copies as copies_module
-from weft.cost.devices.compute import Seconds
-from weft.cost.devices.copies import Copies
-from weft.cost.stages.base import Load
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.plan.residency import Residency
-from weft.solve import residency
-from weft.solve.housing import resident, worded
-from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, Stage, choose, rows
-from weft.solve.search import search
-from weft.solve.timing import Priced, balanced, clocked, price
 
-EQUAL = tuple(Load(f"h.{i}", 1.0, 4.0, 0.0) for i in range(6))
+EQUAL = tuple(LayerCost(f"h.{i}", 1.0, 4.0, 0.0) for i in range(6))
 
 
-def room(limit: float, bytes_per_s: float, beside: bool = True, layers: tuple[Load, ...] = EQUAL) -> Room:
+def room(limit: float, bytes_per_s: float, beside: bool = True, layers: tuple[LayerCost, ...] = EQUAL) -> MemoryBudget:
     forward = sum(layer.forward_s for layer in layers)
-    return Room(limit, Seconds(forward, 2 * forward), Copies(1 / bytes_per_s, beside), loads=1 + beside)
+    return MemoryBudget(limit, Seconds(forward, 2 * forward), HostCopies(1 / bytes_per_s, beside), num_loaded_layers=1 + beside)
 
 
-def seconds_of(layers: Sequence[Load], choices: Sequence[str], where: Room) -> float:
-    return float(Stage(layers).seconds(rows([choices]), where)[0])
+def seconds_of(layers: Sequence[LayerCost], choices: Sequence[str], where: MemoryBudget) -> float:
+    return float(StageLayers(layers).seconds(encode_choices([choices]), where)[0])
 
 
-def bytes_of(layers: Sequence[Load], choices: Sequence[str], where: Room) -> float:
-    return float(Stage(layers).bytes(rows([choices]), where)[0])
+def bytes_of(layers: Sequence[LayerCost], choices: Sequence[str], where: MemoryBudget) -> float:
+    return float(StageLayers(layers).peak_bytes(encode_choices([choices]), where)[0])
 
 
 @pytest.fixture
@@ -52,72 +61,72 @@ def free_of_charge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_fits_is_kept() -> None:
-    assert choose(EQUAL, room(24.0, 1.0)) == (KEEP,) * 6
+    assert choose_layers(EQUAL, room(24.0, 1.0)) == (KEEP,) * 6
     assert seconds_of(EQUAL, (KEEP,) * 6, room(24.0, 1.0)) == 18.0
 
 
 @pytest.mark.usefixtures("free_of_charge")
 def test_copies_that_hide_cost_nothing_and_the_rest_is_repeated() -> None:
     """Three layers must go. At 4 bytes a second six copies hide behind a forward of 6 s; at 1.4 two do; at 0.04 none."""
-    fast = choose(EQUAL, room(12.0, 4.0))
-    assert fast == (SWAP,) * 3 + (KEEP,) * 3
+    fast = choose_layers(EQUAL, room(12.0, 4.0))
+    assert fast == (OFFLOAD,) * 3 + (KEEP,) * 3
     assert seconds_of(EQUAL, fast, room(12.0, 4.0)) == 18.0
-    some = choose(EQUAL, room(12.0, 1.4))
-    assert some == (SWAP, SWAP, DROP, KEEP, KEEP, KEEP)
+    some = choose_layers(EQUAL, room(12.0, 1.4))
+    assert some == (OFFLOAD, OFFLOAD, RECOMPUTE, KEEP, KEEP, KEEP)
     assert seconds_of(EQUAL, some, room(12.0, 1.4)) == 19.0
-    slow = choose(EQUAL, room(12.0, 0.04))
-    assert slow == (DROP,) * 3 + (KEEP,) * 3
+    slow = choose_layers(EQUAL, room(12.0, 0.04))
+    assert slow == (RECOMPUTE,) * 3 + (KEEP,) * 3
     assert seconds_of(EQUAL, slow, room(12.0, 0.04)) == 21.0
 
 
 def test_in_the_computes_time_a_copy_is_weighed_against_a_forward() -> None:
     """There and back a copy takes 2 x 4 bytes: less than a forward above 8 bytes a second, more below."""
-    assert choose(EQUAL, room(12.0, 9.0, beside=False)) == (SWAP,) * 3 + (KEEP,) * 3
-    assert choose(EQUAL, room(12.0, 7.0, beside=False)) == (DROP,) * 3 + (KEEP,) * 3
+    assert choose_layers(EQUAL, room(12.0, 9.0, beside=False)) == (OFFLOAD,) * 3 + (KEEP,) * 3
+    assert choose_layers(EQUAL, room(12.0, 7.0, beside=False)) == (RECOMPUTE,) * 3 + (KEEP,) * 3
 
 
 def test_layers_that_are_dear_to_repeat_are_moved() -> None:
     """Of layers that differ, those that take long for their bytes move and the cheap ones are repeated, wherever they stand."""
     layers = (
-        Load("a", 0.1, 8.0, 0.0),
-        Load("b", 9.0, 8.0, 0.0),
-        Load("c", 0.1, 8.0, 0.0),
-        Load("d", 9.0, 8.0, 0.0),
-        Load("e", 1.0, 8.0, 0.0),
+        LayerCost("a", 0.1, 8.0, 0.0),
+        LayerCost("b", 9.0, 8.0, 0.0),
+        LayerCost("c", 0.1, 8.0, 0.0),
+        LayerCost("d", 9.0, 8.0, 0.0),
+        LayerCost("e", 1.0, 8.0, 0.0),
     )
-    assert choose(layers, room(8.0, 10.0, beside=False, layers=layers)) == (DROP, SWAP, DROP, SWAP, KEEP)
+    assert choose_layers(layers, room(8.0, 10.0, beside=False, layers=layers)) == (RECOMPUTE, OFFLOAD, RECOMPUTE, OFFLOAD, KEEP)
 
 
 def test_what_never_fits_is_said() -> None:
     with pytest.raises(Infeasible, match="the largest keeps 4"):
-        choose(EQUAL, room(3.0, 1.0))
+        choose_layers(EQUAL, room(3.0, 1.0))
 
 
 sizes = st.floats(0.5, 8.0)
 different = st.lists(st.tuples(sizes, sizes), min_size=1, max_size=7).map(
-    lambda rows: tuple(Load(str(i), f, s, 0.3) for i, (f, s) in enumerate(rows))
+    lambda rows: tuple(LayerCost(str(i), f, s, 0.3) for i, (f, s) in enumerate(rows))
 )
-alike = st.tuples(st.integers(6, 8), sizes, sizes).map(lambda row: tuple(Load(str(i), row[1], row[2], 0.3) for i in range(row[0])))
+alike = st.tuples(st.integers(6, 8), sizes, sizes).map(lambda row: tuple(LayerCost(str(i), row[1], row[2], 0.3) for i in range(row[0])))
 
 
-def _tried(layers: tuple[Load, ...], where: Room) -> float | None:
+def _tried(layers: tuple[LayerCost, ...], where: MemoryBudget) -> float | None:
     """The least seconds of all choices that fit."""
-    fitting = [one for one in product(CHOICES, repeat=len(layers)) if bytes_of(layers, one, where) <= where.limit_bytes]
+    fitting = [one for one in product(ALL_CHOICES, repeat=len(layers)) if bytes_of(layers, one, where) <= where.limit_bytes]
     return min((seconds_of(layers, one, where) for one in fitting), default=None)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(different, alike), st.floats(0.2, 1.1), st.floats(0.1, 20.0), st.booleans(), st.floats(1.0, 3.0))
 def test_the_choice_is_as_fast_as_trying_everything(
-    layers: tuple[Load, ...], share: float, speed: float, beside: bool, flying: float
+    layers: tuple[LayerCost, ...], share: float, speed: float, beside: bool, flying: float
 ) -> None:
-    where = replace(room(share * flying * sum(one.saved_bytes for one in layers), speed, beside, layers), flying=flying)
+    where = replace(room(share * flying * sum(one.saved_bytes for one in layers), speed, beside, layers), num_in_flight=flying)
     least = _tried(layers, where)
     if least is None:
         with pytest.raises(Infeasible):
-            choose(layers, where)
+            choose_layers(layers, where)
         return
-    found = choose(layers, where)
+    found = choose_layers(layers, where)
     assert bytes_of(layers, found, where) <= where.limit_bytes * (1 + 1e-9)
     same = len({one.forward_s for one in layers}) == 1
     assert seconds_of(layers, found, where) <= (1 + 1e-6 if same or len(layers) <= 5 else 1.02) * least
@@ -126,23 +135,23 @@ def test_the_choice_is_as_fast_as_trying_everything(
 def test_a_chooser_without_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Did nothing take room, a smaller device would cost nothing."""
     where = room(12.0, 0.5)
-    assert seconds_of(EQUAL, choose(EQUAL, where), where) > 18.0
-    monkeypatch.setattr(residency.Stage, "bytes", lambda _, tried, where: np.zeros(len(tried)))
-    assert seconds_of(EQUAL, choose(EQUAL, where), where) == 18.0
+    assert seconds_of(EQUAL, choose_layers(EQUAL, where), where) > 18.0
+    monkeypatch.setattr(residency.StageLayers, "peak_bytes", lambda _, tried, where: np.zeros(len(tried)))
+    assert seconds_of(EQUAL, choose_layers(EQUAL, where), where) == 18.0
 
 
 def cluster(memory_bytes: float, flops: float = 1e12, devices: int = 2) -> Cluster:
     device = Device("gpu", "gpu", (("float32", flops), ("bfloat16", 4 * flops)), memory_bytes, 1e12, 1.0, 5e-6)
-    return Cluster("gpus", device, (Level("node", devices, Link(3e-6, 2e11)),))
+    return Cluster("gpus", device, (ClusterLevel("node", devices, NetworkLink(3e-6, 2e11)),))
 
 
-def _fits(pricer: Pricer, layout: Layout, sites: tuple[str, ...]) -> Priced | None:
+def _fits(pricer: Pricer, layout: Layout, sites: tuple[str, ...]) -> PricedLayout | None:
     priced = price(pricer, layout, sites)
     try:
         pricer.check_memory(layout, priced.prediction)
     except Infeasible:
         return None
-    return clocked(pricer, priced)
+    return simulate_time(pricer, priced)
 
 
 @settings(max_examples=12, deadline=None)
@@ -154,11 +163,11 @@ def test_the_planners_choice_is_the_best_of_all_prices(tight: float, flops: floa
         price(Pricer(graph, cluster(1e11, flops), 12), replace(layout, recompute=w)).prediction.memory.total for w in ("none", "full")
     )
     pricer = Pricer(graph, cluster(least + tight * (most - least), flops), 12)
-    names = [one.name for one in pricer.loads(layout, (), 0)]
-    every = [worded(layout, [(names, choices)]) for choices in product(CHOICES, repeat=4)]
+    names = [one.name for one in pricer.layer_costs(layout, (), 0)]
+    every = [with_layer_choices(layout, [(names, choices)]) for choices in product(ALL_CHOICES, repeat=4)]
     fitting = [found for one in every if (found := _fits(pricer, one, ())) is not None]
     best = min(one.prediction.step_time_s for one in fitting)
-    found = resident(pricer, layout, ())
+    found = choose_activation_memory(pricer, layout, ())
     if found is None:
         found = replace(layout, recompute="full")
     mine = _fits(pricer, found, ())
@@ -172,18 +181,20 @@ def test_of_a_pipeline_every_stage_has_its_best(schedule: str, tight: float) -> 
     """Two stages, timed by the clock of the program: against all counts of both."""
     graph, layout = gpt(6), Layout(pipeline=2, microbatches=4, schedule=schedule)
     wide = Pricer(graph, cluster(1e11, 4e11), 8)
-    sites = balanced(wide, layout)
+    sites = balanced_sites(wide, layout)
     most, least = (price(wide, replace(layout, recompute=word), sites).prediction.memory.total for word in ("none", "full"))
     pricer = Pricer(graph, cluster(least + tight * (most - least), 4e11), 8)
-    each = [[one.name for one in pricer.loads(layout, sites, s)] for s in range(2)]
+    each = [[one.name for one in pricer.layer_costs(layout, sites, s)] for s in range(2)]
     counts = [[(k, d) for k in range(len(names) + 1) for d in range(len(names) + 1 - k)] for names in each]
     every = [
-        worded(layout, [(n, (SWAP,) * k + (DROP,) * d + (KEEP,) * (len(n) - k - d)) for n, (k, d) in zip(each, pair, strict=True)])
+        with_layer_choices(
+            layout, [(n, (OFFLOAD,) * k + (RECOMPUTE,) * d + (KEEP,) * (len(n) - k - d)) for n, (k, d) in zip(each, pair, strict=True)]
+        )
         for pair in product(*counts)
     ]
     fitting = [found for one in every if (found := _fits(pricer, one, sites)) is not None]
     best = min(one.prediction.step_time_s for one in fitting)
-    found = resident(pricer, layout, sites) or replace(layout, recompute="full")
+    found = choose_activation_memory(pricer, layout, sites) or replace(layout, recompute="full")
     mine = _fits(pricer, found, sites)
     assert mine is not None
     assert mine.prediction.step_time_s <= best * (1 + 1e-3)
@@ -206,8 +217,8 @@ def test_the_planner_mixes_where_that_is_the_fastest() -> None:
     flops = 1.5e12
     plan, have = _planned(0.15, flops)
     which = plan.layout.residency
-    assert which.recompute.picks
-    assert which.offload.picks
+    assert which.recompute.is_partial
+    assert which.offload.is_partial
     assert plan.prediction is not None
     assert plan.prediction.memory.total <= have
     for more in ("offload=none", "offload=none recompute=full", "offload=activations"):
@@ -230,8 +241,8 @@ def test_the_planner_mixes_where_that_is_the_fastest() -> None:
 def test_constraints_bind_the_mixture() -> None:
     for more, moves, repeats in (("offload=none", False, True), ("recompute=none offload!=optimizer", True, False)):
         plan, _ = _planned(0.5, 1.5e12, more)
-        assert plan.layout.moves_layers is moves
-        assert plan.layout.repeats_layers is repeats
+        assert plan.layout.offloads_layers is moves
+        assert plan.layout.recomputes_layers is repeats
 
 
 @pytest.mark.parametrize(
@@ -294,5 +305,5 @@ def test_layers_that_are_not_there_or_would_be_both_are_refused(recompute: str, 
 def test_words_together(recompute: str, offload: str, moved: list[str], again: list[str]) -> None:
     both = Residency.parse(recompute, offload)
     both.check([STAGES[0]])
-    assert list(both.moved(0, STAGES[0])) == moved
-    assert list(both.repeated(0, STAGES[0])) == again
+    assert list(both.offloaded_layers(0, STAGES[0])) == moved
+    assert list(both.recomputed_layers(0, STAGES[0])) == again

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Prices, Sharding
+from shardwise.plan.layout import Layout
+from shardwise.report.placements import placement_rows
+from shardwise.solve.moves.mixed_traffic import has_mixed_traffic
+from shardwise.solve.search import search
+from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt
 from tests.support.placements_oracle import solve_placements
 from tests.support.small_graphs import alexnet
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.errors import Infeasible, LayoutError
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Prices, Sharding
-from weft.plan.layout import Layout
-from weft.report.placements import placements
-from weft.solve.mixed_traffic import has_mixed_traffic
-from weft.solve.search import search
-from weft.solve.space import Space
 
 BATCH = 1024
 GPU = Device("gpu", "gpu", (("float32", 2e13), ("bfloat16", 3e14)), 80e9, 2e12, 1.0, 1e-7)
@@ -25,7 +25,7 @@ PRICES = Prices(flops_per_s=4e12, memory_bytes_per_s=1e12, link_bytes_per_s=2.5e
 
 
 def node(bandwidth: float, size: int = 8) -> Cluster:
-    return Cluster("node", GPU, (Level("node", size, Link(1e-5, bandwidth)),))
+    return Cluster("node", GPU, (ClusterLevel("node", size, NetworkLink(1e-5, bandwidth)),))
 
 
 def check_krizhevsky(found: Sharding, axes: tuple[str, ...]) -> None:
@@ -36,7 +36,7 @@ def check_krizhevsky(found: Sharding, axes: tuple[str, ...]) -> None:
     assert {"fc0.weight", "fc1.weight"} <= set(cut)
     for op in graph.operators:
         if op.target.startswith("aten.conv2d"):
-            assert [found.ops[op.name][axis] for axis in axes] == ["n"] * len(axes), op.site
+            assert [found.labels[op.name][axis] for axis in axes] == ["n"] * len(axes), op.site
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 16}, {"data": 2, "tensor": 8}, {"data": 4, "tensor": 2}])
@@ -60,7 +60,7 @@ def test_propagation_cuts_what_the_integer_programme_does(ranks: int) -> None:
 
 def test_samples_are_left_to_data_unless_asked_for() -> None:
     found = propagate(alexnet(BATCH), {"tensor": 8}, prices=PRICES)
-    assert "n" not in {found.ops[op.name]["tensor"] for op in alexnet(BATCH).operators if op.target.startswith("aten.conv2d")}
+    assert "n" not in {found.labels[op.name]["tensor"] for op in alexnet(BATCH).operators if op.target.startswith("aten.conv2d")}
 
 
 @pytest.mark.parametrize("bandwidth", [1.2e10, 2.4e10])
@@ -80,7 +80,7 @@ def test_the_search_finds_it_where_links_are_slow(bandwidth: float) -> None:
 
 def test_it_may_span_nodes() -> None:
     """Ranks that talk in two layers only may be farther apart than those that talk in every one."""
-    cluster = Cluster("nodes", GPU, (Level("node", 8, Link(1e-6, 2e11)), Level("network", 4, Link(2e-6, 5e10))))
+    cluster = Cluster("nodes", GPU, (ClusterLevel("node", 8, NetworkLink(1e-6, 2e11)), ClusterLevel("network", 4, NetworkLink(2e-6, 5e10))))
     plan = search(alexnet(BATCH), cluster, BATCH, "alexnet")
     assert plan.layout.sample_parallel == "on"
     assert plan.layout.tensor > 8
@@ -88,7 +88,7 @@ def test_it_may_span_nodes() -> None:
 
 def test_explain_says_where_each_layer_is() -> None:
     graph = alexnet(BATCH)
-    found = {p.site: p for p in placements(graph, propagate(graph, {"tensor": 8}, prices=PRICES, samples=True))}
+    found = {p.site: p for p in placement_rows(graph, propagate(graph, {"tensor": 8}, prices=PRICES, samples=True))}
     (conv,) = {(p.weights, p.output, p.backward) for site, p in found.items() if "conv2d" in site}
     assert conv == ("whole", "dim 0 by tensor", "")
     assert any("by tensor" in p.weights for site, p in found.items() if "linear" in site)
@@ -99,7 +99,7 @@ def test_it_is_searched_where_products_are_unlike() -> None:
     assert has_mixed_traffic(alexnet(BATCH), BATCH)
     assert not has_mixed_traffic(gpt(4, hidden=512, sequence=512, vocabulary=4096, batch=64), 64)
     for unlike in (False, True):
-        bases = list(Space(node(1e10), 64, mixed_traffic=unlike).bases())
+        bases = list(SearchSpace(node(1e10), 64, has_mixed_traffic=unlike).bases())
         assert any(f.sample_parallel == "on" for f in bases) is unlike
         assert all(64 // f.data % (f.microbatches * f.tensor) == 0 for f in bases if f.sample_parallel == "on")
 

@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cli.changes import refit_layout
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.stage_starts import select_cuts
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.residency import split_segments
+from shardwise.solve.search import price, search, simulate_time
+from shardwise.solve.space import SearchSpace, parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cli.changes import moved_along
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import Layout
-from weft.plan.residency import joined
-from weft.solve.search import clocked, price, search
-from weft.solve.space import Space, parse_constraints
-from weft.solve.stage_starts import useful
 
 
 def cluster(memory_bytes: float, devices: int = 1) -> Cluster:
     device = Device("gpu", "gpu", (("float32", 1e12),), memory_bytes, 1e12, 1.0, 5e-6)
-    return Cluster("gpus", device, (Level("node", devices, Link(3e-6, 2e10)),))
+    return Cluster("gpus", device, (ClusterLevel("node", devices, NetworkLink(3e-6, 2e10)),))
 
 
 @given(st.lists(st.booleans()), st.integers(1, 5))
 def test_only_what_is_repeated_goes_together_and_no_more_than_the_length(row: list[bool], length: int) -> None:
-    parts = joined(row, length)
+    parts = split_segments(row, length)
     assert [at for first, behind in parts for at in range(first, behind)] == list(range(len(row)))
     for (first, behind), after in zip(parts, [*parts[1:], None][: len(parts)], strict=True):
         assert behind - first == 1 or (all(row[first:behind]) and behind - first <= length)
@@ -56,7 +56,7 @@ def test_a_layout_says_its_segments_and_loses_them_with_what_they_need() -> None
     layout = Layout.parse("data=2 recompute=full:3 segment=2 offload=optimizer zero=2")
     assert Layout.parse(str(layout)) == layout
     assert str(Layout.parse("recompute=full segment=1")) == "data=1 tensor=1 pipeline=1 recompute=full"
-    other, moved = moved_along(layout, {"recompute": "none"}, 2, 8, 8)
+    other, moved = refit_layout(layout, {"recompute": "none"}, 2, 8, 8)
     assert (other.segment, moved) == (1, "segment 2 to 1")
 
 
@@ -99,7 +99,7 @@ def _fitting(pricer: Pricer, every: Iterable[Layout]) -> list[tuple[float, str, 
             pricer.check_memory(layout, priced.prediction)
         except Infeasible:
             continue
-        found.append((clocked(pricer, priced).prediction.step_time_s, str(layout), layout))
+        found.append((simulate_time(pricer, priced).prediction.step_time_s, str(layout), layout))
     return found
 
 
@@ -115,7 +115,7 @@ def test_the_planner_finds_segments_where_only_they_fit(devices: int, part: floa
     here = cluster(leanest + part * (need[1] - leanest), devices)
     plan = search(graph, here, 8, "gpt", limits)
     pricer = Pricer(graph, here, 8)
-    space = Space(here, 8, parse_constraints(limits), len(pricer.cuts) + 1, len(useful(pricer.cuts, 1)) + 1, num_blocks=64)
+    space = SearchSpace(here, 8, parse_constraints(limits), len(pricer.cuts) + 1, len(select_cuts(pricer.cuts, 1)) + 1, num_blocks=64)
     fitting = _fitting(pricer, (layout for base in space.bases() for layout in space.variants(base)))
     assert plan.prediction is not None
     # Of fewer layers in whole segments as well, every number.

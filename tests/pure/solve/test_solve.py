@@ -11,38 +11,45 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.balance import balance_stages
+from shardwise.cost.step_time.stage_starts import select_cuts
+from shardwise.cost.step_time.timing import (
+    PricedLayout,
+    computes_by_rank,
+    has_fill_drain_bubble,
+    pipeline_lower_bound_s,
+    simulate_timeline,
+    stage_trips_lower_bound_s,
+)
+from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.model.graph import Graph
+from shardwise.model.stages.stages import stage_links
+from shardwise.plan.ir.schedule_sizes import SCHEDULES
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.schedules import schedule_of
+from shardwise.simulate.memory import peak_saved_bytes
+from shardwise.solve import branch_and_bound
+from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
+from shardwise.solve.checks import num_blocks, num_experts
+from shardwise.solve.infeasible import infeasible_error
+from shardwise.solve.moves.mixed_traffic import has_mixed_traffic
+from shardwise.solve.score import least_synchronized
+from shardwise.solve.search import check_layout, price, search, simulate_time
+from shardwise.solve.space import SearchSpace, divisors_of, iterate_layouts, parse_constraints
+from shardwise.solve.uncaptured import plan_without_graph
+from shardwise.units import parse_bytes
 from tests.support.closed_forms import BOTH_WAYS
 from tests.support.gpt_graph import gpt
 from tests.support.small_graphs import alexnet, experts
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.devices.compute import Seconds
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.graph import Graph
-from weft.model.stages.stages import links
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.schedule_sizes import SCHEDULES
-from weft.schedules import schedule_of
-from weft.simulate.memory import kept_bytes
-from weft.solve import branch_and_bound
-from weft.solve.balance import balance
-from weft.solve.bounds import least_s, least_saving_s
-from weft.solve.checks import num_blocks, num_experts
-from weft.solve.mixed_traffic import has_mixed_traffic
-from weft.solve.remedies import nothing_fits
-from weft.solve.score import calmest
-from weft.solve.search import check_layout, clocked, price, search
-from weft.solve.space import Space, divisors, layouts, parse_constraints
-from weft.solve.stage_starts import useful
-from weft.solve.timing import Priced, least_pipeline_s, rows, timeline, trips_s, waits_to_fill
-from weft.solve.uncaptured import without_graph
-from weft.units import parse_bytes
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
-NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))
+NODE = Cluster("node", CORE, (ClusterLevel("node", 4, NetworkLink(1e-4, 1e9)),))
 GPU = Device("gpu", "gpu", (("float32", 1e13), ("bfloat16", 1e14)), 1e10, 1e12, 1.0, 5e-6)
-GPUS = Cluster("gpus", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 2, Link(1e-5, 1e10))))
+GPUS = Cluster("gpus", GPU, (ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)), ClusterLevel("cluster", 2, NetworkLink(1e-5, 1e10))))
 
 
 @given(
@@ -61,29 +68,29 @@ def test_stages_are_the_best_of_every_split(case: tuple[list[float], list[float]
         border = [0.0, *crossings, 0.0]
         return max(sum(units[a:b]) + border[a] + border[b] for a, b in pairwise(ends))
 
-    starts, found = balance(units, crossings, p)
+    starts, found = balance_stages(units, crossings, p)
     assert slowest(starts) == pytest.approx(found)
     assert found == pytest.approx(min(slowest(s) for s in combinations(range(1, n), p - 1)))
 
 
 def test_broken_twin_equal_counts_are_not_balance() -> None:
     units = [1.0, 1.0, 1.0, 9.0]
-    assert balance(units, [0, 0, 0], 2)[1] == 9.0 < sum(units[2:])
+    assert balance_stages(units, [0, 0, 0], 2)[1] == 9.0 < sum(units[2:])
 
 
 def test_more_stages_than_units() -> None:
     with pytest.raises(Infeasible, match="5 pipeline stages but only 3 places"):
-        balance([1, 1, 1], [0, 0], 5)
+        balance_stages([1, 1, 1], [0, 0], 5)
 
 
 def test_divisors() -> None:
-    assert all(divisors(n) == [d for d in range(1, n + 1) if n % d == 0] for n in range(1, 200))
+    assert all(divisors_of(n) == [d for d in range(1, n + 1) if n % d == 0] for n in range(1, 200))
 
 
 @given(st.integers(1, 24))
 @settings(max_examples=20, deadline=None)
 def test_the_space_has_every_legal_layout_once(batch: int) -> None:
-    found = list(layouts(NODE, batch))
+    found = list(iterate_layouts(NODE, batch))
     assert len(set(found)) == len(found)
     sizes = {(x.data, x.tensor, x.pipeline, x.microbatches) for x in found}
     legal = {
@@ -99,7 +106,7 @@ def test_the_space_has_every_legal_layout_once(batch: int) -> None:
 
 def test_microbatches_of_a_batch_of_any_size_are_its_few_smallest_divisors() -> None:
     """All divisors of a batch of 10^20 would take hours to list; those of 10^14 were listed anew for every mesh, for minutes."""
-    found = {x.microbatches for x in layouts(NODE, 10**20, parse_constraints("ranks=1 precision=float32"))}
+    found = {x.microbatches for x in iterate_layouts(NODE, 10**20, parse_constraints("ranks=1 precision=float32"))}
     assert found == {2**a * 5**b for a in range(21) for b in range(21) if 2**a * 5**b <= 512}
 
 
@@ -108,8 +115,8 @@ def test_microbatches_of_a_batch_of_any_size_are_its_few_smallest_divisors() -> 
 )
 def test_constraints_are_a_filter(text: str) -> None:
     limits = parse_constraints(text)
-    everything = list(layouts(NODE, 8))
-    kept = set(layouts(NODE, 8, limits))
+    everything = list(iterate_layouts(NODE, 8))
+    kept = set(iterate_layouts(NODE, 8, limits))
     wanted = {x for x in everything if all(c.admits(getattr(x, c.key)) for c in limits)}
     if "schedule" not in text:  # without a pipeline the schedule means nothing, and both names stay legal
         assert kept >= wanted
@@ -145,7 +152,7 @@ def test_constraints_that_the_cluster_cannot_meet() -> None:
         search(gpt(2), NODE, 8, "gpt", "data=4 tensor=4")
 
 
-def every_plan(pricer: Pricer, space: Space) -> list[Priced]:
+def every_plan(pricer: Pricer, space: SearchSpace) -> list[PricedLayout]:
     """Every layout of the space that fits, each timed by the clock: what the search must not miss. Shares no bound with it."""
     found = []
     for base in space.bases():
@@ -155,7 +162,7 @@ def every_plan(pricer: Pricer, space: Space) -> list[Priced]:
                 pricer.check_memory(layout, priced.prediction)
             except Infeasible:
                 continue
-            found.append(clocked(pricer, priced))
+            found.append(simulate_time(pricer, priced))
     return found
 
 
@@ -166,9 +173,9 @@ def small_problems(draw: st.DrawFn) -> tuple[Cluster, Graph, int, str]:
     memory = draw(st.sampled_from([1e10, 6e6, 3e6, 1.5e6]))
     flops = 10 ** draw(st.floats(9, 13))
     device = Device("gpu", "gpu", (("float32", flops / 8), ("bfloat16", flops)), memory, 10 ** draw(st.floats(9, 12)), 1.0, 5e-6)
-    levels = [Level("node", inner, Link(3e-6, 10 ** draw(st.floats(7, 11))))]
+    levels = [ClusterLevel("node", inner, NetworkLink(3e-6, 10 ** draw(st.floats(7, 11))))]
     if outer > 1:
-        levels.append(Level("cluster", outer, Link(1e-5, 10 ** draw(st.floats(6, 10)))))
+        levels.append(ClusterLevel("cluster", outer, NetworkLink(1e-5, 10 ** draw(st.floats(6, 10)))))
     batch = draw(st.sampled_from([2, 4, 6]))
     kind = draw(st.sampled_from(["gpt", "gpt", "alexnet", "experts"]))
     graph = (
@@ -188,9 +195,9 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     cluster, graph, batch, constraints = problem
     pricer = Pricer(graph, cluster, batch)
     limits = parse_constraints(constraints)
-    layers, unlike = len(useful(pricer.cuts, 1)) + 1, has_mixed_traffic(graph, batch)
+    layers, unlike = len(select_cuts(pricer.cuts, 1)) + 1, has_mixed_traffic(graph, batch)
     more = {"experts": num_experts(graph), "unlike": unlike, "num_blocks": num_blocks(graph)}
-    every = every_plan(pricer, Space(cluster, batch, limits, len(pricer.cuts) + 1, layers, **more))
+    every = every_plan(pricer, SearchSpace(cluster, batch, limits, len(pricer.cuts) + 1, layers, **more))
     if not every:
         with pytest.raises(Infeasible, match="What would do"):
             search(graph, cluster, batch, "gpt", constraints)
@@ -203,7 +210,7 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
         assert plan.bound_gap >= -1e-9
         assert best * (1 + plan.bound_gap) >= 0.995 * plan.prediction.step_time_s
     for one in every:
-        least = least_saving_s(pricer, replace(one.layout, schedule="1f1b", chunks=1), not waits_to_fill(one.layout))
+        least = layout_lower_bound_s(pricer, replace(one.layout, schedule="1f1b", chunks=1), not has_fill_drain_bubble(one.layout))
         assert least <= one.prediction.step_time_s * (1 + 1e-9), f"{one.layout} beats its bound"
 
 
@@ -231,10 +238,10 @@ def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, schedule: str
         for c in priced.costs
     )
     priced = replace(priced, costs=uneven)
-    part, whole = (clocked(pricer, priced, in_full=whole).prediction.step_time_s for whole in (False, True))
+    part, whole = (simulate_time(pricer, priced, is_full=whole).prediction.step_time_s for whole in (False, True))
     assert 0.985 * whole <= part <= whole * (1 + 1e-9)
     even = replace(priced, costs=(priced.costs[0],) * len(priced.costs))
-    part, whole = (clocked(pricer, even, in_full=whole).prediction.step_time_s for whole in (False, True))
+    part, whole = (simulate_time(pricer, even, is_full=whole).prediction.step_time_s for whole in (False, True))
     assert part == pytest.approx(whole, rel=1e-9)
 
 
@@ -245,7 +252,7 @@ def test_the_plan_compares_every_axis() -> None:
 
 
 def test_a_small_model_stays_on_few_ranks_and_a_slow_network_is_avoided() -> None:
-    slow = replace(NODE, levels=(Level("node", 4, Link(5e-2, 1e5)),))
+    slow = replace(NODE, levels=(ClusterLevel("node", 4, NetworkLink(5e-2, 1e5)),))
     assert search(gpt(2), slow, 8, "gpt").layout.num_ranks == 1
 
 
@@ -256,7 +263,7 @@ def test_a_hand_layout_is_checked_and_priced_the_same_way() -> None:
     assert plan.layout == layout
     assert len(plan.stages) == 1
     pricer = Pricer(graph, NODE, 16)
-    assert plan.prediction == clocked(pricer, price(pricer, layout)).prediction
+    assert plan.prediction == simulate_time(pricer, price(pricer, layout)).prediction
     again = search(graph, NODE, 16, "gpt", layout=layout, stages=plan.stages)
     assert again.prediction == plan.prediction
 
@@ -293,7 +300,7 @@ def test_what_holds_no_weights_is_refused_before_anything_is_priced(monkeypatch:
     def priced(*_: object) -> float:
         raise AssertionError("a base that cannot fit was bounded")
 
-    monkeypatch.setattr(branch_and_bound, "least_s", priced)
+    monkeypatch.setattr(branch_and_bound, "base_lower_bound_s", priced)
     held = replace(GPU, memory_bytes=1e9, scratch_bytes=1e9 - 1024)
     with pytest.raises(Infeasible, match="What would do: devices of"):
         search(gpt(4), replace(GPUS, device=held), 16, "gpt")
@@ -305,7 +312,7 @@ def test_remedies_are_constraints_that_were_given() -> None:
         search(gpt(4), GPUS, 16, "gpt", "data=7 tensor=5 pipeline=2")
     pricer = Pricer(gpt(2), GPUS, 16)
     own = parse_constraints("data=1 microbatches=1 ranks=3")
-    said = str(nothing_fits(pricer, Space(GPUS, 16, own), "ranks=3", None, []))
+    said = str(infeasible_error(pricer, SearchSpace(GPUS, 16, own), "ranks=3", None, []))
     assert "without data=1" not in said
     assert "without microbatches=1" not in said
 
@@ -313,9 +320,9 @@ def test_remedies_are_constraints_that_were_given() -> None:
 def test_where_a_limit_was_set_a_limit_is_the_remedy() -> None:
     """What is said would do does."""
     with pytest.raises(Infeasible, match="What would do: a limit of") as caught:
-        search(gpt(4), GPUS.limited(2e5), 16, "gpt")
+        search(gpt(4), GPUS.with_memory_limit(2e5), 16, "gpt")
     enough = parse_bytes(str(caught.value).rsplit("a limit of ", 1)[1])
-    assert search(gpt(4), GPUS.limited(enough), 16, "gpt").prediction is not None
+    assert search(gpt(4), GPUS.with_memory_limit(enough), 16, "gpt").prediction is not None
 
 
 def test_memory_decides_where_time_would_not() -> None:
@@ -353,13 +360,13 @@ def test_objectives(objective: str) -> None:
 
 
 def test_a_model_that_cannot_be_captured_is_trained_by_data() -> None:
-    plan = without_graph(1000, "it branches on data", NODE, 8, "odd")
+    plan = plan_without_graph(1000, "it branches on data", NODE, 8, "odd")
     assert (plan.layout.data, plan.layout.tensor, plan.layout.pipeline) == (4, 1, 1)
     assert plan.uncaptured == "it branches on data"
     with pytest.raises(Infeasible, match="only data and zero apply"):
-        without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(tensor=2))
+        plan_without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(tensor=2))
     with pytest.raises(Infeasible, match="GiB"):
-        without_graph(10**12, "it branches on data", NODE, 8, "odd")
+        plan_without_graph(10**12, "it branches on data", NODE, 8, "odd")
 
 
 def test_a_model_that_cannot_be_captured_is_divided_as_far_as_its_trial_allows() -> None:
@@ -370,29 +377,29 @@ def test_a_model_that_cannot_be_captured_is_divided_as_far_as_its_trial_allows()
 
         return tried
 
-    plan = without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(2))
+    plan = plan_without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(2))
     assert plan.layout.data == 2
     assert "a part of 4 is another model" in dict(plan.reasons)["data"]
     with pytest.raises(Infeasible, match="a part of 4"):
-        without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(data=4), trial=trial(2))
+        plan_without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(data=4), trial=trial(2))
     with pytest.raises(Infeasible, match="a part of 4"):
-        without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(0))
+        plan_without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(0))
 
 
 def test_useful_cuts_are_where_little_crosses() -> None:
     pricer = Pricer(gpt(4), NODE, 8)
-    found = useful(pricer.cuts, 3)
+    found = select_cuts(pricer.cuts, 3)
     assert len(found) >= 6
     assert max(c.size_bytes for c in found) <= sorted(c.size_bytes for c in pricer.cuts)[len(pricer.cuts) // 2]
 
 
 def test_the_least_memory_is_the_least_of_all_plans() -> None:
     graph = gpt(2, hidden=64, batch=4)
-    cluster = replace(GPUS, levels=(Level("node", 4, Link(3e-6, 2e11)),))
+    cluster = replace(GPUS, levels=(ClusterLevel("node", 4, NetworkLink(3e-6, 2e11)),))
     limits = parse_constraints("precision=bfloat16 offload=none")
     pricer = Pricer(graph, cluster, 4)
-    layers = len(useful(pricer.cuts, 1)) + 1
-    every = every_plan(pricer, Space(cluster, 4, limits, len(pricer.cuts) + 1, layers))
+    layers = len(select_cuts(pricer.cuts, 1)) + 1
+    every = every_plan(pricer, SearchSpace(cluster, 4, limits, len(pricer.cuts) + 1, layers))
     plan = search(graph, cluster, 4, "gpt", "precision=bfloat16 offload=none", objective="memory")
     assert plan.prediction is not None
     assert plan.prediction.memory.total == pytest.approx(min(p.prediction.memory.total for p in every))
@@ -414,17 +421,19 @@ def test_every_schedule_is_priced_as_its_program_runs(schedule: str, p: int, m: 
     part = rng.uniform(0, 1)
     priced = replace(
         priced,
-        costs=tuple(replace(c, compute=s, tensor=Seconds(), weight_s=part * s.backward) for c, s in zip(priced.costs, costs, strict=True)),
+        costs=tuple(
+            replace(c, compute=s, collectives=Seconds(), weight_s=part * s.backward) for c, s in zip(priced.costs, costs, strict=True)
+        ),
     )
-    shown = timeline(pricer, priced)
-    parts = dict(clocked(pricer, priced).prediction.parts)
+    shown = simulate_timeline(pricer, priced)
+    parts = dict(simulate_time(pricer, priced).prediction.parts)
     pipeline_s = sum(parts[name] for name in ("compute", "tensor", "pipeline"))
     if p > 1:
         assert pipeline_s == pytest.approx(shown.total_s)
         assert parts["compute"] == pytest.approx(max(shown.busy_s(rank) for rank in range(p)))
     trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
-    assert least_pipeline_s(layout, trips) <= shown.total_s * (1 + 1e-9)
-    most = kept_bytes(rows(layout, links(pricer.split(priced.sites))), [1.0] * layout.num_stages)
+    assert pipeline_lower_bound_s(layout, trips) <= shown.total_s * (1 + 1e-9)
+    most = peak_saved_bytes(computes_by_rank(layout, stage_links(pricer.stages_at(priced.sites))), [1.0] * layout.num_stages)
     for rank in range(p):
         mine = schedule_of(layout).stages_of[rank]
         several = schedule.startswith("gems") or len(mine) == 1  # of one stage at a time
@@ -457,12 +466,12 @@ def test_half_of_a_products_backward_is_for_its_weight() -> None:
 
 def test_zero_bubble_is_searched_on_gpus_and_others_where_they_are_asked_for() -> None:
     base = Layout(pipeline=4, microbatches=8)
-    names = [one.schedule for one in Space(GPUS, 8, num_chunks=8).schedules(base)]
+    names = [one.schedule for one in SearchSpace(GPUS, 8, num_chunks=8).schedules(base)]
     assert {"zb-h1", "zb-h2", "zb-v"} <= set(names)
     assert not {"chimera", "gems-mast", "gems-master"} & set(names)
-    assert {one.schedule for one in Space(NODE, 8, num_chunks=8).schedules(base)} == {"1f1b", "gpipe", "interleaved"}
+    assert {one.schedule for one in SearchSpace(NODE, 8, num_chunks=8).schedules(base)} == {"1f1b", "gpipe", "interleaved"}
     for name in ("chimera", "gems-master"):
-        asked = Space(NODE, 8, parse_constraints(f"schedule={name}"), num_chunks=8)
+        asked = SearchSpace(NODE, 8, parse_constraints(f"schedule={name}"), num_chunks=8)
         assert [one.schedule for one in asked.schedules(base)] == [name]
     plan = search(gpt(4, hidden=64, batch=1), GPUS, 8, "gpt", "schedule=chimera pipeline=4")
     assert (plan.layout.schedule, plan.layout.pipeline) == ("chimera", 4)
@@ -472,15 +481,15 @@ def test_on_processors_the_calmest_of_equal_plans_is_chosen() -> None:
     """Tensor ranks meet in every layer: for less than a fiftieth of the step they are not chosen, and for more they are."""
     one = price(Pricer(gpt(2), NODE, 8), Layout())
 
-    def timed(layout: Layout, seconds: float) -> Priced:
+    def timed(layout: Layout, seconds: float) -> PricedLayout:
         return replace(one, layout=layout, prediction=replace(one.prediction, step_time_s=seconds))
 
     tensor, sharded = timed(Layout(tensor=2), 1.0), timed(Layout(data=2, zero=2), 1.005)
     near, far, alone = timed(Layout(data=2), 1.015), timed(Layout(data=2), 1.03), timed(Layout(), 1.018)
-    assert calmest([sharded, near, alone, tensor], tensor) is near
-    assert calmest([sharded, far, tensor], tensor) is sharded
-    assert calmest([far, tensor], tensor) is tensor
-    assert calmest([], tensor) is tensor
+    assert least_synchronized([sharded, near, alone, tensor], tensor) is near
+    assert least_synchronized([sharded, far, tensor], tensor) is sharded
+    assert least_synchronized([far, tensor], tensor) is tensor
+    assert least_synchronized([], tensor) is tensor
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -490,9 +499,9 @@ def test_bounds_with_full_recomputation_repeat_what_the_price_does(kind: str) ->
     plain, again = (pricer.stages(Layout(microbatches=4, recompute=r))[0] for r in ("none", "full"))
     repeated = again.backward_s - plain.backward_s
     assert 0 < repeated < plain.forward_s
-    whole = [sum(both for _, both in trips_s(pricer, Layout(microbatches=4), full)) for full in (False, True)]
+    whole = [sum(both for _, both in stage_trips_lower_bound_s(pricer, Layout(microbatches=4), full)) for full in (False, True)]
     assert whole[1] - whole[0] == pytest.approx(repeated)
-    once = [least_s(pricer, Layout(microbatches=4), False, full) for full in (False, True)]
+    once = [base_lower_bound_s(pricer, Layout(microbatches=4), False, full) for full in (False, True)]
     assert once[1] - once[0] == pytest.approx(4 * repeated)
 
 

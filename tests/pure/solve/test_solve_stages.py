@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cluster.heterogeneous import mix_clusters
+from shardwise.cost.step_time.balance import minimize_slowest_stage, stage_memory_matrix, stage_time_matrix_s
+from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
+from shardwise.cost.step_time.timing import balanced_sites, price
+from shardwise.errors import Infeasible
+from shardwise.plan.layout import Layout
+from shardwise.solve.search import search
 from tests.support.closed_forms import in_flight
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cluster.mixed import mixed
-from weft.errors import Infeasible
-from weft.plan.layout import Layout
-from weft.solve.balance import arrange, runs_bytes, runs_s
-from weft.solve.mixed import MixedPricer, pricer_of
-from weft.solve.search import search
-from weft.solve.timing import balanced, price
 
 
 @st.composite
@@ -56,14 +56,14 @@ def test_stages_on_unlike_devices_are_the_best_that_fit(case: tuple[list[float],
         stages = list(enumerate(pairwise((0, *starts, n))))
         if all(fits(k, a, b) for k, (a, b) in stages):
             every.append(max(seconds(k, a, b) for k, (a, b) in stages))
-    matrix = runs_s(units, cross)
-    sizes = [runs_bytes([f * s for s in size], peaks) for f in flying]
+    matrix = stage_time_matrix_s(units, cross)
+    sizes = [stage_memory_matrix([f * s for s in size], peaks) for f in flying]
     given_s = [np.where(held <= h, matrix * w, np.inf) for held, w, h in zip(sizes, slow, have, strict=True)]
     if not every:
         with pytest.raises(Infeasible, match="no split"):
-            arrange(given_s)
+            minimize_slowest_stage(given_s)
         return
-    starts, slowest = arrange(given_s)
+    starts, slowest = minimize_slowest_stage(given_s)
     assert slowest == pytest.approx(min(every))
     ends = list(enumerate(pairwise((0, *starts, n))))
     assert max(seconds(k, a, b) for k, (a, b) in ends) == pytest.approx(slowest)
@@ -72,22 +72,22 @@ def test_stages_on_unlike_devices_are_the_best_that_fit(case: tuple[list[float],
 
 FAST = Device("fast", "gpu", (("float32", 4e12), ("bfloat16", 4e13)), 1e10, 4e11, 1.0, 1e-7)
 SLOW = replace(FAST, name="slow", peak_flops=(("float32", 1e12), ("bfloat16", 1e13)), memory_bandwidth_bytes_per_s=1e11)
-NODE = Level("node", 2, Link(1e-6, 1e11))
+NODE = ClusterLevel("node", 2, NetworkLink(1e-6, 1e11))
 
 
 def unlike(order: tuple[Device, ...] = (FAST, SLOW), between: float = 1e11) -> Cluster:
-    return mixed("unlike", [Cluster(d.name, d, (NODE,)) for d in order], Link(1e-6, between))
+    return mix_clusters("unlike", [Cluster(d.name, d, (NODE,)) for d in order], NetworkLink(1e-6, between))
 
 
 def test_the_faster_part_gets_more_layers() -> None:
-    pricer = pricer_of(gpt(8, hidden=256, sequence=256, batch=16), unlike(), 16)
-    assert isinstance(pricer, MixedPricer)
+    pricer = build_pricer(gpt(8, hidden=256, sequence=256, batch=16), unlike(), 16)
+    assert isinstance(pricer, HeterogeneousPricer)
     layout = Layout(data=2, pipeline=2, microbatches=8, precision="bfloat16")
     priced = price(pricer, layout)
     fast, slow = (c.forward_s + c.backward_s for c in priced.costs)
     assert abs(fast - slow) < 0.35 * max(fast, slow)
-    alike = price(pricer_of(pricer.graph, unlike((SLOW, SLOW)), 16), layout)
-    (cut,), (even,) = balanced(pricer, layout), alike.sites
+    alike = price(build_pricer(pricer.graph, unlike((SLOW, SLOW)), 16), layout)
+    (cut,), (even,) = balanced_sites(pricer, layout), alike.sites
     place = {op.site: i for i, op in enumerate(pricer.graph.operators)}
     assert place[cut] > place[even]
     assert priced.prediction.step_time_s < alike.prediction.step_time_s
@@ -106,7 +106,7 @@ def test_a_mixed_cluster_is_planned_over_its_parts_or_as_its_slowest() -> None:
 def test_each_stage_is_held_to_the_memory_of_its_own_part() -> None:
     graph = gpt(8, hidden=256, sequence=256, batch=16)
     layout = Layout(data=2, pipeline=2, microbatches=8, precision="bfloat16")
-    free = price(pricer_of(graph, unlike(), 16), layout)
+    free = price(build_pricer(graph, unlike(), 16), layout)
     small = replace(SLOW, memory_bytes=0.9 * free.costs[1].memory.alone.total)
     with pytest.raises(Infeasible, match="pipeline rank 1, on slow, needs"):
         search(graph, unlike((FAST, small)), 16, "gpt", layout=layout)

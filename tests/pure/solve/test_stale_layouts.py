@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cost.step import Pricer
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.search import search
+from shardwise.solve.space import SearchSpace, parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.solve.search import search
-from weft.solve.space import Space, parse_constraints
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
 GRAPH = gpt(3, hidden=64, batch=8)
@@ -20,8 +20,8 @@ GRAPH = gpt(3, hidden=64, batch=8)
 
 def _hosts(bandwidth_bytes_per_s: float) -> Cluster:
     """Two, one rank each."""
-    link = Link(1e-4, bandwidth_bytes_per_s, protocol="gloo")
-    return Cluster("hosts", CPU, (Level("node", 1, Link(1e-6, 1e10)), Level("network", 2, link)))
+    link = NetworkLink(1e-4, bandwidth_bytes_per_s, protocol="gloo")
+    return Cluster("hosts", CPU, (ClusterLevel("node", 1, NetworkLink(1e-6, 1e10)), ClusterLevel("network", 2, link)))
 
 
 def test_it_is_read_and_written_back() -> None:
@@ -89,7 +89,7 @@ def test_no_search_takes_it_by_itself() -> None:
 def test_a_constraint_asks_for_it() -> None:
     """And then every layout has it: the fewest steps that are admitted."""
     for words, want in (("staleness=2", 2), ("staleness>=3", 3), ("staleness<=4", 0), ("staleness>0", 1)):
-        space = Space(_hosts(1e6), 8, parse_constraints(words))
+        space = SearchSpace(_hosts(1e6), 8, parse_constraints(words))
         found = [layout for base in space.bases() for layout in space.variants(base)]
         assert {layout.staleness for layout in found} == {want}
         assert want == 0 or {(layout.tensor, layout.pipeline, layout.zero) for layout in found} == {(1, 1, 0)}

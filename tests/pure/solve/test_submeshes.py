@@ -10,32 +10,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cli.changes import refit_layout
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cluster.heterogeneous import mix_clusters, reorder_parts
+from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
+from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.solve import bounds, branch_and_bound
+from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
+from shardwise.solve.checks import check_priced
+from shardwise.solve.moves.submeshes import stage_width_options, submesh_bases
+from shardwise.solve.search import search
+from shardwise.solve.space import SearchSpace, parse_constraints
 from tests.support.gpt_graph import gpt
-from weft.cli.changes import moved_along
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cluster.mixed import mixed, reordered
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.solve import bounds, branch_and_bound
-from weft.solve.bounds import least_s, least_saving_s
-from weft.solve.checks import check_priced
-from weft.solve.mixed import MixedPricer, pricer_of
-from weft.solve.search import search
-from weft.solve.space import Space, parse_constraints
-from weft.solve.submeshes import submeshes, widths
-from weft.solve.timing import Priced, clocked, price, waits_to_fill
 
 FAST = Device("fast", "gpu", (("float32", 4e12), ("bfloat16", 4e13)), 1e10, 4e11, 1.0, 1e-7)
 SLOW = replace(FAST, name="slow", peak_flops=(("float32", 2e12), ("bfloat16", 2e13)), memory_bandwidth_bytes_per_s=2e11)
 
 
 def part(device: Device, number: int) -> Cluster:
-    return Cluster(device.name, device, (Level("node", number, Link(1e-6, 1e11)),))
+    return Cluster(device.name, device, (ClusterLevel("node", number, NetworkLink(1e-6, 1e11)),))
 
 
 def fast_and_slow(fast: int, slow: int, between: float = 1e10) -> Cluster:
-    return mixed("both", [part(FAST, fast), part(SLOW, slow)], Link(1e-5, between))
+    return mix_clusters("both", [part(FAST, fast), part(SLOW, slow)], NetworkLink(1e-5, between))
 
 
 def step_s(plan: Plan) -> float:
@@ -49,47 +49,47 @@ def test_all_pairs_of_widths_on_one_kind_of_devices(number: int) -> None:
     cuts = chain.from_iterable(combinations(range(1, number), k) for k in range(1, 8))
     rows = [tuple(b - a for a, b in pairwise((0, *cut, number))) for cut in cuts]
     wanted = {row for row in rows if sum(a != b for a, b in pairwise(row)) == 1}
-    found = [tuple(width for count, width in one for _ in range(count)) for one in widths(part(FAST, number))]
+    found = [tuple(width for count, width in one for _ in range(count)) for one in stage_width_options(part(FAST, number))]
     assert len(set(found)) == len(found)
     # Stages of equally many ranks divide a power of two.
     assert set(found) == (wanted if number & (number - 1) else set())
 
 
 def test_every_part_of_a_mixed_cluster_has_stages_of_its_own() -> None:
-    found = {tuple(width for count, width in one for _ in range(count)) for one in widths(fast_and_slow(2, 4))}
+    found = {tuple(width for count, width in one for _ in range(count)) for one in stage_width_options(fast_and_slow(2, 4))}
     assert found == {(2, 4), (2, 1, 1, 1, 1), (1, 1, 4), (1, 1, 2, 2)}
-    layouts = list(submeshes(Space(fast_and_slow(2, 4), 8, parse_constraints("precision=bfloat16 pipeline=2 tensor<=2"))))
+    layouts = list(submesh_bases(SearchSpace(fast_and_slow(2, 4), 8, parse_constraints("precision=bfloat16 pipeline=2 tensor<=2"))))
     assert {layout.inner for layout in layouts} == {"2x1/4x1", "2x1/2x2", "1x2/4x1", "1x2/2x2"}
-    pricer = pricer_of(gpt(4), fast_and_slow(2, 4), 8)
-    assert isinstance(pricer, MixedPricer)
-    assert all(pricer.aligned(layout) for layout in layouts)
-    assert not pricer.aligned(Layout.parse("pipeline=2 inner=4x1/2x1"))
+    pricer = build_pricer(gpt(4), fast_and_slow(2, 4), 8)
+    assert isinstance(pricer, HeterogeneousPricer)
+    assert all(pricer.has_aligned_stages(layout) for layout in layouts)
+    assert not pricer.has_aligned_stages(Layout.parse("pipeline=2 inner=4x1/2x1"))
 
 
 @pytest.mark.parametrize(
     "text", ["ranks=2", "data=4", "tensor=4", "expert=2", "compress=int8", "schedule=interleaved", "staleness=1", "spatial=2", "tensor=1x2"]
 )
 def test_constraints_that_such_stages_do_not_meet(text: str) -> None:
-    space = Space(part(FAST, 3), 8, parse_constraints(text))
-    assert not [one for base in submeshes(space) for one in space.variants(base)]
+    space = SearchSpace(part(FAST, 3), 8, parse_constraints(text))
+    assert not [one for base in submesh_bases(space) for one in space.variants(base)]
 
 
-def every_unlike(cluster: Cluster, graph_layers: int, batch: int, constraints: str) -> list[Priced]:
-    """All that `submeshes` has, in full, on parts in any order: each is held against its bounds."""
+def every_unlike(cluster: Cluster, graph_layers: int, batch: int, constraints: str) -> list[PricedLayout]:
+    """All that `submesh_bases` has, in full, on parts in any order: each is held against its bounds."""
     found = []
-    for one in (cluster, reordered(cluster, (1, 0))) if cluster.parts else (cluster,):
-        pricer = pricer_of(gpt(graph_layers, hidden=256, sequence=256, batch=batch), one, batch)
-        space = Space(one, batch, parse_constraints(constraints), len(pricer.cuts) + 1)
-        for base in submeshes(space):
+    for one in (cluster, reorder_parts(cluster, (1, 0))) if cluster.parts else (cluster,):
+        pricer = build_pricer(gpt(graph_layers, hidden=256, sequence=256, batch=batch), one, batch)
+        space = SearchSpace(one, batch, parse_constraints(constraints), len(pricer.cuts) + 1)
+        for base in submesh_bases(space):
             for layout in space.variants(base):
                 try:
                     priced = price(pricer, layout)
                     check_priced(pricer, priced)
                 except (Infeasible, LayoutError):
                     continue
-                timed = clocked(pricer, priced)
-                interleaved = not waits_to_fill(layout)
-                for least in (least_s(pricer, base, interleaved), least_saving_s(pricer, layout, interleaved)):
+                timed = simulate_time(pricer, priced)
+                interleaved = not has_fill_drain_bubble(layout)
+                for least in (base_lower_bound_s(pricer, base, interleaved), layout_lower_bound_s(pricer, layout, interleaved)):
                     assert 0 < least <= timed.prediction.step_time_s * (1 + 1e-9), f"{layout} beats its bound"
                 found.append(timed)
     return found
@@ -102,7 +102,7 @@ def test_the_search_misses_none(cluster: Cluster, batch: int, monkeypatch: pytes
     every = every_unlike(cluster, 4, batch, constraints)
     graph = gpt(4, hidden=256, sequence=256, batch=batch)
     plan = search(graph, cluster, batch, "gpt", constraints)
-    monkeypatch.setattr(branch_and_bound, "submeshes", lambda space: iter(()))
+    monkeypatch.setattr(branch_and_bound, "submesh_bases", lambda space: iter(()))
     alike = search(graph, cluster, batch, "gpt", constraints)
     best = min(step_s(alike), min(one.prediction.step_time_s for one in every))
     assert best * (1 - 1e-9) <= step_s(plan) <= 1.005 * best
@@ -120,10 +120,10 @@ def test_one_fast_and_two_slow_devices_get_a_stage_each_where_that_is_cheaper(mo
     reasons = dict(plan.reasons)
     assert reasons["parts"].count("rank") == 2
     assert "stages of as many ranks each takes" in reasons["inner"] or "one stage takes" in reasons["inner"]
-    pricer = pricer_of(graph, cluster if plan.layout.inner == "1x1/2x1" else reordered(cluster, (1, 0)), 4)
+    pricer = build_pricer(graph, cluster if plan.layout.inner == "1x1/2x1" else reorder_parts(cluster, (1, 0)), 4)
     costs = price(pricer, plan.layout, plan.stages).costs
     assert costs[0].compute.total == pytest.approx(costs[1].compute.total, rel=0.35)
-    monkeypatch.setattr(branch_and_bound, "submeshes", lambda space: iter(()))
+    monkeypatch.setattr(branch_and_bound, "submesh_bases", lambda space: iter(()))
     alike = search(graph, cluster, 4, "gpt", "precision=bfloat16")
     assert not alike.layout.inner
     assert step_s(plan) < 0.9 * step_s(alike)
@@ -134,7 +134,7 @@ def test_a_plan_of_such_stages_is_changed_key_by_key() -> None:
     old = Layout.parse("pipeline=2 inner=1x1/2x1 microbatches=4 zero=1")
     said = {}
     for key, value in (("microbatches", 8), ("inner", "2x1/1x1"), ("pipeline", 3), ("tensor", 3), ("zero", 2)):
-        layout, moved = moved_along(old, {key: value, **({"pipeline": 1} if key == "tensor" else {})}, 3, 16, 16)
+        layout, moved = refit_layout(old, {key: value, **({"pipeline": 1} if key == "tensor" else {})}, 3, 16, 16)
         assert layout.num_ranks == 3
         said[key] = str(layout), moved
     assert said["microbatches"] == ("data=1 tensor=1 pipeline=2 microbatches=8 zero=1 inner=1x1/2x1", "")
@@ -159,7 +159,7 @@ def test_a_slow_link_between_the_parts_is_counted() -> None:
 def test_no_division_of_the_layers_beats_the_bound(alone_s: list[float], microbatches: int, seed: int) -> None:
     """Against random divisions, and the one that makes all of these equal where there is one."""
     base, rng = Layout(pipeline=len(alone_s), microbatches=microbatches), random.Random(seed)
-    least, even = (bounds._differing_s(base, alone_s, one) for one in (False, True))
+    least, even = (bounds._unequal_stages_lower_bound_s(base, alone_s, one) for one in (False, True))
     assert even <= least * (1 + 1e-12)
 
     def taken(parts: list[float]) -> float:
@@ -170,8 +170,8 @@ def test_no_division_of_the_layers_beats_the_bound(alone_s: list[float], microba
         weights = [rng.random() ** 3 for _ in alone_s]
         assert taken([w / sum(weights) for w in weights]) >= least * (1 - 1e-9)
     equal = Layout(pipeline=len(alone_s), microbatches=microbatches)
-    assert bounds._differing_s(base, [3.0] * base.pipeline, False) == pytest.approx(
-        3.0 * microbatches / base.pipeline * bounds.filled(equal)
+    assert bounds._unequal_stages_lower_bound_s(base, [3.0] * base.pipeline, False) == pytest.approx(
+        3.0 * microbatches / base.pipeline * bounds.pipeline_fill_factor(equal)
     )
 
 
@@ -180,4 +180,4 @@ def test_the_bound_is_reached() -> None:
     base = Layout(pipeline=2, microbatches=3)
     grid = ((p / 1000, 1 - p / 1000) for p in range(1001))
     best = min(max(3 * p * 1.0, p * 1.0 + 3 * q * 2.0) for p, q in grid)
-    assert bounds._differing_s(base, [1.0, 2.0], False) == pytest.approx(best, rel=2e-3)
+    assert bounds._unequal_stages_lower_bound_s(base, [1.0, 2.0], False) == pytest.approx(best, rel=2e-3)

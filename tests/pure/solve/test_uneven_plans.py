@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.cluster.heterogeneous import mix_clusters
+from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, balance_shares, build_pricer
+from shardwise.cost.step_time.timing import price
+from shardwise.plan.ir.placement import apportion_units
+from shardwise.plan.layout import Layout
+from shardwise.plan.microbatches import layout_microbatch_sizes
+from shardwise.solve.search import search
 from tests.support.gpt_graph import gpt
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cluster.mixed import mixed
-from weft.plan.layout import Layout
-from weft.plan.microbatches import sizes_of_plan
-from weft.plan.placement import apportioned
-from weft.solve.mixed import MixedPricer, pricer_of, share_out
-from weft.solve.search import search
-from weft.solve.timing import price
 
 MIXED = Cluster.parse("2xdgx-h100+4xdgx-a100-80")
 
@@ -24,13 +24,13 @@ def wide(batch: int = 8, heads: int = 8) -> object:
 
 
 def seconds(layout: Layout, batch: int, cluster: Cluster = MIXED) -> float:
-    return price(pricer_of(wide(), cluster, batch), layout).prediction.step_time_s
+    return price(build_pricer(wide(), cluster, batch), layout).prediction.step_time_s
 
 
 def test_shares_are_the_best_of_all_that_there_are() -> None:
     """Against every pair of samples for the replicas of the two parts."""
     layout, size = Layout(data=48, precision="bfloat16"), 480
-    found = share_out(pricer_of(wide(), MIXED, size), layout)
+    found = balance_shares(build_pricer(wide(), MIXED, size), layout)
     assert found is not None
     every = []
     for fast in range(1, size // 16):
@@ -45,20 +45,20 @@ def test_shares_are_the_best_of_all_that_there_are() -> None:
 
 def test_a_part_is_priced_with_the_samples_of_its_own_replicas() -> None:
     layout = Layout(data=48, precision="bfloat16", shares="4x16/1x32")
-    pricer = pricer_of(wide(), MIXED, 960)
-    assert isinstance(pricer, MixedPricer)
-    assert [one.samples(layout) for one in pricer.by_part(layout)] == [40, 10]
-    alone = pricer_of(wide(), Cluster.parse("2xdgx-h100"), 16 * 40)
+    pricer = build_pricer(wide(), MIXED, 960)
+    assert isinstance(pricer, HeterogeneousPricer)
+    assert [one.samples(layout) for one in pricer.replica_pricers(layout)] == [40, 10]
+    alone = build_pricer(wide(), Cluster.parse("2xdgx-h100"), 16 * 40)
     times, own = pricer.operator_seconds(layout), alone.operator_seconds(Layout(data=16, precision="bfloat16"))
     assert sum(map(sum, times)) == pytest.approx(sum(map(sum, own)), rel=0.02)  # of what takes longest here
-    assert "40 samples of a microbatch on each replica of 2xdgx-h100" in pricer.where(layout)
+    assert "40 samples of a microbatch on each replica of 2xdgx-h100" in pricer.describe_parts(layout)
 
 
 def test_the_planner_gives_faster_devices_more_samples() -> None:
     plan = search(wide(), MIXED, 960, "gpt", "pipeline=1 tensor=1")
     assert plan.layout.shares
     assert plan.prediction is not None
-    counts = apportioned(sizes_of_plan(960, plan.layout)[0], plan.layout.weights)
+    counts = apportion_units(layout_microbatch_sizes(960, plan.layout)[0], plan.layout.replica_shares)
     assert counts[0] > 1.5 * counts[-1]
     equal = seconds(replace(plan.layout, shares=""), 960)
     assert plan.prediction.step_time_s < 0.9 * equal
@@ -66,13 +66,13 @@ def test_the_planner_gives_faster_devices_more_samples() -> None:
 
 def two_hosts(part: float) -> Cluster:
     """A host of one core, and one of which somebody else has the rest."""
-    link = Link(2e-5, 2.5e9)
+    link = NetworkLink(2e-5, 2.5e9)
 
     def host(name: str, part: float) -> Cluster:
         core = Device(name, "cpu", (("float32", part * 1e11),), 8e9, part * 1e10)
-        return Cluster(name, core, (Level("node", 1, link),))
+        return Cluster(name, core, (ClusterLevel("node", 1, link),))
 
-    return mixed("two", (host("whole", 1.0), host("busy", part)), link)
+    return mix_clusters("two", (host("whole", 1.0), host("busy", part)), link)
 
 
 @pytest.mark.parametrize(("part", "shares"), [(0.5, "2/1"), (1 / 3, "3/1"), (1.0, "")])

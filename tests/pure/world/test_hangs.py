@@ -11,24 +11,24 @@ from math import inf
 
 import pytest
 
-from weft.world.hangs import STOPPED_S, HangWatch, Limits
-from weft.world.pace import Pace
-from weft.world.recorder import Moment, Recorder, Status
+from shardwise.world.launch.hangs import STOPPED_S, HangWatch, Limits
+from shardwise.world.recorder import CollectiveRecord, CollectiveRecorder, RankStatus
+from shardwise.world.step_pace import StepPace
 
-SUM = Moment(0, 5, "0,1", "all_reduce", "float32", (7,), 28, -1, 0, 1.0, 0.0, "", 5)
+SUM = CollectiveRecord(0, 5, "0,1", "all_reduce", "float32", (7,), 28, -1, 0, 1.0, 0.0, "", 5)
 PIDS = [1 << 30, 1 << 30]  # no processes
 
 
-def status(rank: int, last: Moment | None, patience_s: float = inf, since_s: float = 0.0, beat_s: float = 1e9) -> Status:
-    return Status(rank, 0, "running", beat_s, 1, last, {} if last is None else {last.group: last.count}, patience_s, since_s)
+def status(rank: int, last: CollectiveRecord | None, patience_s: float = inf, since_s: float = 0.0, beat_s: float = 1e9) -> RankStatus:
+    return RankStatus(rank, 0, "running", beat_s, 1, last, {} if last is None else {last.group: last.index_in_group}, patience_s, since_s)
 
 
-def named(statuses: list[Status], at_s: float) -> tuple[int, str] | None:
+def named(statuses: list[RankStatus], at_s: float) -> tuple[int, str] | None:
     """Of a launcher that has looked every half a second until `at_s`."""
     watch, found = HangWatch(Limits(900.0, 5.0), {}, 0.0), None
     for half in range(1, int(2 * at_s) + 1):
-        found = found or watch.look(statuses, {}, PIDS, half / 2)
-    return (found.rank, found.why) if found else None
+        found = found or watch.find_hang(statuses, {}, PIDS, half / 2)
+    return (found.rank, found.reason) if found else None
 
 
 def test_a_rank_that_does_not_come_is_named_after_what_all_have_announced() -> None:
@@ -36,11 +36,11 @@ def test_a_rank_that_does_not_come_is_named_after_what_all_have_announced() -> N
     assert named([waits, absent], 5.5) is None
     assert named([waits, absent], 7.0) == (1, named([waits, absent], 7.0)[1])  # type: ignore[index]
     assert "lasts longer than 5 s: rank 1 did not take part" in named([waits, absent], 7.0)[1]  # type: ignore[index]
-    slow = replace(absent, patience_s=30.0)
+    slow = replace(absent, announced_limit_s=30.0)
     assert named([waits, slow], 25.0) is None
     assert named([waits, slow], 40.0) is not None
-    assert named([waits, replace(absent, patience_s=inf)], 800.0) is None
-    assert named([waits, replace(absent, patience_s=inf)], 910.0) is not None
+    assert named([waits, replace(absent, announced_limit_s=inf)], 800.0) is None
+    assert named([waits, replace(absent, announced_limit_s=inf)], 910.0) is not None
 
 
 def test_a_rank_that_nobody_waits_for_is_named_where_it_said_how_long_it_takes() -> None:
@@ -55,8 +55,8 @@ def test_a_rank_without_a_heartbeat_is_named() -> None:
 
 def test_silence_counts_from_when_the_launcher_was_awake() -> None:
     waits, watch = [status(0, SUM, 0.2), status(1, None, 0.2)], HangWatch(Limits(900.0, 5.0), {}, 0.0)
-    assert watch.look(waits, {}, PIDS, 60.0) is None  # it was stopped for a minute, as the ranks may have been
-    assert [watch.look(waits, {}, PIDS, 60.0 + half / 2) is None for half in range(1, 12)] == [True] * 10 + [False]
+    assert watch.find_hang(waits, {}, PIDS, 60.0) is None  # it was stopped for a minute, as the ranks may have been
+    assert [watch.find_hang(waits, {}, PIDS, 60.0 + half / 2) is None for half in range(1, 12)] == [True] * 10 + [False]
 
 
 def test_a_stopped_process_is_named_at_once_and_one_that_is_continued_is_not() -> None:
@@ -65,38 +65,38 @@ def test_a_stopped_process_is_named_at_once_and_one_that_is_continued_is_not() -
         os.kill(sleeper.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
         watch = HangWatch(Limits(900.0, 5.0), {sleeper.pid: "the process that starts ranks"}, 0.0)
-        assert watch.look([], {}, [], 0.1) is None
-        found = watch.look([], {}, [], 0.2 + STOPPED_S)
+        assert watch.find_hang([], {}, [], 0.1) is None
+        found = watch.find_hang([], {}, [], 0.2 + STOPPED_S)
         assert found is not None
-        assert (found.rank, f"kill -CONT {sleeper.pid}" in found.why) == (-1, True)
+        assert (found.rank, f"kill -CONT {sleeper.pid}" in found.reason) == (-1, True)
         ranks = HangWatch(Limits(900.0, 5.0), {}, 0.0)
-        assert ranks.look([status(0, None)], {}, [sleeper.pid], 0.1) is None
+        assert ranks.find_hang([status(0, None)], {}, [sleeper.pid], 0.1) is None
         os.kill(sleeper.pid, signal.SIGCONT)
         os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOWAIT)
-        assert ranks.look([status(0, None)], {}, [sleeper.pid], 0.2 + STOPPED_S) is None
+        assert ranks.find_hang([status(0, None)], {}, [sleeper.pid], 0.2 + STOPPED_S) is None
     finally:
         sleeper.kill()
         sleeper.wait()
 
 
 def test_a_pace_announces_steps_and_nothing_that_takes_long() -> None:
-    recorder = Recorder()
+    recorder = CollectiveRecorder()
     said: list[float] = []
-    recorder.patience = said.append  # type: ignore[method-assign]
-    pace = Pace(recorder)
+    recorder.announce_limit = said.append  # type: ignore[method-assign]
+    pace = StepPace(recorder)
     for _ in range(4):
         with pace.step():
             pass
     assert said[:6] == [inf] * 6
     assert said[6] < 1.0
     assert said[7] == inf
-    pace.keep()
-    with pace.step(), pace.long():
+    pace.include_gaps()
+    with pace.step(), pace.untimed():
         pass
     assert [one < 1.0 for one in said[8:]] == [True, False, True, True]
     said.clear()
-    with pace.long():  # an evaluation, of which a batch is captured
-        with pytest.raises(ValueError), pace.long():
+    with pace.untimed():  # an evaluation, of which a batch is captured
+        with pytest.raises(ValueError), pace.untimed():
             raise ValueError
         with pace.long():
             pass

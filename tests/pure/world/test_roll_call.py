@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import RunError
-from weft.world.roll_call import Decision, RollCall
+from shardwise.errors import RunError
+from shardwise.world.launch.membership_vote import Decision, MembershipVote
 
 BOXES = ((0, 1), (2, 3))
 QUIET_S = 0.3
@@ -19,7 +19,7 @@ def answers(folder: Path, ranks: tuple[int, ...]) -> dict[int, tuple[Decision, b
 
     def answer(rank: int) -> None:
         try:
-            found[rank] = RollCall(folder, rank, BOXES).answer("here", 100 + rank, QUIET_S)
+            found[rank] = MembershipVote(folder, rank, BOXES).vote("here", 100 + rank, QUIET_S)
         except RunError as error:
             found[rank] = str(error)
 
@@ -47,5 +47,5 @@ def test_who_comes_after_the_decision_takes_part_in_nothing_more(tmp_path: Path)
 
 
 def test_who_failed_by_itself_ends_the_others(tmp_path: Path) -> None:
-    RollCall(tmp_path / "call", 3, BOXES).fail("ConfigError: no such key")
+    MembershipVote(tmp_path / "call", 3, BOXES).record_failure("ConfigError: no such key")
     assert set(answers(tmp_path / "call", (0, 1, 2)).values()) == {"rank 3: ConfigError: no such key"}

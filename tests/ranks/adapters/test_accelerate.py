@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import trainer_scripts as scripts
 
-from weft.world.world import World
+from shardwise.world.world import World
+from tests.support import trainer_scripts as scripts
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def nlp_example(accelerator: Any, folder: str, resume: bool = False) -> list[flo
 
 
 def ranked(world: World, folder: str, layout: str, serial: str) -> list[Any]:
-    from weft.adapters.accelerate import Accelerator
+    from shardwise.adapters.accelerate import Accelerator
 
     losses = nlp_example(Accelerator(plan=f"{layout} precision=float64", gradient_accumulation_steps=2, cpu=True), folder)
     again = nlp_example(Accelerator(plan=f"{layout} precision=float64", gradient_accumulation_steps=2, cpu=True), serial, True)

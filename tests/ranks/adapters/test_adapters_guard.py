@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import weft
-from weft.errors import UsageError
-from weft.world.world import World
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.world.world import World
 
 
 def small() -> nn.Module:
@@ -25,7 +25,7 @@ class Outer(nn.Module):
 
     def __init__(self, world: World, layout: str) -> None:
         super().__init__()
-        self.backbone = weft.auto_parallelize(small(), (torch.zeros(4, 4),), plan=layout, world=world)
+        self.backbone = shardwise.auto_parallelize(small(), (torch.zeros(4, 4),), plan=layout, world=world)
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,12 @@ def around(world: World, layout: str, folder: str) -> list[Any]:
     model = Outer(world, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = trained(model, optimizer, range(2))
-    weft.save(folder, model, optimizer, step=2)
-    state, whole = weft.full_state_dict(optimizer), weft.full_state_dict(model)
+    shardwise.save(folder, model, optimizer, step=2)
+    state, whole = shardwise.full_state_dict(optimizer), shardwise.full_state_dict(model)
     losses += trained(model, optimizer, range(2, 4))
     again = Outer(world, layout)
     optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
-    weft.load(folder, again, optimizer)
+    shardwise.load(folder, again, optimizer)
     assert trained(again, optimizer, range(2, 4)) == losses[2:]
     return [losses, state, whole]
 
@@ -82,7 +82,7 @@ def test_a_divided_module_inside_another(ranks: Callable[..., list[Any]], tmp_pa
 
 
 def wrapped(world: World, name: str) -> str:
-    model = weft.auto_parallelize(small(), (torch.zeros(4, 4),), plan="tensor=2", world=world)
+    model = shardwise.auto_parallelize(small(), (torch.zeros(4, 4),), plan="tensor=2", world=world)
     with pytest.raises(UsageError) as told:
         getattr(nn.parallel, name)(nn.Sequential(model))
     return str(told.value)
@@ -90,13 +90,13 @@ def wrapped(world: World, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "DataParallel"])
 def test_wrappers_refuse_a_divided_model(ranks: Callable[..., list[Any]], name: str) -> None:
-    assert all(f"{name} is given Sequential" in told and "weft.adapters" in told for told in ranks(wrapped, 2, name))
+    assert all(f"{name} is given Sequential" in told and "shardwise.adapters" in told for told in ranks(wrapped, 2, name))
 
 
 def different(world: World, layout: str, whole: bool) -> str:
-    from weft.run.loop.module import sharded_module_of
+    from shardwise.run.loop.module import sharded_module_of
 
-    model = weft.auto_parallelize(small(), (torch.zeros(4, 4),), plan=layout, world=world)
+    model = shardwise.auto_parallelize(small(), (torch.zeros(4, 4),), plan=layout, world=world)
     divided = sharded_module_of(model)
     assert divided is not None
     if whole:
@@ -127,7 +127,7 @@ def counted(world: World) -> list[float]:
     torch.manual_seed(0)
     model, x, count = Counted(), batch(1), torch.tensor(7.0)
     wanted = float(model(x, count))
-    weft.auto_parallelize(model, {"x": x, "count": count}, plan="data=2", world=world)
+    shardwise.auto_parallelize(model, {"x": x, "count": count}, plan="data=2", world=world)
     with torch.no_grad():
         return [wanted, float(model(x, count))]
 

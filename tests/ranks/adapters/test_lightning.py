@@ -1,4 +1,4 @@
-"""Lightning's Trainer with WeftStrategy on 1 and 2 ranks: what it logs, saves and goes on from is the serial run's."""
+"""Lightning's Trainer with ShardwiseStrategy on 1 and 2 ranks: what it logs, saves and goes on from is the serial run's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.world.world import World
+from shardwise.world.world import World
 
 lightning = pytest.importorskip("lightning.pytorch")
 LONG = pytest.mark.long
@@ -76,19 +76,19 @@ def fitted(folder: str, epochs: int, resume: str | None = None, **options: Any) 
 
 
 def ranked(world: World, folder: str, layout: str, serial: str) -> list[Any]:
-    from weft.adapters.lightning import WeftStrategy
+    from shardwise.adapters.lightning import ShardwiseStrategy
 
-    first, trainer = fitted(f"{folder}/a", 3, strategy=WeftStrategy(plan=f"{layout} precision=float64"))
+    first, trainer = fitted(f"{folder}/a", 3, strategy=ShardwiseStrategy(plan=f"{layout} precision=float64"))
     assert trainer.is_global_zero == (world.rank == 0)
-    again, _ = fitted(f"{folder}/b", 3, serial, strategy=WeftStrategy(plan=f"{layout} precision=float64"))
+    again, _ = fitted(f"{folder}/b", 3, serial, strategy=ShardwiseStrategy(plan=f"{layout} precision=float64"))
     return [first, again]
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", pytest.param("data=2", marks=LONG), pytest.param("data=2 zero=1", marks=LONG)])
 def test_what_lightning_sees_is_the_serial_run(ranks: Callable[..., list[Any]], tmp_path: Path, layout: str) -> None:
-    from weft.adapters.lightning import WeftStrategy
+    from shardwise.adapters.lightning import ShardwiseStrategy
 
-    assert WeftStrategy.__doc__
+    assert ShardwiseStrategy.__doc__
     wanted, _ = fitted(str(tmp_path / "serial"), 3)
     fitted(str(tmp_path / "short"), 2)
     resumed, _ = fitted(str(tmp_path / "again"), 3, f"{tmp_path}/short/last.ckpt")

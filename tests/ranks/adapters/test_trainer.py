@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import trainer_scripts as scripts
 from torch import nn
 
-from weft.errors import UsageError
-from weft.world.world import World
+from shardwise.errors import UsageError
+from shardwise.world.world import World
+from tests.support import trainer_scripts as scripts
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -21,7 +21,7 @@ LONG = pytest.mark.long  # each imports transformers on two ranks
 
 def told(world: World, folder: str, layout: str, *runs: dict[str, Any]) -> list[Any]:
     """By run: what was logged, the next random numbers, and the weights as `from_pretrained` finds them."""
-    from weft.adapters.transformers import Trainer
+    from shardwise.adapters.transformers import Trainer
 
     found = []
     for number, run in enumerate(runs):
@@ -84,8 +84,8 @@ def test_dropout_and_half_precision_are_those_of_one_rank(ranks: Callable[..., l
 def others(world: World, folder: str) -> list[Any]:
     """Whole batches that differ between ranks; a plain Trainer around a divided model; a model that is made by a function; generation in
     evaluation by another trainer's class."""
-    import weft
-    from weft.adapters import transformers as adapted
+    import shardwise
+    from shardwise.adapters import transformers as adapted
 
     args = scripts.arguments(folder, max_steps=2, save_strategy="no", eval_strategy="no", num_train_epochs=1)
     trainer = adapted.Trainer(scripts.gpt(), args, train_dataset=scripts.Texts(8, world.rank), plan="data=2")
@@ -93,15 +93,15 @@ def others(world: World, folder: str) -> list[Any]:
         trainer.train()
     samples = scripts.Texts(4, 1)
     batch = {key: torch.stack([item[key] for item in samples.items]) for key in samples[0]}
-    divided = weft.auto_parallelize(scripts.gpt(), batch, plan="data=2", world=world)
-    with pytest.raises(UsageError, match=r"DistributedDataParallel is given GPT2LMHeadModel.*weft\.adapters"):
+    divided = shardwise.auto_parallelize(scripts.gpt(), batch, plan="data=2", world=world)
+    with pytest.raises(UsageError, match=r"DistributedDataParallel is given GPT2LMHeadModel.*shardwise\.adapters"):
         nn.parallel.DistributedDataParallel(divided)
     made = adapted.Trainer(model_init=lambda: scripts.gpt(), args=args, train_dataset=scripts.Texts(19, 1), plan="tensor=2")
     made.train()
     assert adapted.trainer_of(transformers.Trainer) is adapted.Trainer
     adapted.save_pretrained(made.model, f"{folder}/files", 4000)
     adapted.load_pretrained(divided, f"{folder}/files")
-    one, other = (weft.full_state_dict(model) or {} for model in (divided, made.model))
+    one, other = (shardwise.full_state_dict(model) or {} for model in (divided, made.model))
     assert one.keys() == other.keys()
     assert all(torch.equal(x, other[name]) for name, x in one.items())
     return scripts.history(made)

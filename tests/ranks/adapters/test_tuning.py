@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import trainer_scripts as scripts
 
-from weft.world.world import World
+from shardwise.world.world import World
+from tests.support import trainer_scripts as scripts
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -46,7 +46,7 @@ def adapted(trainer_class: Any, folder: str, streaming: bool, **options: Any) ->
 
 
 def adapted_on_ranks(world: World, folder: str, layout: str, streaming: bool) -> Any:
-    from weft.adapters.transformers import Trainer
+    from shardwise.adapters.transformers import Trainer
 
     trainer = adapted(Trainer, folder, streaming, plan=f"{layout} precision=float64")
     frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
@@ -108,7 +108,7 @@ def tokenizer() -> Any:
 
 
 def tuned_on_ranks(world: World, folder: str, layout: str) -> Any:
-    from weft.adapters.trl import SFTTrainer
+    from shardwise.adapters.trl import SFTTrainer
 
     return tuned(SFTTrainer, folder, plan=f"{layout} precision=float64")
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.collectives import ALGORITHMS as COLLECTIVES
-from weft.errors import LayoutError
-from weft.plan.choice import ALGORITHMS, NAMES, SCATTERING, Choices
-from weft.plan.layout import Layout
-from weft.run.build import Traced
-from weft.run.proof.verify import verify_on_rank
-from weft.world.levels import Levels
-from weft.world.running import Programs
-from weft.world.world import World
+import shardwise
+from shardwise.collectives import ALGORITHMS as COLLECTIVES
+from shardwise.errors import LayoutError
+from shardwise.plan.ir.choice import ALGORITHMS, NAMES, SCATTER_GATHER_HALVES, AllReduceChoices
+from shardwise.plan.layout import Layout
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.verify.verify import verify_on_rank
+from shardwise.world.comm.levels import HierarchicalReducer
+from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.world import World
 
 WIDTH = 12  # of which 2, 3 and 4 are divisors: batches divide by as many ranks
 
@@ -55,19 +55,22 @@ def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 def checked(world: World, *layouts: str, make: Callable[[], torch.nn.Module] = Net) -> list[dict[str, int]]:
     """How many collectives ran from a program or in levels, by its name, for each of the layouts; all of which equal the serial run."""
     seen: Counter[str] = Counter()
-    for kind, methods in ((Programs, ("all_reduce", "reduce_scatter", "all_gather")), (Levels, ("all_reduce", "reduce_scatter_into"))):
+    for kind, methods in (
+        (ProgramRunner, ("all_reduce", "reduce_scatter", "all_gather")),
+        (HierarchicalReducer, ("all_reduce", "reduce_scatter_into")),
+    ):
         for method in methods:
             real = getattr(kind, method)
 
             def counted(self: Any, *args: Any, real: Any = real, method: str = method, **kwargs: Any) -> Any:
-                name = args[0].name if isinstance(self, Programs) else "levels"
+                name = args[0].name if isinstance(self, ProgramRunner) else "levels"
                 seen[f"{method} {name}"] += 1
                 return real(self, *args, **kwargs)
 
             setattr(kind, method, counted)
     torch.manual_seed(0)  # under which verify runs the serial model
-    source, found = Traced.of(make), []
-    first = weft.plan(make, _batch(), loss=_loss, layout=f"{layouts[0]} precision=float64", cluster="4xcpu-2")
+    source, found = CachedModelSource.from_model(make), []
+    first = shardwise.plan(make, _batch(), loss=_loss, layout=f"{layouts[0]} precision=float64", cluster="4xcpu-2")
     for layout in layouts:
         plan = replace(first, layout=Layout.parse(f"{layout} precision=float64"))
         result = verify_on_rank(world, plan, make, _batch(), _loss, source)
@@ -86,26 +89,26 @@ def test_every_algorithm_equals_the_serial_model(ranks: Any, data: int) -> None:
 
 
 def test_zero_scatters_and_gathers_by_the_algorithm(ranks: Any) -> None:
-    tried = [(name, zero) for name in SCATTERING for zero in (1, 2)]
+    tried = [(name, zero) for name in SCATTER_GATHER_HALVES for zero in (1, 2)]
     for every in ranks(checked, 4, *(f"data=4 zero={zero} all_reduce={name}" for name, zero in tried)):
         for (name, _), seen in zip(tried, every, strict=True):
-            assert seen[f"reduce_scatter {SCATTERING[name][0]}"] > 0
-            assert seen[f"all_gather {SCATTERING[name][1]}"] > 0
+            assert seen[f"reduce_scatter {SCATTER_GATHER_HALVES[name][0]}"] > 0
+            assert seen[f"all_gather {SCATTER_GATHER_HALVES[name][1]}"] > 0
 
 
 @pytest.mark.parametrize("axes", ["tensor=2", "pipeline=2 microbatches=2"])
 def test_with_other_axes_over_gloo(ranks: Any, axes: str) -> None:
     layouts = [f"data=2 {axes} all_reduce=tree", f"data=2 {axes} zero=1 all_reduce=ring"]
-    for every in ranks(checked, 4, *layouts, env={"WEFT_TRANSPORT": "gloo"}):
+    for every in ranks(checked, 4, *layouts, env={"SHARDWISE_TRANSPORT": "gloo"}):
         assert all(sum(seen.values()) > 0 for seen in every)
 
 
 def test_two_levels_equal_the_serial_model(ranks: Any) -> None:
     layouts = [f"zero={zero} all_reduce=hierarchical" for zero in (0, 1, 2)]
-    for every in ranks(checked, 4, *(f"data=4 {layout}" for layout in layouts), env={"WEFT_TRANSPORT": "boxes=2"}):
+    for every in ranks(checked, 4, *(f"data=4 {layout}" for layout in layouts), env={"SHARDWISE_TRANSPORT": "boxes=2"}):
         for method, seen in zip(("all_reduce", "reduce_scatter_into", "reduce_scatter_into"), every, strict=True):
             assert seen[f"{method} levels"] > 0
-    ranks(checked, 3, *(f"data=3 {layout}" for layout in layouts), env={"WEFT_TRANSPORT": "boxes=2,1"})
+    ranks(checked, 3, *(f"data=3 {layout}" for layout in layouts), env={"SHARDWISE_TRANSPORT": "boxes=2,1"})
 
 
 def whole(world: World) -> list[dict[str, int]]:
@@ -122,16 +125,16 @@ def test_a_model_without_a_graph(ranks: Any) -> None:
 def plainly(world: World, name: str) -> list[list[float]]:
     """Weights after steps of a loop of one's own, and how often a program ran."""
     runs = [0]
-    real = Programs.all_reduce
+    real = ProgramRunner.all_reduce
 
-    def counted(self: Programs, *args: Any, **given: Any) -> Any:
+    def counted(self: ProgramRunner, *args: Any, **given: Any) -> Any:
         runs[0] += 1
         return real(self, *args, **given)
 
-    Programs.all_reduce = counted  # type: ignore[method-assign]
+    ProgramRunner.all_reduce = counted  # type: ignore[method-assign]
     torch.manual_seed(5)
     (x,) = _batch()
-    with weft.auto_parallelize(batch=(x,), plan=f"data=2 all_reduce={name}", world=world):
+    with shardwise.auto_parallelize(batch=(x,), plan=f"data=2 all_reduce={name}", world=world):
         model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -150,7 +153,7 @@ def test_a_loop_of_ones_own(ranks: Any) -> None:
 
 def test_names_are_those_of_the_collectives() -> None:
     assert set(ALGORITHMS) == set(COLLECTIVES["all_reduce"])
-    for scatter, gather in SCATTERING.values():
+    for scatter, gather in SCATTER_GATHER_HALVES.values():
         assert scatter in COLLECTIVES["reduce_scatter"]
         assert gather in COLLECTIVES["all_gather"]
 
@@ -165,8 +168,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"halves need a power of two of ranks, not data x tensor = 3; use ring"):
         Layout.parse("data=3 zero=2 all_reduce=halving_doubling")
     with pytest.raises(LayoutError, match=r"is unknown \(did you mean ring\?\)"):
-        Choices(((100, "rings"),))
+        AllReduceChoices(((100, "rings"),))
     for text in ("ring to 5 B", "ring up to 5 B, native", "ring to 9 B, tree to 4 B, native", ""):
         with pytest.raises(LayoutError):
-            Choices.parse(text)
+            AllReduceChoices.parse(text)
     assert str(Layout.parse("data=2 all_reduce=ring")).endswith("all_reduce=ring")

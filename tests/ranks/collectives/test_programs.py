@@ -14,16 +14,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
+from shardwise.model.stages.stages import split, stage_links  # noqa: E402
+from shardwise.plan.ir.check import check as prove  # noqa: E402
+from shardwise.plan.ir.program import Compute, ComputeOp  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.plan.plan import Plan  # noqa: E402
+from shardwise.run.verify.verify import Options, verify_on_rank  # noqa: E402
+from shardwise.schedules.lower import pipeline_program  # noqa: E402
+from shardwise.world.launch.launch import launch  # noqa: E402
+from shardwise.world.world import World  # noqa: E402
 from tests.support.verified_models import Subject  # noqa: E402
-from weft.model.stages.stages import links, split  # noqa: E402
-from weft.plan.check import check as prove  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.plan import Plan  # noqa: E402
-from weft.plan.program import Compute, Op  # noqa: E402
-from weft.run.proof.verify import Options, verify_on_rank  # noqa: E402
-from weft.schedules.lower import pipeline  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
 
 ODD, AWKWARD = "tests/support/odd_models.py", "tests/support/awkward_models.py"
 Rows = Sequence[Sequence[Compute]]
@@ -34,7 +34,7 @@ def plan_for(subject: Subject, rows: Rows, layout: Layout) -> Plan:
     num_stages = 1 + max(a.stage for row in rows for a in row)
     plan = subject.plan(replace(layout, pipeline=num_stages))
     graph = subject.source.capture(subject.batch, subject.loss, plan.batch_size // layout.microbatches).graph
-    program = pipeline("test", rows, links(split(graph, plan.stages)))
+    program = pipeline_program("test", rows, stage_links(split(graph, plan.stages)))
     prove(program)
     return replace(plan, layout=replace(layout, pipeline=len(rows)).with_schedule("test.txt", str(program)))
 
@@ -42,7 +42,7 @@ def plan_for(subject: Subject, rows: Rows, layout: Layout) -> Plan:
 def compared(subject: Subject, rows: Rows, layout: str, **options: Any) -> dict[str, Any]:
     """The verification of a run of these rows."""
     plan = plan_for(subject, rows, replace(Layout.parse(layout), precision="float64"))
-    subject.source.prepare(plan, subject.batch, subject.loss)
+    subject.source.capture_all(plan, subject.batch, subject.loss)
 
     def on_rank(world: World) -> dict[str, Any] | None:
         found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, subject.source, Options(**options))
@@ -56,13 +56,13 @@ def one_rank(num_stages: int, num_microbatches: int, late: int = -1) -> list[lis
     row: list[Compute] = []
     waiting: list[Compute] = []
     for m in range(num_microbatches):
-        row += [Compute(Op.F, s, m) for s in range(num_stages)]
+        row += [Compute(ComputeOp.F, s, m) for s in range(num_stages)]
         for s in reversed(range(num_stages)):
             if late < 0:
-                row.append(Compute(Op.B, s, m))
+                row.append(Compute(ComputeOp.B, s, m))
                 continue
-            row.append(Compute(Op.I, s, m))
-            waiting.append(Compute(Op.W, s, m))
+            row.append(Compute(ComputeOp.I, s, m))
+            waiting.append(Compute(ComputeOp.W, s, m))
             if len(waiting) > late:
                 row.append(waiting.pop(0))
     return [row + waiting]
@@ -73,15 +73,15 @@ def folded(num_ranks: int, num_microbatches: int, late: int = -1) -> list[list[C
     rows: list[list[Compute]] = []
     for r in range(num_ranks):
         low, high = r, 2 * num_ranks - 1 - r
-        row = [Compute(Op.F, s, m) for m in range(num_microbatches) for s in (low, high)]
+        row = [Compute(ComputeOp.F, s, m) for m in range(num_microbatches) for s in (low, high)]
         ends = [(s, m) for m in range(num_microbatches) for s in (high, low)]
         if late < 0:
-            row += [Compute(Op.B, s, m) for s, m in ends]
+            row += [Compute(ComputeOp.B, s, m) for s, m in ends]
         else:
             waiting: list[Compute] = []
             for s, m in ends:
-                row.append(Compute(Op.I, s, m))
-                waiting.append(Compute(Op.W, s, m))
+                row.append(Compute(ComputeOp.I, s, m))
+                waiting.append(Compute(ComputeOp.W, s, m))
                 if len(waiting) > late:
                     row.append(waiting.pop(0))
             row += waiting
@@ -94,9 +94,9 @@ def both_ways(num_ranks: int, num_microbatches: int, late: int = -1) -> list[lis
     rows: list[list[Compute]] = []
     for r in range(num_ranks):
         places = [(r if m % 2 == 0 else num_ranks - 1 - r, m) for m in range(num_microbatches)]
-        row = [Compute(Op.F, s, m) for s, m in places]
+        row = [Compute(ComputeOp.F, s, m) for s, m in places]
         for s, m in reversed(places):
-            row += [Compute(Op.B, s, m)] if late < 0 else [Compute(Op.I, s, m), Compute(Op.W, s, m)]
+            row += [Compute(ComputeOp.B, s, m)] if late < 0 else [Compute(ComputeOp.I, s, m), Compute(ComputeOp.W, s, m)]
         rows.append(row)
     return rows
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.collectives import ALGORITHMS, NESTED, build
-from weft.plan.placement import piece
-from weft.plan.program import Program
-from weft.world.running import Programs
-from weft.world.world import World
+from shardwise.collectives import ALGORITHMS, NESTED, build
+from shardwise.plan.ir.placement import even_shard_range
+from shardwise.plan.ir.program import Program
+from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.world import World
 
 KINDS = ("gloo", "shared_memory")
 SIZES = (0, 1, 2, 13, 1009)
@@ -46,15 +46,15 @@ def programs_of(collective: str, num_ranks: int) -> list[Program]:
 
 
 def everything(world: World, kind: str, dtypes: Sequence[str], sizes: Sequence[int]) -> None:
-    group, n, me = world.everyone, world.num_ranks, world.rank
-    running = Programs(group.runner)
+    group, n, me = world.world_group, world.num_ranks, world.rank
+    running = ProgramRunner(group.runner)
     programs = {collective: programs_of(collective, n) for collective in ALGORITHMS if collective != "halo"}
     for name in dtypes:
         dtype = getattr(torch, name)
         for seed, numel in enumerate(sizes):
             parts = [whole(seed, r, numel, dtype) for r in range(n)]
             total = torch.stack([part.to(torch.float64) for part in parts]).sum(0).to(dtype)
-            cut = [slice(start, start + length) for start, length in (piece(numel, n, r) for r in range(n))]
+            cut = [slice(start, start + length) for start, length in (even_shard_range(numel, n, r) for r in range(n))]
             for program in programs["all_reduce"]:
                 x = parts[me].clone()
                 running.all_reduce(program, x)
@@ -81,19 +81,19 @@ def everything(world: World, kind: str, dtypes: Sequence[str], sizes: Sequence[i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_every_algorithm_with_every_size(ranks: Any, kind: str, num_ranks: int) -> None:
-    ranks(everything, num_ranks, kind, ["float32"], SIZES if num_ranks < 6 else SIZES[::2], env={"WEFT_TRANSPORT": kind})
+    ranks(everything, num_ranks, kind, ["float32"], SIZES if num_ranks < 6 else SIZES[::2], env={"SHARDWISE_TRANSPORT": kind})
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "portable"])
 def test_every_type(ranks: Any, kind: str) -> None:
     dtypes = ["float64", "bfloat16", "float16", "int64", "int32", "uint8"]
-    ranks(everything, 3, kind, dtypes, (0, 2, 257), env={"WEFT_TRANSPORT": kind})
+    ranks(everything, 3, kind, dtypes, (0, 2, 257), env={"SHARDWISE_TRANSPORT": kind})
 
 
 def in_flight(world: World, kind: str) -> bool:
     """Sums of many sizes under way at once, by several programs, while the group itself is used; waited for in any order."""
-    group, n, me = world.everyone, world.num_ranks, world.rank
-    running = Programs(group.runner)
+    group, n, me = world.world_group, world.num_ranks, world.rank
+    running = ProgramRunner(group.runner)
     known = programs_of("all_reduce", n)
     drawn, own = random.Random(7), random.Random(me)
     under_way: list[tuple[Any, Tensor, Tensor]] = []
@@ -116,12 +116,12 @@ def in_flight(world: World, kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_in_flight_at_once(ranks: Any, kind: str) -> None:
-    assert all(ranks(in_flight, 3, kind, env={"WEFT_TRANSPORT": kind}))
+    assert all(ranks(in_flight, 3, kind, env={"SHARDWISE_TRANSPORT": kind}))
 
 
 def same_bits(world: World, numel: int) -> list[list[float]]:
     """Sums of numbers whose sum depends on the order of adding, by every program."""
-    running = Programs(world.everyone.runner)
+    running = ProgramRunner(world.world_group.runner)
     found = []
     for program in programs_of("all_reduce", world.num_ranks):
         x = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank)) * 10.0 ** (world.rank * 3)
@@ -132,13 +132,13 @@ def same_bits(world: World, numel: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("num_ranks", [3, 6])
 def test_all_ranks_have_the_same_bits(ranks: Any, num_ranks: int) -> None:
-    told = ranks(same_bits, num_ranks, 101, env={"WEFT_TRANSPORT": "gloo"})
+    told = ranks(same_bits, num_ranks, 101, env={"SHARDWISE_TRANSPORT": "gloo"})
     assert all(one == told[0] for one in told)
 
 
 def rounded_once(world: World) -> None:
     """Summands that bfloat16 would lose one by one."""
-    running = Programs(world.everyone.runner)
+    running = ProgramRunner(world.world_group.runner)
     for program in programs_of("all_reduce", world.num_ranks):
         x = torch.full((5,), 256.0 if world.rank == 0 else 0.75, dtype=torch.bfloat16)
         running.all_reduce(program, x)
@@ -147,7 +147,7 @@ def rounded_once(world: World) -> None:
 
 def test_narrow_types_are_rounded_once(ranks: Any) -> None:
     assert torch.tensor(256.75).to(torch.bfloat16) == 256.0
-    ranks(rounded_once, 5, env={"WEFT_TRANSPORT": "shared_memory"})
+    ranks(rounded_once, 5, env={"SHARDWISE_TRANSPORT": "shared_memory"})
 
 
 SWAP = """
@@ -162,13 +162,13 @@ rank 1: chunk(0)>0 chunk(0)<0
 
 def swapped(world: World) -> list[float]:
     x = torch.full((70_000,), float(world.rank))
-    Programs(world.everyone.runner).all_reduce(Program.parse(SWAP), x)
+    ProgramRunner(world.world_group.runner).all_reduce(Program.parse(SWAP), x)
     return sorted(set(x.tolist()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_of_ones_own_that_overwrites_what_it_sends(ranks: Any, kind: str) -> None:
-    assert ranks(swapped, 2, env={"WEFT_TRANSPORT": kind}) == [[1.0], [0.0]]
+    assert ranks(swapped, 2, env={"SHARDWISE_TRANSPORT": kind}) == [[1.0], [0.0]]
 
 
 def bordered(world: World, grid: tuple[int, int], width: int) -> None:
@@ -185,10 +185,10 @@ def bordered(world: World, grid: tuple[int, int], width: int) -> None:
     taken = {(0, 0): tile[:width, inner], (0, 1): tile[-width:, inner]}
     sent |= {(1, 0): tile[:, width : 2 * width], (1, 1): tile[:, -2 * width : -width]}
     taken |= {(1, 0): tile[:, :width], (1, 1): tile[:, -width:]}
-    Programs(world.everyone.runner).halo(build("halo", "exchange", list(grid)), sent, taken)
+    ProgramRunner(world.world_group.runner).halo(build("halo", "exchange", list(grid)), sent, taken)
     assert torch.equal(tile, wanted)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 1), (2, 3)])
 def test_halos_with_their_corners(ranks: Any, grid: tuple[int, int]) -> None:
-    ranks(bordered, grid[0] * grid[1], grid, 2, env={"WEFT_TRANSPORT": "gloo"})
+    ranks(bordered, grid[0] * grid[1], grid, 2, env={"SHARDWISE_TRANSPORT": "gloo"})

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.lower import special
-from weft.run.proof.verify import Verification
+import shardwise
+from shardwise.lower import operator_lowering
+from shardwise.run.verify.verify import Verification
 
 
 class Blocks(nn.Module):
@@ -41,7 +41,7 @@ def verified(layout: str, groups: int = 4, **options: Any) -> Verification:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(output, batch[1])
 
-    return weft.verify(lambda: Blocks(groups), layout, batch, loss=loss, cut_everything=True, **options)
+    return shardwise.verify(lambda: Blocks(groups), layout, batch, loss=loss, cut_everything=True, **options)
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "tensor=4", "data=2 tensor=2 zero=2", "pipeline=2 tensor=2 schedule=zb-h1 microbatches=2"])
@@ -68,6 +68,6 @@ def test_fewer_groups_than_ranks_are_not_cut() -> None:
 
 
 def test_broken_twin_with_the_groups_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(special.BY_WORD, "grouped", lambda call: None)
-    with pytest.raises(weft.errors.RankError, match="groups"):
+    monkeypatch.setitem(operator_lowering.LOWERINGS, "grouped", lambda call: None)
+    with pytest.raises(shardwise.errors.RankError, match="groups"):
         verified("tensor=2")

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.lower.kernels.randomness import Draw, Where, dropout
-from weft.lower.kernels.sample_positions import Place
-from weft.lower.kernels.statistics import batch_norm
-from weft.lower.kernels.vocabulary import cross_entropy, embedding
-from weft.lower.redistribute import redistribute
-from weft.plan.placement import P, R
-from weft.world.world import World
+from shardwise.lower.kernels.randomness import DrawSite, DrawState, dropout
+from shardwise.lower.kernels.sample_positions import DrawnShard
+from shardwise.lower.kernels.statistics import batch_norm
+from shardwise.lower.kernels.vocabulary import cross_entropy, embedding
+from shardwise.lower.redistribute import redistribute
+from shardwise.plan.ir.placement import P, R
+from shardwise.world.world import World
 
 ROWS, CLASSES = 12, 12
 
@@ -39,7 +39,7 @@ def looked_up(world: World, padding: int) -> list[bool]:
     want = F.embedding(ids, table, padding if padding >= 0 else None)
     want.backward(seed)
     mine = piece_of(table.detach(), 0, world).requires_grad_()
-    got = redistribute(embedding(mine, ids, padding, 4 * world.rank), P, R, world.everyone)
+    got = redistribute(embedding(mine, ids, padding, 4 * world.rank), P, R, world.world_group)
     got.backward(seed)
     assert table.grad is not None
     return [equal(got, want), equal(mine.grad, piece_of(table.grad, 0, world))]
@@ -58,7 +58,7 @@ def classified(world: World, ignore: int, by: str) -> list[bool]:
     assert logits.grad is not None
     dim = 1 if by == "classes" else 0
     mine = piece_of(logits.detach(), dim, world).requires_grad_()
-    group = world.everyone
+    group = world.world_group
     if by == "classes":
         got = cross_entropy(mine, target, ignore, (), (4 * world.rank, group))
     else:
@@ -104,13 +104,13 @@ def normalised(world: World) -> list[bool]:
         want.backward(seed)
         mine = piece_of(x.detach(), 0, world).requires_grad_()
         weight, bias = torch.ones(3, dtype=torch.float64).requires_grad_(), torch.zeros(3, dtype=torch.float64).requires_grad_()
-        got = batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, ((world.everyone, (1 / world.num_ranks,) * world.num_ranks),))
+        got = batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, ((world.world_group, (1 / world.num_ranks,) * world.num_ranks),))
         got.backward(piece_of(seed, 0, world))
         assert x.grad is not None
         assert weight.grad is not None
         assert bias.grad is not None
-        world.everyone.all_reduce(weight.grad)
-        world.everyone.all_reduce(bias.grad)
+        world.world_group.all_reduce(weight.grad)
+        world.world_group.all_reduce(bias.grad)
         close = torch.allclose(got, piece_of(want, 0, world), atol=1e-8)
         results += [close, torch.allclose(mine.grad, piece_of(x.grad, 0, world), atol=1e-8)]  # type: ignore[arg-type]
         results += [torch.allclose(weight.grad, norm.weight.grad), torch.allclose(bias.grad, norm.bias.grad)]  # type: ignore[arg-type]
@@ -124,9 +124,9 @@ def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[.
 
 
 def dropped(world: World) -> dict[str, list[float]]:
-    draw = Draw(seed=3, step=5)
-    pieces = (Place((128,)), Place((128,), ((0, 64 * world.rank, 64),)))
-    whole, mine = (Where(7, 0, 0, place, torch.float32) for place in pieces)
+    draw = DrawState(seed=3, step=5)
+    pieces = (DrawnShard((128,)), DrawnShard((128,), ((0, 64 * world.rank, 64),)))
+    whole, mine = (DrawSite(7, 0, 0, place, torch.float32) for place in pieces)
     shared, own = dropout(torch.ones(128), 0.5, draw, whole), dropout(torch.ones(64), 0.5, draw, mine)
     again = dropout(torch.ones(64), 0.5, draw, mine)
     draw.step = 6

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import weft
-from weft.plan.layout import Layout
-from weft.run.proof.verify import Verification
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.plan.layout import Layout
+from shardwise.run.verify.verify import Verification
+from shardwise.zoo.resolve import resolve
 
 
 def verified(layout: str, model: str = "gpt-tiny", samples: int = 4, **options: Any) -> Verification:
     found = resolve(model)
-    return weft.verify(found.make, layout, found.batch(samples), loss=found.loss, cut_everything=True, **options)
+    return shardwise.verify(found.make, layout, found.batch(samples), loss=found.loss, cut_everything=True, **options)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -37,7 +37,7 @@ def test_one_rank_is_the_serial_run_bit_for_bit() -> None:
 def test_a_float32_run_is_not_taken_for_one_in_16_bits() -> None:
     """The broken twin: what the run computes is not what the layout says."""
     found = resolve("gpt-tiny")
-    assert not weft.verify(found.make, "data=2 precision=bfloat16", found.batch(4), loss=found.loss, tolerance=1e-5, steps=1).ok
+    assert not shardwise.verify(found.make, "data=2 precision=bfloat16", found.batch(4), loss=found.loss, tolerance=1e-5, steps=1).ok
 
 
 @pytest.mark.parametrize(("precision", "factor"), [("bfloat16", 1.2), ("float16", 1.02)])

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from weft.ops import draws
-from weft.plan.layout import Layout
-from weft.run.engine import Engine
-from weft.run.proof.serial import Serial, Traits
-from weft.run.state.optimizer import OptimizerSpec
-from weft.world.launch import launch
-from weft.world.world import World
+from shardwise.ops import is_random
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.state.optimizer import OptimizerSpec
+from shardwise.run.verify.serial import SerialRun, SerialTraits
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 
 STEPS = 3
 GPT, EVERYTHING = "gpt-tiny:dropout=0.2,layers=2", "tests/support/drawing_models.py:everything"
@@ -44,11 +44,11 @@ def test_a_run_that_draws_has_one_loss_under_every_layout(subject: Callable[[str
     model = subject(name)
     plan = model.plan(Layout(precision="float64"))
     graph = model.source.capture(model.batch, model.loss, None).graph
-    count = sum(draws(op) for op in graph.operators)
+    count = sum(is_random(op) for op in graph.operators)
     cpu = torch.device("cpu")
-    serial = Serial(model.make, 0, model.batch, model.loss, plan, OptimizerSpec.of("adamw"), cpu, Traits(draws=count))
+    serial = SerialRun(model.make, 0, model.batch, model.loss, plan, OptimizerSpec.of("adamw"), cpu, SerialTraits(num_draws=count))
     want = [float(serial.step()["loss"][""]) for _ in range(STEPS)]
-    assert not serial.drew_otherwise
+    assert not serial.drew_differently
     assert len(set(want)) == STEPS
     for num_ranks, layouts in LAYOUTS.items():
         for text in layouts:

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.lower.redistribute import redistribute
-from weft.plan.placement import D, P, R, Shard, in_runs, is_shard
-from weft.world.launch import launch
-from weft.world.memory import accounts_of
-from weft.world.world import World
+from shardwise.lower.redistribute import redistribute
+from shardwise.plan.ir.placement import D, P, R, Shard, is_shard, shard_of_runs
+from shardwise.world.launch.launch import launch
+from shardwise.world.memory import accounts_of
+from shardwise.world.world import World
 
 PAIRS = (
     (P, R), (R, D), (P, D), (R, Shard(0)), (R, Shard(1)), (D, Shard(0)), (D, Shard(2)), (Shard(0), R), (Shard(2), R), (Shard(1), D),
     (P, Shard(0)), (P, Shard(1)), (Shard(0), Shard(1)), (Shard(2), Shard(0)), (Shard(1), Shard(2)),
 )  # fmt: skip
 
-RUNS, ROWS = in_runs(1, ((1, 2, 1), (3, 2, 3))), in_runs(0, ((1, 1, 1), (1, 1, 1)))  # pieces of two runs
+RUNS, ROWS = shard_of_runs(1, ((1, 2, 1), (3, 2, 3))), shard_of_runs(0, ((1, 1, 1), (1, 1, 1)))  # pieces of two runs
 A, B = Shard(0, (3, 1, 2)), Shard(1, (5, 5, 2))
 UNEQUAL = (
     (R, A), (D, A), (A, R), (A, D), (P, A), (A, B), (B, Shard(0)), (Shard(2), A),
@@ -66,7 +66,7 @@ def moved(world: World, dtype: str) -> list[str]:
     x, c = (global_tensor(seed, getattr(torch, dtype)) for seed in (1, 2))
     for source, target in (*PAIRS, *(UNEQUAL if world.num_ranks == 3 else ())):
         mine = held(x, source, world).requires_grad_()
-        out = redistribute(mine, source, target, world.everyone)
+        out = redistribute(mine, source, target, world.world_group)
         if not torch.allclose(out, held(x, target, world)):
             wrong.append(f"{source} -> {target} forward")
         out.backward(gradient(c, target, world))
@@ -74,7 +74,7 @@ def moved(world: World, dtype: str) -> list[str]:
         assert got is not None
         if source is D:
             got = got.clone()
-            world.everyone.all_reduce(got)
+            world.world_group.all_reduce(got)
             want = c
         else:
             want = gradient(c, source, world)
@@ -83,12 +83,12 @@ def moved(world: World, dtype: str) -> list[str]:
         if not torch.equal(mine.detach(), held(x, source, world)):
             wrong.append(f"{source} -> {target} writes its input")
     numbers = torch.arange(6 * 6).view(6, 6)
-    whole = redistribute(numbers.chunk(world.num_ranks, 0)[world.rank], Shard(0), R, world.everyone)
+    whole = redistribute(numbers.chunk(world.num_ranks, 0)[world.rank], Shard(0), R, world.world_group)
     if not torch.equal(whole, numbers):
         wrong.append("integers")
     # A broken twin: the wrong dual is found by this very comparison.
     mine = held(x, R, world).requires_grad_()
-    redistribute(mine, R, D, world.everyone).backward(gradient(c, R, world))
+    redistribute(mine, R, D, world.world_group).backward(gradient(c, R, world))
     assert mine.grad is not None
     if torch.allclose(mine.grad, gradient(c, R, world)):
         wrong.append("a wrong gradient is not found")
@@ -109,8 +109,8 @@ def _taken(world: World) -> list[float]:
     for move in (lambda: group.reduce_scatter(x, 2), lambda: group.all_to_all(x, 2, 0)):
         with memory.counting("buffers"):
             move()
-            memory.forget_peak()
-            before = memory.held().total
+            memory.reset_peak()
+            before = memory.current().total
             made = move()
             found.append((memory.peak().total - before) / (x.numel() * x.element_size()))
             del made

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.lower.kernels import blocks as products
-from weft.lower.kernels import draws
-from weft.lower.kernels import ring as rings
-from weft.lower.kernels.randomness import Draw, Where
-from weft.lower.kernels.ring import Ring, causal, reaches, ring_attention
-from weft.lower.kernels.sample_positions import Place
-from weft.plan.placement import pieces, zigzag
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
+from shardwise.lower.kernels import attention_blocks as products
+from shardwise.lower.kernels import random_operators
+from shardwise.lower.kernels import ring as rings
+from shardwise.lower.kernels.randomness import DrawSite, DrawState
+from shardwise.lower.kernels.ring import Ring, local_causal_ring, num_hops_by_owner, ring_attention
+from shardwise.lower.kernels.sample_positions import DrawnShard
+from shardwise.plan.ir.placement import even_shard_ranges, zigzag_ranges
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 
 Found = dict[str, dict[str, float]]
 LEAST = torch.finfo(torch.float64).min
@@ -101,16 +101,16 @@ def _whole(case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [x[:, 0] for x in made] if case.flat else made
 
 
-def _drawing(case: Case, start: int, count: int) -> tuple[Draw, Where]:
-    place = Place((2, case.heads, case.queries, case.keys), ((2, start, count),))
-    return Draw(seed=1, step=2), Where(0, 0, 4, place, torch.float64)
+def _drawing(case: Case, start: int, count: int) -> tuple[DrawState, DrawSite]:
+    place = DrawnShard((2, case.heads, case.queries, case.keys), ((2, start, count),))
+    return DrawState(seed=1, step=2), DrawSite(0, 0, 4, place, torch.float64)
 
 
 def _serial(case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if case.p:
         draw, where = _drawing(case, 0, case.queries)
-        dropping = draws.Dropping(draw.key(where.number), draw.box(where.place), case.p)
-        return draws.attention(q, k, v, mask, case.causal, case.scale, dropping)
+        dropping = random_operators.DropoutDraw(draw.key(where.draw_index), draw.box(where.shard), case.p)
+        return random_operators.attention_with_dropout(q, k, v, mask, case.causal, case.scale, dropping)
     if case.mask is _least:  # torch's kernel keeps a logarithm for backward, in which all but the least number is lost
         weights: Tensor = (q @ k.mT * q.shape[-1] ** -0.5 + mask).softmax(-1)
         return weights @ v
@@ -119,8 +119,8 @@ def _serial(case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) ->
 
 def _ranges(length: int, n: int, in_zigzag: bool) -> tuple[tuple[tuple[int, int], ...], ...]:
     if in_zigzag:
-        return tuple(tuple(r for r in both if r[0] < r[1]) for both in zigzag(length, n))
-    return tuple((one,) for one in pieces(length, n))
+        return tuple(tuple(r for r in both if r[0] < r[1]) for both in zigzag_ranges(length, n))
+    return tuple((one,) for one in even_shard_ranges(length, n))
 
 
 def _of(x: Tensor, ranges: Any, dim: int = -2) -> Tensor:
@@ -129,7 +129,7 @@ def _of(x: Tensor, ranges: Any, dim: int = -2) -> Tensor:
 
 def difference(case: Case, world: World, dtype: torch.dtype = torch.float64) -> float:
     """The largest difference of this rank's output and gradients from the serial ones, over the largest number there."""
-    group, (*whole, seed) = world.everyone, _whole(case, dtype)
+    group, (*whole, seed) = world.world_group, _whole(case, dtype)
     mask = None if case.mask is None else case.mask(case.queries, case.keys)
     asked = [x.requires_grad_() for x in whole] + ([mask.requires_grad_()] if mask is not None and case.learns else [])
     want = _serial(case, whole[0], whole[1], whole[2], mask)
@@ -152,24 +152,24 @@ def difference(case: Case, world: World, dtype: torch.dtype = torch.float64) -> 
     return max(float((one - ref).abs().max() / ref.abs().max().clamp(min=0.1)) for one, ref in pairs)
 
 
-def _unfaded(self: products.Rows, start: int, out: Tensor, top: Tensor, total: Tensor) -> None:
+def _unfaded(self: products.SoftmaxState, start: int, out: Tensor, top: Tensor, total: Tensor) -> None:
     count = top.shape[-1]
     self.out.narrow(-2, start, count).add_(out)
-    self.total.narrow(-1, start, count).add_(total)
-    self.top.narrow(-1, start, count).copy_(top)
+    self.weight_sum.narrow(-1, start, count).add_(total)
+    self.max_score.narrow(-1, start, count).copy_(top)
 
 
-def _forgetting(self: rings._Gradients, step: int, owner: int, mine: Tensor) -> None:
-    if self.before is not None:
-        self.before[0].wait()
-    self.before = None
+def _forgetting(self: rings._KeyGradientRing, step: int, owner: int, mine: Tensor) -> None:
+    if self.pending_receive is not None:
+        self.pending_receive[0].wait()
+    self.pending_receive = None
     PASS_ON(self, step, owner, mine)
 
 
-PASS_ON = rings._Gradients.pass_on
+PASS_ON = rings._KeyGradientRing.pass_on
 TWINS = {
-    "blocks are merged as if they had one largest score": (products.Rows, "add", _unfaded),
-    "gradients of those before are lost": (rings._Gradients, "pass_on", _forgetting),
+    "blocks are merged as if they had one largest score": (products.SoftmaxState, "add", _unfaded),
+    "gradients of those before are lost": (rings._KeyGradientRing, "pass_on", _forgetting),
 }
 
 
@@ -236,8 +236,8 @@ def test_a_rank_with_all_keys_computes_what_its_queries_see(lengths: tuple[int, 
     want = _serial(case, whole[0], whole[1], whole[2], None)
     total = [torch.zeros_like(x) for x in whole]
     for mine in _ranges(case.queries, 3, True):
-        ring = causal(mine, case.keys)
-        assert lengths[0] != lengths[1] or all(part.first is None for part in ring.blocks[0][0])
+        ring = local_causal_ring(mine, case.keys)
+        assert lengths[0] != lengths[1] or all(part.first is None for part in ring.merged_tiles[0][0])
         q = _of(whole[0].detach(), mine).requires_grad_()
         out = ring_attention(ring, q, whole[1], whole[2])
         assert torch.allclose(out, _of(want, mine), atol=1e-12)
@@ -252,7 +252,7 @@ def test_a_rank_with_all_keys_computes_what_its_queries_see(lengths: tuple[int, 
 def test_how_far_keys_go() -> None:
     """Of causal attention in order to the last rank, in zig-zag order round to all."""
     order, both = (tuple(_ranges(16, 4, one)) for one in (False, True))
-    far = [reaches([[bool(p) for p in row] for row in Ring(None, at, at, True).parts]) for at in (order, both)]
+    far = [num_hops_by_owner([[bool(p) for p in row] for row in Ring(None, at, at, True).tiles]) for at in (order, both)]
     assert far == [(3, 2, 1, 0), (3, 3, 3, 3)]
 
 
@@ -260,9 +260,9 @@ def test_zigzag_gives_all_ranks_as_much_to_do() -> None:
     """Of 64 positions on 4 ranks: as many scores each, and all masks are whole triangles, which fused kernels know."""
     at = _ranges(64, 4, True)
     ring = Ring(None, at, at, True)
-    done = [sum(p.rows * (p.rows + 1) // 2 if p.causal else p.rows * p.columns for owner in mine for p in owner) for mine in ring.parts]
+    done = [sum(p.rows * (p.rows + 1) // 2 if p.causal else p.rows * p.columns for owner in mine for p in owner) for mine in ring.tiles]
     assert done == [520] * 4
-    assert all(part.first is None for mine in ring.parts for owner in mine for part in owner)
-    blocks = [part for mine in ring.blocks for owner in mine for part in owner]
+    assert all(part.first is None for mine in ring.tiles for owner in mine for part in owner)
+    blocks = [part for mine in ring.merged_tiles for owner in mine for part in owner]
     assert len(blocks) == 16  # one a rank and step: a whole triangle, or all of half of the queries or of half of the keys
     assert sum(p.rows * (p.rows + 1) // 2 if p.causal else p.rows * p.columns for p in blocks) == 64 * 65 // 2

@@ -9,12 +9,12 @@ import pytest
 import torch
 from test_narrow_verification import verified
 
-from weft.lower import call
-from weft.lower.kernels import scaled
-from weft.lower.kernels.scaled import fits, product, scaled_linear
-from weft.plan.layout import Layout
-from weft.world import private
-from weft.world.world import World
+from shardwise.lower import call
+from shardwise.lower.kernels import scaled
+from shardwise.lower.kernels.scaled import scaled_linear, scaled_product, supports_scaled_product
+from shardwise.plan.layout import Layout
+from shardwise.world import private
+from shardwise.world.world import World
 
 
 def _rounded(x: torch.Tensor, most: float = 448.0) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_a_product_is_that_of_rounded_rows(m: int, n: int, k: int) -> None:
     torch.manual_seed(m)
     a, b = (torch.randn(rows, k).mul(torch.rand(rows, 1) * 1e3).bfloat16() for rows in (m, n))
     want = (_rounded(a).double() @ _rounded(b).double().T).bfloat16()
-    assert torch.allclose(product(a, b, ()).float(), want.float(), rtol=2**-7, atol=float(want.float().abs().max()) * 2**-8)
+    assert torch.allclose(scaled_product(a, b, ()).float(), want.float(), rtol=2**-7, atol=float(want.float().abs().max()) * 2**-8)
 
 
 def test_gradients_are_of_rounded_operands_and_the_weights_of_16_bits() -> None:
@@ -47,20 +47,20 @@ def test_gradients_are_of_rounded_operands_and_the_weights_of_16_bits() -> None:
 
 
 def test_rows_of_zeros_and_sides_that_do_not_fit() -> None:
-    assert torch.equal(product(torch.zeros(3, 16).bfloat16(), torch.ones(4, 16).bfloat16(), ()), torch.zeros(3, 4).bfloat16())
-    assert fits((16, 32))
-    assert not fits((10, 32))
+    assert torch.equal(scaled_product(torch.zeros(3, 16).bfloat16(), torch.ones(4, 16).bfloat16(), ()), torch.zeros(3, 4).bfloat16())
+    assert supports_scaled_product((16, 32))
+    assert not supports_scaled_product((10, 32))
 
 
 def _in_pieces(world: World, alone: bool) -> torch.Tensor:
     """The sum over ranks that have pieces of rows, in float64, so that nothing but the operands is rounded."""
-    private.scaled_product = lambda a, b, of_a, of_b: (a.double() * of_a) @ (b.double() * of_b).T  # type: ignore[assignment]
+    private.scaled_matmul = lambda a, b, of_a, of_b: (a.double() * of_a) @ (b.double() * of_b).T  # type: ignore[assignment]
     torch.manual_seed(0)
     a, b = (torch.randn(rows, 64).mul(torch.logspace(-2, 2, 64)).bfloat16() for rows in (8, 16))
     piece = slice(32 * world.rank, 32 * (world.rank + 1))
-    made = scaled.product(a[:, piece], b[:, piece], () if alone else (world.everyone,))
-    world.everyone.all_reduce(made)
-    private.scaled_product = None  # type: ignore[assignment]
+    made = scaled.scaled_product(a[:, piece], b[:, piece], () if alone else (world.world_group,))
+    world.world_group.all_reduce(made)
+    private.scaled_matmul = None  # type: ignore[assignment]
     return made - (_rounded(a).double() @ _rounded(b).double().T)
 
 
@@ -74,7 +74,7 @@ def test_broken_twin_scales_that_do_not_agree(ranks: Callable[..., list[Any]]) -
 
 
 def _doubled(a: torch.Tensor, b: torch.Tensor, over: Any, dtype: torch.dtype = scaled.DTYPE) -> torch.Tensor:
-    return product(a, b, over, dtype) * (2.0 if dtype is scaled.OF_GRADIENTS else 1.0)
+    return scaled_product(a, b, over, dtype) * (2.0 if dtype is scaled.OF_GRADIENTS else 1.0)
 
 
 def test_a_wrong_gradient_is_noticed_in_the_noise_of_8_bits(subject: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_wrong_gradient_is_noticed_in_the_noise_of_8_bits(subject: Callable[[s
     found = subject("gpt-tiny").check(layout, sabotage={"layers.1.mlp.up.weight": 1.1}, steps=1)
     assert not found.ok
     assert "the same layout in float64: gradients of layers.1.mlp.up.weight" in str(found.first_difference)
-    monkeypatch.setattr(scaled, "product", _doubled)
+    monkeypatch.setattr(scaled, "scaled_product", _doubled)
     found = verified("tensor=2 precision=float8", steps=1)
     assert not found.ok
     assert "the gradient of " in str(found.first_difference)
@@ -104,5 +104,5 @@ def test_one_rank_is_the_serial_run_bit_for_bit() -> None:
 
 def test_broken_twin_layers_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """They differ, though by less than serial runs do from one another: what rounds to 3 bits is that noisy."""
-    monkeypatch.setattr(call, "fits", lambda shape: False)
+    monkeypatch.setattr(call, "supports_scaled_product", lambda shape: False)
     assert min(verified("data=1 precision=float8").worst.values()) > 0.0

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import weft
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.world.world import World
 from tests.support.plain_models import said
-from weft.errors import UsageError
-from weft.world.world import World
 
 BATCH = (torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 4))
 
@@ -19,22 +19,22 @@ BATCH = (torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 
 def unseeded(world: World) -> dict[str, Any]:
     """What ranks that were seeded unlike hold and draw."""
     torch.manual_seed(100 + world.rank)
-    with weft.auto_parallelize(batch=BATCH, plan="data=2", world=world):
+    with shardwise.auto_parallelize(batch=BATCH, plan="data=2", world=world):
         net = nn.Linear(4, 4)
     found: dict[str, Any] = {"block": net.weight.detach().clone(), "drawn after it": torch.rand(4)}
     torch.manual_seed(100 + world.rank)
-    engine = weft.parallelize(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), BATCH, loss=_loss, plan="data=2", world=world)
+    engine = shardwise.parallelize(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), BATCH, loss=_loss, plan="data=2", world=world)
     found["engine"] = engine.parameters["0.weight"].detach().clone()
     torch.manual_seed(100 + world.rank)
     built = nn.Linear(4, 4)
-    found["built"] = said(lambda: weft.auto_parallelize(built, BATCH, plan="data=2", world=world), UsageError)
-    found["given"] = said(lambda: weft.parallelize(built, BATCH, loss=_loss, plan="data=2", world=world), UsageError)
+    found["built"] = said(lambda: shardwise.auto_parallelize(built, BATCH, plan="data=2", world=world), UsageError)
+    found["given"] = said(lambda: shardwise.parallelize(built, BATCH, loss=_loss, plan="data=2", world=world), UsageError)
     torch.manual_seed(0)
-    net = weft.auto_parallelize(nn.Linear(4, 4), BATCH, plan="data=2", world=world)
-    for x, y in weft.shard([BATCH]):
+    net = shardwise.auto_parallelize(nn.Linear(4, 4), BATCH, plan="data=2", world=world)
+    for x, y in shardwise.shard([BATCH]):
         nn.functional.mse_loss(net(x), y).backward()
     found["gradient"] = net.weight.grad
-    found["data"] = said(lambda: list(weft.shard([(torch.rand(8, 4) + world.rank, BATCH[1])])), UsageError)
+    found["data"] = said(lambda: list(shardwise.shard([(torch.rand(8, 4) + world.rank, BATCH[1])])), UsageError)
     return found
 
 

@@ -18,20 +18,20 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
-import weft  # noqa: E402
+import shardwise  # noqa: E402
+from shardwise.capture.patching import patched_for_export  # noqa: E402
+from shardwise.errors import Infeasible, LayoutError, ModelError  # noqa: E402
+from shardwise.model.sharding.propagate import propagate  # noqa: E402
+from shardwise.plan.ir.placement import R, Shard  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.plan.plan import Plan  # noqa: E402
+from shardwise.run.rank_model.build import ModelSource  # noqa: E402
+from shardwise.run.verify.verify import Options, verify_on_rank  # noqa: E402
+from shardwise.world.launch.launch import launch  # noqa: E402
+from shardwise.world.world import World  # noqa: E402
 from tests.support.awkward_models import MODELS  # noqa: E402
 from tests.support.user_models import MODELS as OF_USERS  # noqa: E402
 from tests.support.verified_models import EAGER, Subject  # noqa: E402
-from weft.capture.patched import tracing  # noqa: E402
-from weft.errors import Infeasible, LayoutError, ModelError  # noqa: E402
-from weft.model.sharding.propagate import propagate  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.placement import R, Shard  # noqa: E402
-from weft.plan.plan import Plan  # noqa: E402
-from weft.run.build import Source  # noqa: E402
-from weft.run.proof.verify import Options, verify_on_rank  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
 
 TWO = ("data=2", "tensor=2", "tensor=2 sequence_parallel=on", "pipeline=2")
 FOUR = ("data=2 tensor=2",)
@@ -53,7 +53,7 @@ def check(subject: Subject, layouts: tuple[str, ...]) -> dict[str, str]:
     for text in layouts:
         plan = subject.plan(replace(Layout.parse(text), precision="float64"))
         plans.append(replace(plan, shards=(("free links", ()),)) if plan.layout.tensor > 1 else plan)
-        subject.source.prepare(plans[-1], subject.batch, subject.loss)
+        subject.source.capture_all(plans[-1], subject.batch, subject.loss)
 
     def on_rank(world: World) -> list[str]:
         given = (subject.make, subject.batch, subject.loss)
@@ -82,7 +82,7 @@ def test_quantiles_are_what_they_are_in_one_process() -> None:
     """torch 2.11 cannot export them on processors, where it looks at their level's value; then a model with one runs whole."""
     subject = Subject(str(ROOT / "tests/support/awkward_models.py:quantile"))
     try:
-        with tracing():
+        with patched_for_export():
             torch.export.export(Quantile(), (torch.ones(2, 3),), strict=False)
     except Exception:
         with pytest.raises(Infeasible, match=r"could not be captured .*data-dependent at .*quantile"):
@@ -128,10 +128,10 @@ def positions() -> dict[str, Tensor]:
 
 
 def test_what_is_as_long_as_the_batch_by_accident_is_not_cut_into_microbatches() -> None:
-    captured = Source.of(Accidents).capture(positions(), class_loss, 4)
+    captured = ModelSource.from_model(Accidents).capture(positions(), class_loss, 4)
     assert {v.name for v in captured.graph.inputs if not v.batched} == {"positions", "weights"}
     for layout in ("data=2 microbatches=2", "pipeline=2 microbatches=4"):
-        found = weft.verify(Accidents, layout, positions(), loss=class_loss)
+        found = shardwise.verify(Accidents, layout, positions(), loss=class_loss)
         assert found.ok, found
 
 
@@ -153,9 +153,9 @@ class Branching(nn.Module):
 def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captured() -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
-        weft.verify(Branching, "data=2", (x,))
-    assert weft.plan(Branching, (x,), cluster="1xcpu-2").layout.data == 1  # tried before it is proposed
-    assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
+        shardwise.verify(Branching, "data=2", (x,))
+    assert shardwise.plan(Branching, (x,), cluster="1xcpu-2").layout.data == 1  # tried before it is proposed
+    assert shardwise.verify(Branching, "data=1 microbatches=2", (x,)).ok
 
 
 class Picked(nn.Module):
@@ -175,7 +175,7 @@ def test_a_mean_over_what_parts_differ_in_is_refused_though_parts_are_alike(coun
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     picked = torch.cat([torch.arange(4) < n for n in counts])
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
-        weft.plan(Picked, (x, picked), cluster="1xcpu-2", layout="data=2")
+        shardwise.plan(Picked, (x, picked), cluster="1xcpu-2", layout="data=2")
 
 
 class Nearly(nn.Module):
@@ -200,7 +200,7 @@ def test_what_couples_samples_less_than_float32_shows_is_not_divided_where_the_m
     model = Nearly(part)
     before = {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     with pytest.raises(Infeasible, match=said):
-        weft.plan(model, (x,), cluster="1xcpu-2", layout="data=2")
+        shardwise.plan(model, (x,), cluster="1xcpu-2", layout="data=2")
     assert before == {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
 
 
@@ -228,8 +228,8 @@ def test_what_is_written_by_the_samples_seen_is_not_divided_where_the_model_cann
     batch = (torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8))
     for kind, written in (("mean", "mean"), ("table", "table.weight")):
         with pytest.raises(Infeasible, match=rf"it writes {written} while it runs, by the samples that it sees"):
-            weft.verify(lambda kind=kind: Seen(kind), "data=2", batch)
-    assert weft.verify(lambda: Seen("calls"), "data=2", batch).ok
+            shardwise.verify(lambda kind=kind: Seen(kind), "data=2", batch)
+    assert shardwise.verify(lambda: Seen("calls"), "data=2", batch).ok
 
 
 class Remembering(nn.Module):
@@ -247,8 +247,8 @@ class Remembering(nn.Module):
 def test_what_is_kept_in_attributes_by_the_samples_seen_is_not_divided_where_the_model_cannot_be_captured() -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     with pytest.raises(Infeasible, match=r"it reads in the next call what it keeps in its attribute seen, and its loss over 8 samples is"):
-        weft.verify(Remembering, "data=2", (x,))
-    assert weft.plan(Remembering, (x,), cluster="1xcpu-2").layout.data == 1
+        shardwise.verify(Remembering, "data=2", (x,))
+    assert shardwise.plan(Remembering, (x,), cluster="1xcpu-2").layout.data == 1
 
 
 class Noisy(nn.Module):
@@ -270,10 +270,10 @@ class Noisy(nn.Module):
 def test_models_that_draw_are_tried_with_one_number_for_all_samples_where_they_cannot_be_captured() -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     state = torch.random.get_rng_state()
-    assert weft.plan(lambda: Noisy(False), (x,), cluster="1xcpu-2", layout="data=2").layout.data == 2
+    assert shardwise.plan(lambda: Noisy(False), (x,), cluster="1xcpu-2", layout="data=2").layout.data == 2
     assert torch.equal(torch.random.get_rng_state(), state)
     with pytest.raises(Infeasible, match="its loss over 8 samples is"):
-        weft.plan(lambda: Noisy(True), (x,), cluster="1xcpu-2", layout="data=2")
+        shardwise.plan(lambda: Noisy(True), (x,), cluster="1xcpu-2", layout="data=2")
 
 
 class Attending(nn.Module):
@@ -292,7 +292,7 @@ def test_a_plan_in_float64_tries_the_model_in_float64_where_it_cannot_be_capture
     generator = torch.Generator().manual_seed(1)
     x, ids = torch.randn(8, 4, 4, generator=generator), torch.randint(8, (8, 2), generator=generator)
     layout = Layout.parse("data=2 precision=float64")
-    assert weft.plan(Attending, (x, ids), cluster="1xcpu-2", layout=layout).layout == layout
+    assert shardwise.plan(Attending, (x, ids), cluster="1xcpu-2", layout=layout).layout == layout
 
 
 class OwnGradient(nn.Module):
@@ -317,9 +317,9 @@ class Overwriting(OwnGradient):
 
 def test_a_model_that_differentiates_trains_by_data_and_one_that_pytorch_cannot_train_is_told_so() -> None:
     x = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
-    assert weft.verify(OwnGradient, "data=2", (x,)).ok
+    assert shardwise.verify(OwnGradient, "data=2", (x,)).ok
     with pytest.raises(ModelError, match="raises when plain PyTorch trains it in one process: one of the variables"):
-        weft.verify(Overwriting, "data=1", (x,))
+        shardwise.verify(Overwriting, "data=1", (x,))
 
 
 class Spread(nn.Module):
@@ -338,10 +338,10 @@ class Spread(nn.Module):
 def test_a_model_whose_numbers_end_or_that_refuses_them_itself_is_told_so() -> None:
     """Both ended as a failed rank: what is no number in the first step was refused by the model in the second."""
     x = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
-    found = weft.verify(lambda: Spread(0.0), "pipeline=2 microbatches=8", (x,))
+    found = shardwise.verify(lambda: Spread(0.0), "pipeline=2 microbatches=8", (x,))
     assert "the serial run's is nan, so there is nothing to compare" in (found.first_difference or "")
     with pytest.raises(ModelError, match="raises when plain PyTorch trains it in one process: Expected parameter scale"):
-        weft.verify(lambda: Spread(-2.0), "data=2", (x,))
+        shardwise.verify(lambda: Spread(-2.0), "data=2", (x,))
 
 
 def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_pieces() -> None:
@@ -350,8 +350,13 @@ def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_piece
     graph = subject.source.capture(subject.batch, subject.loss, len(make()[1]["x"])).graph
     (table,) = (v.value for v in graph.buffers)
     sharding = propagate(graph, {"tensor": 2}, prices=EAGER["free links"], sequence=True)
-    assert sharding.forms[table]["tensor"] is R
-    reads = [needs["tensor"] for op in graph.operators for v, needs in zip(op.inputs, sharding.needs[op.name], strict=True) if v == table]
+    assert sharding.placements[table]["tensor"] is R
+    reads = [
+        needs["tensor"]
+        for op in graph.operators
+        for v, needs in zip(op.inputs, sharding.input_placements[op.name], strict=True)
+        if v == table
+    ]
     assert reads[0] == reads[-1] == Shard(1)  # before it is written and after
     assert R in reads
     with pytest.raises(LayoutError, match="the plan cuts table over tensor, but the model writes all of it in place"):

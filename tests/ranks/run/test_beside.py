@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.world.world import World
 from tests.support.plain_models import matches, said
-from weft.errors import UsageError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
 BATCH = 8
@@ -68,7 +68,7 @@ def divided(world: World, layout: str, prepare: Callable[[nn.Module], object] = 
     sizes = Layout.parse(f"{layout} precision=float64")
     plan = Plan(sizes, "scored", "1xcpu-2", BATCH, shards=(("tensor", CUTS),) if sizes.tensor > 1 else ())
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=data()[0], plan=plan, world=world):
+    with shardwise.auto_parallelize(batch=data()[0], plan=plan, world=world):
         net = Scored()
         prepare(net)
     assert isinstance(net, nn.Module)
@@ -78,7 +78,7 @@ def divided(world: World, layout: str, prepare: Callable[[nn.Module], object] = 
 def wrong(world: World, layout: str) -> list[str]:
     """Parameters that are not those of one process, in value or in having a gradient."""
     net = divided(world, layout)
-    loop(net, weft.shard(data()))
+    loop(net, shardwise.shard(data()))
     torch.manual_seed(7)
     serial = Scored().double()
     loop(serial, data())
@@ -93,7 +93,7 @@ def test_what_only_the_loop_reads_learns_as_on_one_process(ranks: Callable[..., 
 
 def thawed(world: World) -> str:
     net: Any = divided(world, "data=2", lambda net: net.up.requires_grad_(False))
-    x, y = next(iter(weft.shard(data())))
+    x, y = next(iter(shardwise.shard(data())))
     loss_of(net, x, y).backward()
     net.up.requires_grad_(True)
     return said(lambda: net(x), UsageError)

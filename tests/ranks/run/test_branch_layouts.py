@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-import weft
-from weft.errors import Infeasible, LayoutError
-from weft.lower import regions
-from weft.model.sharding.fold import propagate
-from weft.plan.plan_file import read_plan, write_plan
-from weft.run.build import Source
-from weft.run.proof.verify import Verification
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.lower import regions
+from shardwise.model.sharding.fold import propagate_with_folding
+from shardwise.plan.plan_file import read_plan, write_plan
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.verify.verify import Verification
+from shardwise.zoo.resolve import resolve
 
 MODELS = Path(__file__).parents[2].joinpath("support", "branch_models.py")
 
 
 def verified(name: str, layout: str, **options: Any) -> Verification:
     model = resolve(f"{MODELS}:{name}")
-    return weft.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, **options)
+    return shardwise.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, **options)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_what_enters_and_leaves_is_as_narrow_as_autocast_makes_it(precision: str
 
 def test_a_plan_file_says_the_owners(tmp_path: Path) -> None:
     model = resolve(f"{MODELS}:inception")
-    plan = weft.plan(model.make, batch=model.batch(8), loss=model.loss, layout="branch=2")
+    plan = shardwise.plan(model.make, batch=model.batch(8), loss=model.loss, layout="branch=2")
     write_plan(plan, tmp_path / "plan.toml")
     again = read_plan(tmp_path / "plan.toml")
     assert dict(again.shards)["branch"] == dict(plan.shards)["branch"]
     turned = replace(again, shards=tuple((axis, tuple((name, 1 - rank) for name, rank in cuts)) for axis, cuts in again.shards))
-    found = weft.verify(model.make, turned, model.batch(8), loss=model.loss)
+    found = shardwise.verify(model.make, turned, model.batch(8), loss=model.loss)
     assert found.ok, found.first_difference
 
 
@@ -86,19 +86,19 @@ def test_unequal_pieces_of_the_samples_are_refused_where_data_has_cut_them_alrea
 
 def test_a_stage_does_not_begin_between_branches() -> None:
     model = resolve(f"{MODELS}:inception")
-    plan = weft.plan(model.make, batch=model.batch(8), loss=model.loss, cluster="here", layout="branch=2 pipeline=2 microbatches=2")
+    plan = shardwise.plan(model.make, batch=model.batch(8), loss=model.loss, cluster="here", layout="branch=2 pipeline=2 microbatches=2")
     plan = replace(plan, stages=("layers.0.five.1.0/conv2d",))
     with pytest.raises(LayoutError, match="a pipeline stage begins between parallel branches that branch=2 gives to ranks, among layers"):
-        weft.verify(model.make, plan, model.batch(8), loss=model.loss)
+        shardwise.verify(model.make, plan, model.batch(8), loss=model.loss)
 
 
 def test_broken_twin_a_piece_that_goes_to_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = regions._sent
+    sent = regions._exchange_flat
 
     def turned(pieces: Any, *rest: Any) -> Any:
         return sent([[x.roll(1, -1) for x in those] for those in pieces], *rest)
 
-    monkeypatch.setattr(regions, "_sent", turned)
+    monkeypatch.setattr(regions, "_exchange_flat", turned)
     assert not verified("branched", "branch=2", steps=1).ok
 
 
@@ -116,8 +116,8 @@ def test_broken_twin_a_gradient_that_owners_do_not_send_back_is_seen(monkeypatch
 
 def test_gradients_of_branches_are_summed_over_data_alone() -> None:
     model = resolve(f"{MODELS}:branched")
-    graph = Source.of(model.make).capture(model.batch(8), model.loss, 8).graph
-    found = propagate(graph, {"data": 2, "branch": 4})
-    axes = {v.name: found.gradients[v.value] for v in graph.parameters}
+    graph = ModelSource.from_model(model.make).capture(model.batch(8), model.loss, 8).graph
+    found = propagate_with_folding(graph, {"data": 2, "branch": 4})
+    axes = {v.name: found.gradient_axes[v.value] for v in graph.parameters}
     assert {axes[name] for name in axes if name.startswith("layers.")} == {("data",)}
     assert {axes[name] for name in axes if not name.startswith("layers.")} == {("data", "branch")}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import Infeasible, ModelError
-from weft.world.world import World
+import shardwise
+from shardwise.errors import Infeasible, ModelError
+from shardwise.world.world import World
 
 
 class Scored(nn.Module):
@@ -52,9 +52,9 @@ def trained(net: nn.Module, data: Iterable[tuple[Tensor, Tensor]]) -> list[float
 def divided(world: World, layout: str) -> tuple[list[float], str]:
     torch.manual_seed(0)
     data = batches()
-    net = weft.auto_parallelize(Scored().double(), data[0], plan=layout + " precision=float64", world=world)
-    losses = trained(net, weft.shard(data))
-    x, _ = next(iter(weft.shard(data)))
+    net = shardwise.auto_parallelize(Scored().double(), data[0], plan=layout + " precision=float64", world=world)
+    losses = trained(net, shardwise.shard(data))
+    x, _ = next(iter(shardwise.shard(data)))
     net.up.train()  # modes in which it was not captured yet
     with pytest.raises(ModelError) as refused:
         net(x, x)  # the model itself refuses these targets
@@ -75,7 +75,7 @@ def unlike(world: World, layout: str, shared: bool) -> str:
     """A loader of each rank's own: batches of one length on all ranks are taken, of another on one rank refused, on all."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
-    net = weft.auto_parallelize(made, (torch.zeros(8, 5, 6),), plan=layout, world=world)
+    net = shardwise.auto_parallelize(made, (torch.zeros(8, 5, 6),), plan=layout, world=world)
     own = 8 // int(layout[-1]) if layout.startswith("data") else 8
     for length in (5, 7):
         net(torch.ones(own, length, 6)).sum().backward()
@@ -121,8 +121,10 @@ def written(world: World, layout: str, is_captured: bool, is_whole: bool) -> lis
     torch.manual_seed(0)
     data = batches()
     model = (Scored if is_captured else Ranked)().double()
-    net = weft.auto_parallelize(model, dict(zip(("x", "targets"), data[0], strict=True)), plan=layout + " precision=float64", world=world)
-    return scaled(net, data if is_whole else weft.shard(data))
+    net = shardwise.auto_parallelize(
+        model, dict(zip(("x", "targets"), data[0], strict=True)), plan=layout + " precision=float64", world=world
+    )
+    return scaled(net, data if is_whole else shardwise.shard(data))
 
 
 @pytest.mark.parametrize(

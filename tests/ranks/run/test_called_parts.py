@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import UsageError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.world.world import World
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.world.world import World
 
 CUT = (
     ("encoder.0.weight", 0),
@@ -73,8 +73,8 @@ def plan_of(layout: str) -> Plan:
 
 def divided(world: World, layout: str, is_whole: bool) -> tuple[list[float], float, float]:
     torch.manual_seed(0)
-    net: Any = weft.auto_parallelize(Coder().double(), (data()[0],), plan=plan_of(layout), world=world)
-    losses, x = trained(net, data() if is_whole else weft.shard(data())), data()[0]
+    net: Any = shardwise.auto_parallelize(Coder().double(), (data()[0],), plan=plan_of(layout), world=world)
+    losses, x = trained(net, data() if is_whole else shardwise.shard(data())), data()[0]
     copied = copy.deepcopy(net)
     with torch.no_grad():
         return losses, float(copied.decode(copied.encoder(x)).sum()), float(net.decode(net.encoder(x)).sum())
@@ -94,10 +94,10 @@ def test_a_part_that_is_called_by_itself_learns_as_on_one_process(ranks: Callabl
 
 
 def apart(world: World) -> str:
-    net: Any = weft.auto_parallelize(Coder().double(), (data()[0],), plan="data=2 precision=float64", world=world)
+    net: Any = shardwise.auto_parallelize(Coder().double(), (data()[0],), plan="data=2 precision=float64", world=world)
     net.encoder(data()[0])
     with pytest.raises(UsageError) as refused:
-        net.encoder(next(iter(weft.shard(data()))))
+        net.encoder(next(iter(shardwise.shard(data()))))
     return str(refused.value)
 
 
@@ -112,7 +112,7 @@ def images(world: World) -> tuple[float, str]:
     part = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     net: Any = nn.Sequential(part, nn.Conv2d(8, 8, 3), nn.Flatten(1), nn.Linear(288, 4)).double()
     x, serial = torch.randn(4, 3, 8, 8, dtype=torch.float64), copy.deepcopy(net)
-    net = weft.auto_parallelize(net, (x,), plan="tensor=2 precision=float64", world=world)
+    net = shardwise.auto_parallelize(net, (x,), plan="tensor=2 precision=float64", world=world)
     assert net[0][1].running_mean.shape == (4,)
     for one in (net, serial):
         one(x)

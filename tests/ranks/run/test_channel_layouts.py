@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import weft
-from weft.errors import LayoutError
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.zoo.resolve import resolve
 
 MODELS = Path(__file__).parents[2].joinpath("support", "spatial_models.py")
 
@@ -27,7 +27,9 @@ MODELS = Path(__file__).parents[2].joinpath("support", "spatial_models.py")
 )
 def test_a_layout_that_cuts_channels_equals_serial(name: str, layout: str) -> None:
     model = resolve(name if ":" in name else f"{MODELS}:{name}")
-    found = weft.verify(model.make, layout, model.batch(8 if ":" in name else model.default_batch), loss=model.loss, cut_everything=True)
+    found = shardwise.verify(
+        model.make, layout, model.batch(8 if ":" in name else model.default_batch), loss=model.loss, cut_everything=True
+    )
     assert found.ok, found
     assert found.tolerance == 1e-9
     assert found.divided["channel"]["parameters"] > 0.5
@@ -40,4 +42,4 @@ def test_a_model_without_images_has_no_channels(name: str) -> None:
         pytest.importorskip("transformers")
     model = resolve(name)
     with pytest.raises(LayoutError, match="no convolution of this model has 2 channels or more"):
-        weft.verify(model.make, "channel=2", model.batch(2), loss=model.loss)
+        shardwise.verify(model.make, "channel=2", model.batch(2), loss=model.loss)

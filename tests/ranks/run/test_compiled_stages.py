@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import LayoutError
-from weft.plan.layout import Layout
-from weft.run.step import compiling
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.run.step import compile_stage
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 
 class Net(nn.Module):
-    """Wide enough to be cut, with batch norm and dropout, which are kernels of weft's."""
+    """Wide enough to be cut, with batch norm and dropout, which are kernels of shardwise's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def data() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("layout", ["data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2"])
 def test_compiled_stages_equal_serial(layout: str) -> None:
     """Dynamo raises at a graph break (`fullgraph`), so there is none."""
-    found = weft.verify(Net, f"{layout} compile=on", data(), steps=2, cut_everything=True)
+    found = shardwise.verify(Net, f"{layout} compile=on", data(), steps=2, cut_everything=True)
     assert found.ok, found
     assert found.tolerance == 1e-9
 
@@ -48,8 +48,8 @@ def test_compiled_stages_equal_serial(layout: str) -> None:
 def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cuts, without the code that the compiler writes, which takes half a minute."""
     right = torch.compile
-    monkeypatch.setattr(compiling.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
-    found = weft.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
+    monkeypatch.setattr(compile_stage.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    found = shardwise.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
     assert found.ok, found
 
 
@@ -57,22 +57,22 @@ def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch
     ("name", "layout"), [("gpt-tiny", "context=2 attention=ring"), ("spatial_models.py:unet_line", "data=2 spatial=2")]
 )
 def test_pieces_of_sequences_and_images_go_with_it(monkeypatch: pytest.MonkeyPatch, name: str, layout: str) -> None:
-    """Attention whose keys go round and windows over halos are kernels of weft's, at which a compiled run ends."""
+    """Attention whose keys go round and windows over halos are kernels of shardwise's, at which a compiled run ends."""
     right = torch.compile
-    monkeypatch.setattr(compiling.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    monkeypatch.setattr(compile_stage.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
     model = resolve(str(Path(__file__).parent / name) if ":" in name else name)
-    found = weft.verify(model.make, f"{layout} compile=on", model.batch(4), loss=model.loss, steps=2)
+    found = shardwise.verify(model.make, f"{layout} compile=on", model.batch(4), loss=model.loss, steps=2)
     assert found.ok, found
     assert found.tolerance == 1e-9
 
 
 def runs(world: World) -> list[str]:
-    engine = weft.parallelize(Net, data(), plan="data=2", seed=0, compile=True, world=world)
+    engine = shardwise.parallelize(Net, data(), plan="data=2", seed=0, compile=True, world=world)
     assert engine.plan.layout.compile == "on"
     return [type(one).__name__ for one in engine._executor.runners[0].module.children()]  # type: ignore[attr-defined]
 
 
-def test_what_is_compiled_is_what_stands_between_weft_s_own_kernels(ranks: Any) -> None:
+def test_what_is_compiled_is_what_stands_between_shardwise_s_own_kernels(ranks: Any) -> None:
     names = ranks(runs, 2)[0]
     assert names.count("OptimizedModule") >= 2
     assert names.count("GraphModule") >= 1  # batch norm over both ranks
@@ -84,8 +84,8 @@ def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPat
     def wrong(part: Any, **options: Any) -> Any:
         return right(part, backend=lambda module, inputs: lambda *given: [x * (1 + 1e-7) for x in module(*given)], **options)
 
-    monkeypatch.setattr(compiling.torch, "compile", wrong)
-    assert not weft.verify(Net, "data=2 compile=on", data(), steps=1).ok
+    monkeypatch.setattr(compile_stage.torch, "compile", wrong)
+    assert not shardwise.verify(Net, "data=2 compile=on", data(), steps=1).ok
 
 
 @pytest.mark.parametrize(

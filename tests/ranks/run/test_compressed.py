@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-import weft
-from weft.cost.memory.memory import PACKING
-from weft.plan.compression import Compression
-from weft.plan.layout import Layout
-from weft.plan.plan import BUCKET_BYTES
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.run.reduce.compressed import Compressed, add, encode
-from weft.world.world import Group, World
+import shardwise
+from shardwise.cost.memory.memory import PACKING
+from shardwise.plan.ir.compression import Compression
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import BUCKET_BYTES
+from shardwise.run.gradients.compressed import CompressedBucket, add_message, encode
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.world import Group, World
 
 BLOCK = 512
 STEPS = 4
@@ -71,23 +71,23 @@ def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: boo
 
         setattr(Group, name, wrapped)
     make, batch = (Tied if tied else _plain), _batch(0, _dtype(layout))
-    plan = weft.plan(make(), batch, loss=_loss, layout=layout)
+    plan = shardwise.plan(make(), batch, loss=_loss, layout=layout)
     plan = replace(plan, bucket_bytes=6000 if tied else 0)  # several buckets under way, or one
-    engine = weft.parallelize(make, batch, loss=_loss, plan=plan, seed=0, world=world)
+    engine = shardwise.parallelize(make, batch, loss=_loss, plan=plan, seed=0, world=world)
     gradients = engine.gradients
     found: dict[int, dict[str, Any]] = {}
     for k in gradients.compressed:
-        number, bucket = gradients.order[k]
-        found[k] = {"ranks": gradients._sums[number].ranks, "names": bucket.names, "before": [], "after": []}
+        number, bucket = gradients.ordered_buckets[k]
+        found[k] = {"ranks": gradients._reduction_groups[number].ranks, "names": bucket.names, "before": [], "after": []}
     for step in range(steps):
-        gradients.before = {}
+        gradients.uncompressed = {}
         bytes_of.clear()
         engine.forward_backward(_batch(step, _dtype(layout)))
         sent = dict(bytes_of)
         engine.gradients.gather()
         for k, one in gradients.compressed.items():
-            found[k]["before"].append(gradients.before[k])
-            found[k]["after"].append(one.flat.clone())
+            found[k]["before"].append(gradients.uncompressed[k])
+            found[k]["after"].append(one.flat_gradients.clone())
             if forgets:
                 for x in one.residuals.values():
                     x.zero_()
@@ -217,7 +217,7 @@ def test_it_is_the_same_algorithm_in_one_process(ranks: Callable[..., list[Any]]
 @pytest.mark.parametrize("layout", ["data=3 compress=int8", "data=2 pipeline=2 microbatches=2 compress=bfloat16"])
 def test_every_transport_gives_the_same(ranks: Callable[..., list[Any]], layout: str, transport: str) -> None:
     parsed = Layout.parse(layout)
-    _same(ranks(_run, parsed.num_ranks, layout, True, env={"WEFT_TRANSPORT": transport}), parsed, True)
+    _same(ranks(_run, parsed.num_ranks, layout, True, env={"SHARDWISE_TRANSPORT": transport}), parsed, True)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_every_transport_gives_the_same(ranks: Callable[..., list[Any]], layout:
 )
 def test_a_host_sums_before_it_compresses(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
     """Ranks two by two on emulated hosts: bit for bit what one process makes of it; and the broken twin, in which each compresses."""
-    parsed, env = Layout.parse(layout), {"WEFT_TRANSPORT": "boxes=2"}
+    parsed, env = Layout.parse(layout), {"SHARDWISE_TRANSPORT": "boxes=2"}
     results = ranks(_run, 4, layout, tied, env=env)
     _same(results, parsed, tied, 2)
     if not tied:
@@ -242,7 +242,7 @@ def test_a_host_sums_before_it_compresses(ranks: Callable[..., list[Any]], layou
 
 def test_unequal_hosts_compress_each_rank(ranks: Callable[..., list[Any]]) -> None:
     parsed = Layout.parse("data=3 compress=int8")
-    _same(ranks(_run, 3, str(parsed), False, env={"WEFT_TRANSPORT": "boxes=2,1"}), parsed, False)
+    _same(ranks(_run, 3, str(parsed), False, env={"SHARDWISE_TRANSPORT": "boxes=2,1"}), parsed, False)
 
 
 def test_the_network_carries_a_host_once(ranks: Callable[..., list[Any]]) -> None:
@@ -251,7 +251,7 @@ def test_the_network_carries_a_host_once(ranks: Callable[..., list[Any]]) -> Non
     half = -(-size // 2)
     piece = -(-half // 2)
     want = 2 * (piece + 4 * -(-piece // BLOCK))
-    sent = ranks(_sent, 4, ["data=4 compress=int8"], env={"WEFT_TRANSPORT": "boxes=2"})[0][0]
+    sent = ranks(_sent, 4, ["data=4 compress=int8"], env={"SHARDWISE_TRANSPORT": "boxes=2"})[0][0]
     assert sent == {"exchange_into": want, "all_gather_into": want}
 
 
@@ -297,7 +297,7 @@ def test_nothing_is_lost(ranks: Callable[..., list[Any]], compress: str, zero: i
 
 def _poisoned(world: World, layout: str, bad: float) -> list[list[bool]]:
     """[step] -> of every bucket, whether all that arrived is finite; rank 0's second batch is not, and that step is not applied."""
-    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+    engine = shardwise.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
     found = []
     for step in range(4):
         (x,) = _batch(step, torch.float32)
@@ -306,11 +306,11 @@ def _poisoned(world: World, layout: str, bad: float) -> list[list[bool]]:
         engine.forward_backward((x,))
         engine.gradients.gather()
         every = engine.gradients.compressed.values()
-        found.append([bool(one.flat.isfinite().all()) for one in every])
+        found.append([bool(one.flat_gradients.isfinite().all()) for one in every])
         assert all(x.isfinite().all() for one in every for x in one.residuals.values())
         if all(found[-1]):
             engine.update()
-    weights = torch.cat([p.flatten() for p in engine.parts.parameters.values()])
+    weights = torch.cat([p.flatten() for p in engine.rank_model.parameters.values()])
     assert weights.isfinite().all()
     return found
 
@@ -332,7 +332,7 @@ def test_only_what_is_finite_is_kept(compress: str) -> None:
             x = torch.randn(1024, generator=torch.Generator().manual_seed(len(where)), dtype=torch.float64)
             x[where] = bad
             rest, out = x.clone(), torch.zeros_like(x)
-            add(how, encode(how, rest), out)
+            add_message(how, encode(how, rest), out)
             assert rest.isfinite().all()
             assert not out.isfinite().all()
             arrived = out.isfinite() & x.isfinite()
@@ -364,7 +364,7 @@ def test_bytes(ranks: Callable[..., list[Any]], num_ranks: int) -> None:
 
 
 def _losses(world: World, layout: str) -> list[float]:
-    engine = weft.parallelize(
+    engine = shardwise.parallelize(
         _plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world, optimizer={"name": "sgd", "lr": 0.05}
     )
     return [engine.step(_batch(step % 3, torch.float32)).loss for step in range(60)]
@@ -386,7 +386,7 @@ def _resumed(world: World, layout: str, then: str, folder: str, forgets: bool = 
     """Losses of steps 4 to 6 without an interruption, and after one, under another layout or the same."""
 
     def new(layout: str) -> Any:
-        return weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+        return shardwise.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
 
     engine = new(layout)
     for step in range(3):
@@ -421,15 +421,15 @@ def test_a_checkpoint_holds_what_was_not_sent(ranks: Callable[..., list[Any]], t
 def _verified(world: World, layout: str, tied: bool, spoil: str = "") -> list[Any] | None:
     """What verification says; `spoil`: of one rank the exchange, or a gradient before it."""
     if spoil == "exchange" and world.rank == 1:
-        real = Compressed.finish
+        real = CompressedBucket.finish
 
-        def shifted(self: Compressed) -> None:
+        def shifted(self: CompressedBucket) -> None:
             real(self)
-            self.flat[3] += 1e-3
+            self.flat_gradients[3] += 1e-3
 
-        Compressed.finish = shifted  # type: ignore[method-assign]
+        CompressedBucket.finish = shifted  # type: ignore[method-assign]
     make, batch = (Tied if tied else _plain), _batch(0, torch.float32)
-    plan = weft.plan(make(), batch, loss=_loss, layout=f"{layout} precision=float64")
+    plan = shardwise.plan(make(), batch, loss=_loss, layout=f"{layout} precision=float64")
     options = Options(steps=3, sabotage={"0.weight": 1.001} if spoil == "gradient" else None)
     found = verify_on_rank(world, plan, make, batch, _loss, options=options)
     return None if found is None else [found.ok, str(found), sorted(found.worst)]
@@ -453,7 +453,7 @@ def test_verification_says_what_it_compares(ranks: Callable[..., list[Any]], lay
 
 @pytest.mark.parametrize("layout", ["data=4 compress=int8", "data=4 zero=1 compress=topk:0.05"])
 def test_verification_knows_hosts(ranks: Callable[..., list[Any]], layout: str) -> None:
-    ok, said, kinds = ranks(_verified, 4, layout, False, env={"WEFT_TRANSPORT": "boxes=2"})[0]
+    ok, said, kinds = ranks(_verified, 4, layout, False, env={"SHARDWISE_TRANSPORT": "boxes=2"})[0]
     assert ok, said
     assert kinds == ["exchange", "gradients", "input_gradients", "loss", "optimizer", "weights"]
 
@@ -468,10 +468,10 @@ def test_verification_finds_what_is_wrong(ranks: Callable[..., list[Any]], spoil
 def _buckets(world: World, layout: str, bucket_bytes: int) -> tuple[list[list[int]], list[float]]:
     """Elements of each bucket's message and losses, where a plan says how large a bucket is."""
     model = _plain()
-    plan = replace(weft.plan(model, _batch(0, torch.float32), loss=_loss, layout=layout), bucket_bytes=bucket_bytes)
-    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=plan, seed=0, world=world)
+    plan = replace(shardwise.plan(model, _batch(0, torch.float32), loss=_loss, layout=layout), bucket_bytes=bucket_bytes)
+    engine = shardwise.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=plan, seed=0, world=world)
     losses = [engine.step(_batch(step, torch.float32)).loss for step in range(3)]
-    return [[b.stop - b.start for b in group.buckets] for group in engine.parts.groups], losses
+    return [[b.stop - b.start for b in group.buckets] for group in engine.rank_model.groups], losses
 
 
 def test_the_build_uses_the_plans_buckets(ranks: Callable[..., list[Any]]) -> None:
@@ -487,7 +487,7 @@ def test_the_build_uses_the_plans_buckets(ranks: Callable[..., list[Any]]) -> No
 
 def _held(world: World, layout: str) -> list[float]:
     """Bytes of gradients at the peak, and the parameters' own."""
-    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+    engine = shardwise.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
     engine.step(_batch(0, torch.float32))
     peak = engine.peak_memory()
     assert peak is not None
@@ -508,7 +508,7 @@ def _packing(world: World, layout: str) -> float:
         return torch.nn.Sequential(*[torch.nn.Linear(900, 900) for _ in range(9)])
 
     batch = (torch.randn(2, 900, generator=torch.Generator().manual_seed(0)),)
-    engine = weft.parallelize(make, batch, loss=_loss, plan=layout, seed=0, world=world)
+    engine = shardwise.parallelize(make, batch, loss=_loss, plan=layout, seed=0, world=world)
     engine.step(batch)
     peak = engine.peak_memory()
     assert peak is not None

@@ -10,26 +10,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import weft
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.lower import operator_lowering
+from shardwise.lower.redistribute import redistribute
+from shardwise.plan.ir.placement import D, P, Placement, R, Shard, Strided, position_ranges, zigzag_ranges
+from shardwise.plan.layout import Layout
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.verify.verify import Verification
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 from tests.support.twins import not_summed_over
-from weft.errors import LayoutError
-from weft.lower import special
-from weft.lower.redistribute import redistribute
-from weft.plan.layout import Layout
-from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
-from weft.run.build import Source
-from weft.run.proof.verify import Verification
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
 
 MODELS = Path(__file__).parents[2].joinpath("support", "context_models.py")
 
 
 def verified(name: str, layout: str, **options: Any) -> Verification:
     model = resolve(f"{MODELS}:{name}" if "-" not in name else name)
-    return weft.verify(model.make, layout, model.batch(4), loss=model.loss, **options)
+    return shardwise.verify(model.make, layout, model.batch(4), loss=model.loss, **options)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_broken_twin_gradients_that_are_not_summed_over_positions(monkeypatch: p
 
 
 def test_broken_twin_running_sums_that_begin_anew_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(special, "running_sum", lambda group, *args, **given: torch.cumsum(*args, **given))
+    monkeypatch.setattr(operator_lowering, "running_sum", lambda group, *args, **given: torch.cumsum(*args, **given))
     found = verified("running", "context=2")
     assert not found.ok
     assert found.worst["loss"] > 1e-5
@@ -103,7 +103,7 @@ def _part(x: torch.Tensor, placement: Placement, world: World) -> torch.Tensor:
         return x[rank * OTHER // n : (rank + 1) * OTHER // n]
     if not isinstance(placement, Strided):
         return x / n if placement is P else x
-    mine = [i for a, b in positions_of(placement, SIZE, n, rank) for i in range(a, b)]
+    mine = [i for a, b in position_ranges(placement, SIZE, n, rank) for i in range(a, b)]
     return x.unflatten(1, (2, SIZE, placement.inner))[:, :, mine].flatten(1, 3)
 
 
@@ -113,12 +113,12 @@ def _moved(world: World, source: Placement, target: Placement) -> tuple[bool, bo
     generator = torch.Generator().manual_seed(0)
     x, seed = (torch.randn(OTHER, 2 * SIZE * inner, 2, dtype=torch.float64, generator=generator) for _ in range(2))
     mine = _part(x, source, world).clone().requires_grad_()
-    out = redistribute(mine, source, target, world.everyone)
+    out = redistribute(mine, source, target, world.world_group)
     # The whole gradient is `seed`: of a summand each rank has it whole, of a value in full that is deferred each a summand.
     out.backward(seed / world.num_ranks if target is D else seed if target is P else _part(seed, target, world))
     assert mine.grad is not None
     if source is D:
-        world.everyone.all_reduce(mine.grad)
+        world.world_group.all_reduce(mine.grad)
     return torch.allclose(out, _part(x, target, world)), torch.allclose(mine.grad, seed if source is P else _part(seed, source, world))
 
 
@@ -174,7 +174,7 @@ def _sent(world: World, attention: str) -> tuple[float, float, float]:
     Group.isend = sending  # type: ignore[method-assign,assignment]
     try:
         x = torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        with weft.auto_parallelize(batch=(x,), plan=f"context=4 attention={attention} precision=float64", world=world):
+        with shardwise.auto_parallelize(batch=(x,), plan=f"context=4 attention={attention} precision=float64", world=world):
             net = Attends()
         loss = net(x)
         forward = counts[0]
@@ -214,10 +214,10 @@ def test_positions_of_causal_attention_lie_in_zigzag_whatever_its_heads(heads: i
     """With one head too: in order, the last of two ranks has three times as many scores as the first."""
     model = resolve(f"gpt-tiny:heads={heads}")
     batch = model.batch(2)
-    plan = weft.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=gather")
-    source = Source.of(model.make)
+    plan = shardwise.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=gather")
+    source = ModelSource.from_model(model.make)
     sharding = source.sharding(plan, source.capture(batch, model.loss, 2).graph)
-    cut = [p for row in sharding.forms.values() for p in row.values() if isinstance(p, Strided)]
+    cut = [p for row in sharding.placements.values() for p in row.values() if isinstance(p, Strided)]
     assert cut
     assert all(p.zigzag for p in cut)
 
@@ -228,24 +228,24 @@ def test_zigzag_gives_all_as_much_to_see() -> None:
     def scores(ranges: Any) -> int:
         return sum(i + 1 for a, b in ranges for i in range(a, b))
 
-    assert [scores(both) for both in zigzag(64, 4)] == [520] * 4
-    assert [scores(positions_of(Shard(0), 64, 4, rank)) for rank in range(4)] == [136, 392, 648, 904]
-    assert sorted(i for both in zigzag(13, 5) for a, b in both for i in range(a, b)) == list(range(13))
+    assert [scores(both) for both in zigzag_ranges(64, 4)] == [520] * 4
+    assert [scores(position_ranges(Shard(0), 64, 4, rank)) for rank in range(4)] == [136, 392, 648, 904]
+    assert sorted(i for both in zigzag_ranges(13, 5) for a, b in both for i in range(a, b)) == list(range(13))
 
 
 def test_a_model_without_sequences_is_refused_by_name() -> None:
     model = resolve(f"{(Path(__file__).parents[2] / 'support').joinpath('spatial_models.py')}:unet_line")
     with pytest.raises(LayoutError, match="context=2 shares sequences, and no attention, recurrence or look-up of this model is over 2"):
-        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2")
+        shardwise.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2")
     short = resolve("gpt-tiny")  # of 32 positions
     with pytest.raises(LayoutError, match=r"context=33 shares sequences, .* over 33 positions or more; leave it out, or use fewer ranks"):
-        weft.plan(short.make, short.batch(2), loss=short.loss, cluster="1xcpu-2", layout="context=33")
+        shardwise.plan(short.make, short.batch(2), loss=short.loss, cluster="1xcpu-2", layout="context=33")
 
 
 def test_a_ring_without_fused_attention_is_refused_by_name() -> None:
     model = resolve(f"{MODELS}:llama_eager")
     with pytest.raises(LayoutError, match=r"attention=ring passes keys round where attention is one operator .*; use attention=gather, or"):
-        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=ring")
+        shardwise.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=ring")
 
 
 def test_a_layout_with_context_prints_and_parses() -> None:
@@ -256,4 +256,4 @@ def test_a_layout_with_context_prints_and_parses() -> None:
     layout = Layout.parse("data=2 context=4 tensor=2")
     assert str(layout) == "data=2 tensor=2 pipeline=1 context=4"
     assert Layout.parse(str(layout)) == layout
-    assert (layout.num_ranks, layout.weight_ranks, layout.mesh.inside) == (16, 8, ("data", "context", "tensor"))
+    assert (layout.num_ranks, layout.weight_ranks, layout.mesh.stage_axes) == (16, 8, ("data", "context", "tensor"))

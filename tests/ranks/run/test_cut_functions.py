@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.errors import UsageError
-from weft.plan.placement import Shard
-from weft.run.loop.cut import Cut, CutParameter, FullTensor
-from weft.run.loop.followed import replaced, tensors_in
-from weft.world.world import World
+from shardwise.errors import UsageError
+from shardwise.plan.ir.placement import Shard
+from shardwise.run.loop.shard_semantics import replace_tensors, tensors_in
+from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
+from shardwise.world.world import World
 
 EVERY = 16  # of the functions one in so many is tried in the short suite
 REFUSED = "would take that part for the whole"
@@ -51,10 +51,10 @@ def samples(number: int, every: int, count: int) -> Iterator[tuple[str, Any, Ten
 
 def whole_of(x: Tensor) -> Tensor:
     """A result, put together from all ranks' parts."""
-    if not isinstance(x, Cut):
+    if not isinstance(x, ShardedTensor):
         return x.detach()
-    part, whole = x.detach().as_subclass(Tensor), x.full
-    for dim, group in reversed(whole.cuts):
+    part, whole = x.detach().as_subclass(Tensor), x.spec
+    for dim, group in reversed(whole.placements):
         part = group.all_gather(part.contiguous(), dim)
     return part
 
@@ -78,7 +78,7 @@ def gradient(out: list[Tensor], x: Tensor) -> Tensor | None:
         return None
     total = torch.zeros((), dtype=torch.float64)
     for o in made:
-        shape = o.full.shape if isinstance(o, Cut) else tuple(o.shape)
+        shape = o.spec.global_shape if isinstance(o, ShardedTensor) else tuple(o.shape)
         weights = torch.linspace(0.3, 1.7, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         own = (o.abs() if o.is_complex() else o).to(torch.float64)
         total = total + (own * weights).sum()
@@ -96,22 +96,22 @@ def close(a: Tensor, b: Tensor, through: tuple[torch.dtype, ...] = ()) -> bool:
 def tried(call: Any, name: str, x: Any, args: Any, kwargs: Any, dim: int, world: World) -> str:
     """What became of a call whose first tensor is cut: "same", "refused", "" where it is no call of the whole, or what differs."""
     first = next(tensors_in(x))
-    group = world.everyone
+    group = world.world_group
 
     def run(cut: bool) -> tuple[list[Tensor], list[Any], Tensor | None]:
         fresh = iter([t.clone() for t in tensors_in((x, args, kwargs))])
-        x1, args1, kwargs1 = (replaced(value, fresh) for value in (x, args, kwargs))
+        x1, args1, kwargs1 = (replace_tensors(value, fresh) for value in (x, args, kwargs))
         leaf = next(tensors_in(x1)).detach()
         if cut:
             length = first.shape[dim] // group.size
             part = leaf.narrow(dim, group.index * length, length).contiguous()
-            leaf = CutParameter.of(part.requires_grad_(), FullTensor("w", tuple(first.shape), ((Shard(dim), group),)))
+            leaf = ShardedParameter.from_local(part.requires_grad_(), GlobalTensorSpec("w", tuple(first.shape), ((Shard(dim), group),)))
         else:
             leaf.requires_grad_()
         begin = leaf.clone() if name.endswith("_") else leaf
         mine = iter([begin, *list(tensors_in(x1))[1:]])
         torch.manual_seed(5)
-        out, others = outcome(call, replaced(x1, mine), args1, kwargs1)
+        out, others = outcome(call, replace_tensors(x1, mine), args1, kwargs1)
         found = gradient(out, leaf)
         return [whole_of(o) for o in out], others, None if found is None else whole_of(found)
 

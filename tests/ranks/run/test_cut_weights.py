@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import weft
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.plan.ir.placement import Shard
+from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
+from shardwise.world import private
+from shardwise.world.world import World
 from tests.support.plain_models import BATCH, Mixed, batches, loss_of, matches, plan_of, said
-from weft.errors import UsageError
-from weft.plan.placement import Shard
-from weft.run.loop.cut import Cut, CutParameter, FullTensor
-from weft.world import private
-from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
 CLIP = 0.05  # below the norm of every step's gradients
@@ -83,9 +83,9 @@ def clipped(world: World, layout: str) -> list[tuple[str, list[str], bool]]:
     for penalized in (False, True):
         for clip in CLIPS:
             torch.manual_seed(7)
-            with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+            with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
                 net = Mixed()
-            norms = loop(net, weft.shard(batches()), clip, penalized)
+            norms = loop(net, shardwise.shard(batches()), clip, penalized)
             torch.manual_seed(7)
             serial = Mixed().double()
             want_norms = loop(serial, batches(), clip, penalized)
@@ -105,7 +105,7 @@ def test_what_a_loop_does_with_norms_is_as_on_one_process(ranks: Callable[..., l
 def parts_alone(world: World) -> list[float]:
     """The broken twin: the norm of what this rank holds, beside the whole's."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
         net = Mixed()
     whole = float(net.up.weight.norm())
     with private.as_base_tensor():
@@ -122,10 +122,12 @@ def test_the_norm_of_a_part_is_another_one(ranks: Callable[..., list[Any]]) -> N
 
 def refused(world: World) -> dict[str, str]:
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of("tensor=2"), world=world):
         net = Mixed()
     w = net.up.weight
-    square = Cut.of(torch.ones(4, 8, dtype=torch.float64), FullTensor("square", (8, 8), ((Shard(0), world.everyone),)))
+    square = ShardedTensor.from_local(
+        torch.ones(4, 8, dtype=torch.float64), GlobalTensorSpec("square", (8, 8), ((Shard(0), world.world_group),))
+    )
     calls: dict[str, Callable[[], Any]] = {
         "cat": lambda: torch.cat([net.up.bias.view(-1), w.view(-1)]),
         "view": lambda: torch.nn.utils.parameters_to_vector(net.parameters()),
@@ -160,11 +162,11 @@ def test_what_would_take_a_part_for_the_whole_is_refused_by_name(ranks: Callable
         state = found.pop("state")
         for name, said_of in found.items():
             assert said_of.startswith(f"{name} of "), name
-            assert "would take that part for the whole; use weft.full_state_dict(net)" in said_of
+            assert "would take that part for the whole; use shardwise.full_state_dict(net)" in said_of
         assert "group_norm of up.weight, of which this rank holds a part, [16, 8] of [32, 8]," in found["group_norm"]
         assert "linear of down.weight" in found["linear"]
         assert found["softmin"].endswith("(_softmax needs dimension 0 whole)")
-        assert "state_dict() would hold only this rank's shards of sharded weights; weft.full_state_dict(net)" in state
+        assert "state_dict() would hold only this rank's shards of sharded weights; shardwise.full_state_dict(net)" in state
 
 
 def parts_and_wholes(world: World) -> dict[str, tuple[bool, ...]]:
@@ -191,7 +193,10 @@ def parts_and_wholes(world: World) -> dict[str, tuple[bool, ...]]:
         want = call(w, s)
         want.backward()  # type: ignore[no-untyped-call]
         part = given[0].narrow(0, 16 * world.rank, 16).clone().requires_grad_()
-        cut, scale = CutParameter.of(part, FullTensor("w", (32, 8), ((Shard(0), world.everyone),))), given[1].clone().requires_grad_()
+        cut, scale = (
+            ShardedParameter.from_local(part, GlobalTensorSpec("w", (32, 8), ((Shard(0), world.world_group),))),
+            given[1].clone().requires_grad_(),
+        )
         got = call(cut, scale)
         got.backward()  # type: ignore[no-untyped-call]
         pairs = [(got, want), (cut.grad, w.grad.narrow(0, 16 * world.rank, 16)), (scale.grad, s.grad)]
@@ -207,24 +212,24 @@ def test_parts_and_wholes_give_what_wholes_give(ranks: Callable[..., list[Any]])
 def saved(world: World, layout: str) -> dict[str, Any]:
     """A trained model gathered, another one filled from it, an average of weights."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         net = Mixed()
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    x, y = next(iter(weft.shard(batches())))
+    x, y = next(iter(shardwise.shard(batches())))
     for _ in range(3):
         opt.zero_grad()
         loss_of(net, x, y).backward()  # type: ignore[no-untyped-call]
         opt.step()
         average.update_parameters(net)
-    whole = weft.full_state_dict(net)
+    whole = shardwise.full_state_dict(net)
     state = {name: v.tolist() for name, v in (whole or {}).items()}
-    told = world.told(lambda: repr(state))
+    told = world.broadcast_text(lambda: repr(state))
     given = {
         name: torch.tensor(v, dtype=torch.float64 if name != "norm.num_batches_tracked" else torch.int64) for name, v in eval(told).items()
     }
     torch.manual_seed(8)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         other = Mixed()
     other.load_state_dict(given)
     averaged = copy.deepcopy(average.module)
@@ -276,9 +281,9 @@ def test_whole_states_and_averages_are_those_of_one_process(ranks: Callable[...,
 def compiled(world: World, layout: str) -> list[str]:
     """Parameters whose gradient differs where the user compiles the divided model."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         net = Mixed()
-    (x, y), *_ = weft.shard(batches())
+    (x, y), *_ = shardwise.shard(batches())
     loss_of(torch.compile(net), x, y).backward()  # type: ignore[no-untyped-call, arg-type]
     torch.manual_seed(7)
     serial = Mixed().double()
@@ -292,9 +297,9 @@ def test_a_divided_model_that_is_compiled_computes_the_same(ranks: Callable[...,
 
 
 def test_a_divided_model_is_not_pickled() -> None:
-    with weft.auto_parallelize(batch=(torch.ones(4, 2),), plan="data=1"):
+    with shardwise.auto_parallelize(batch=(torch.ones(4, 2),), plan="data=1"):
         net = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"Linear is divided, .* save weft.full_state_dict\(net\)"):
+    with pytest.raises(UsageError, match=r"Linear is divided, .* save shardwise.full_state_dict\(net\)"):
         torch.save(net, io.BytesIO())
     with pytest.raises(UsageError, match="Linear is divided"):
         torch.save(copy.deepcopy(net), io.BytesIO())
@@ -302,4 +307,4 @@ def test_a_divided_model_is_not_pickled() -> None:
 
 def test_only_divided_models_have_a_whole_state() -> None:
     with pytest.raises(UsageError, match="Linear is not divided"):
-        weft.full_state_dict(nn.Linear(2, 2))
+        shardwise.full_state_dict(nn.Linear(2, 2))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import shardwise
+from shardwise.errors import Infeasible, UsageError
+from shardwise.lower.kernels import paged
+from shardwise.run.decode.decoder import Paging
+from shardwise.world.world import World
+from shardwise.zoo.gpt import generate
 from tests.support.decoding_models import HEADS, KEYS, LAYERS, MODELS, VOCABULARY, WIDTH, loss
-from weft.errors import Infeasible, UsageError
-from weft.lower.kernels import paged
-from weft.run.decode.decoder import Paging
-from weft.world.world import World
-from weft.zoo.gpt import generate
 
 LONGEST, PAGING = 30, Paging(size=4, rows=8, sequences=3)
 PAGES = 8 * 3  # of 4 tokens, for three sequences of 30
@@ -44,7 +44,7 @@ def _serial(name: str, prompts: list[list[int]], num_tokens: int) -> list[list[i
 def _generated(world: World, name: str, layout: str, temperature: float = 0.0) -> tuple[list[list[int]], int, str]:
     """Tokens, bytes of keys and values on this rank, and why none are kept."""
     how: dict[str, Any] = {"longest": LONGEST, "paging": PAGING, "world": world, "plan": f"{layout} precision=float64"}
-    made = weft.decoder(MODELS[name], _batch(), loss=loss, seed=0, **how)
+    made = shardwise.decoder(MODELS[name], _batch(), loss=loss, seed=0, **how)
     return made.generate(_prompts(), 10, temperature=temperature, seed=3), made.cache_bytes, made.recomputes
 
 
@@ -83,8 +83,10 @@ def test_what_is_no_causal_decoder_computes_every_sequence_anew(ranks: Callable[
 
 def _trained(world: World, layout: str) -> tuple[list[list[int]], list[list[int]], dict[str, torch.Tensor] | None]:
     """What an engine's decoder says before and after a step, and the weights behind it."""
-    engine = weft.parallelize(MODELS["own"], _batch(), loss=loss, plan=f"{layout} precision=float64", optimizer="sgd", seed=0, world=world)
-    decoder = weft.decoder(engine, _batch(), longest=LONGEST, paging=PAGING)
+    engine = shardwise.parallelize(
+        MODELS["own"], _batch(), loss=loss, plan=f"{layout} precision=float64", optimizer="sgd", seed=0, world=world
+    )
+    decoder = shardwise.decoder(engine, _batch(), longest=LONGEST, paging=PAGING)
     before = decoder.generate(_prompts(), 10)
     engine.step(_batch(), lr=5.0)
     return before, decoder.generate(_prompts(), 10), engine.full_state_dict()
@@ -102,8 +104,8 @@ def test_an_engines_decoder_has_the_weights_that_train(ranks: Callable[..., list
 
 def test_what_is_drawn_does_not_depend_on_the_layout_and_what_cannot_be_is_refused() -> None:
     how: dict[str, Any] = {"loss": loss, "seed": 0, "plan": "data=1 precision=float64"}
-    one = weft.decoder(MODELS["own"], _batch(), longest=LONGEST, paging=PAGING, **how)
-    other = weft.decoder(MODELS["own"], _batch(), longest=LONGEST, paging=Paging(size=2, rows=3, pages=15), **how)
+    one = shardwise.decoder(MODELS["own"], _batch(), longest=LONGEST, paging=PAGING, **how)
+    other = shardwise.decoder(MODELS["own"], _batch(), longest=LONGEST, paging=Paging(size=2, rows=3, pages=15), **how)
     drawn = one.generate(_prompts(), 10, temperature=0.9, seed=3)
     assert drawn == other.generate(_prompts(), 10, temperature=0.9, seed=3) != one.generate(_prompts(), 10)
     stop = drawn[0][9]
@@ -112,20 +114,20 @@ def test_what_is_drawn_does_not_depend_on_the_layout_and_what_cannot_be_is_refus
         with pytest.raises(UsageError, match="the longest sequence of this decoder has 30"):
             one.generate([prompt], count)
     with pytest.raises(UsageError, match="pages hold 30"):
-        weft.decoder(MODELS["own"], _batch(), longest=40, paging=Paging(size=2, pages=15), **how).generate([[1] * 31], 1)
+        shardwise.decoder(MODELS["own"], _batch(), longest=40, paging=Paging(size=2, pages=15), **how).generate([[1] * 31], 1)
     with pytest.raises(Infeasible, match="leave zero out"):
-        weft.decoder(MODELS["own"], _batch(), longest=LONGEST, plan="data=1 zero=1", loss=loss)
+        shardwise.decoder(MODELS["own"], _batch(), longest=LONGEST, plan="data=1 zero=1", loss=loss)
 
 
 def test_broken_twin_a_page_too_far_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that lie one token off their place: what is computed in both ways before anything is generated differs."""
-    begin = paged.Pages.begin
+    begin = paged.PagedCache.start_step
 
     def off(self: Any, runs: Any, device: Any) -> None:
         begin(self, runs, device)
         self.places = (self.places + 1) % (self.number * self.size)
 
-    monkeypatch.setattr(paged.Pages, "begin", off)
-    made = weft.decoder(MODELS["own"], _batch(), loss=loss, longest=LONGEST, paging=PAGING, plan="data=1 precision=float64")
+    monkeypatch.setattr(paged.PagedCache, "start_step", off)
+    made = shardwise.decoder(MODELS["own"], _batch(), loss=loss, longest=LONGEST, paging=PAGING, plan="data=1 precision=float64")
     assert made.recomputes
     assert made.generate(_prompts(), 10) == _serial("own", _prompts(), 10)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-import weft
-from weft.world.world import World
+import shardwise
+from shardwise.world.world import World
 
 LAYOUTS = (
     "data=2", "tensor=2", "pipeline=2 microbatches=2", "data=2 zero=3", "data=2 zero=1 recompute=full",
@@ -59,12 +59,12 @@ def evaluated(world: World, layouts: tuple[str, ...]) -> list[tuple[list[float],
     x, y = batch()
     found = []
     for layout in layouts:
-        engine = weft.parallelize(Otherwise, (x, y), plan=f"{layout} precision=float64", seed=1, world=world)
+        engine = shardwise.parallelize(Otherwise, (x, y), plan=f"{layout} precision=float64", seed=1, world=world)
         engine.step((x, y))
         losses = [engine.evaluate((x, y))]
         state = engine.full_state_dict()
         engine.step((x, y))
-        losses += [engine.evaluate((x, y)), engine.evaluate((x[:4], y[:4]), whole=True)]
+        losses += [engine.evaluate((x, y)), engine.evaluate((x[:4], y[:4]), is_global_batch=True)]
         found.append((losses, state, engine.full_state_dict()))
     return found
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import LayoutError
-from weft.lower.kernels import exchanged
-from weft.lower.kernels.exchanged import exchange_of, exchanged_attention
-from weft.lower.kernels.ring import Ring
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import exchanged as ranks_exchanging
-from weft.model.sharding.sharding import passed_round
-from weft.plan.layout import Layout
-from weft.run.build import Source
-from weft.solve.images import fewest_heads
-from weft.solve.space import parse_constraints
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.lower.kernels import ulysses_ring
+from shardwise.lower.kernels.ring import Ring
+from shardwise.lower.kernels.ulysses_ring import head_exchange_of, ulysses_ring_attention
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import num_exchanging_ranks as ranks_exchanging
+from shardwise.model.sharding.sharding import ring_operands
+from shardwise.plan.layout import Layout
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.solve.images import min_heads
+from shardwise.solve.space import parse_constraints
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 NAMES = (
     "causal", "causal over fewer keys", "causal, one head of keys", "padding, grouped heads", "bias that learns", "bias of all rows",
@@ -35,12 +35,12 @@ NAMES = (
 
 def _difference(name: str, world: World) -> float:
     """As `difference` of a ring, of 4 ranks of which 2 exchange heads."""
-    case, group = rings.CASES[name], world.everyone
+    case, group = rings.CASES[name], world.world_group
     beside, apart = world.group(group.ranks[:2] if group.index < 2 else group.ranks[2:]), world.group(group.ranks[group.index % 2 :: 2])
 
     def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         by_row = case.mask is not None and case.mask(case.queries, case.keys).shape[-2] > 1
-        return exchanged_attention(exchange_of(beside, apart, ring, by_row), q, k, v, mask)
+        return ulysses_ring_attention(head_exchange_of(beside, apart, ring, by_row), q, k, v, mask)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rings, "ring_attention", attention)
@@ -48,13 +48,13 @@ def _difference(name: str, world: World) -> float:
 
 
 def _as_they_came(members: list[Tensor], at: object) -> Tensor:
-    return exchanged.torch.cat(members, -2)
+    return ulysses_ring.torch.cat(members, -2)
 
 
 def _all(world: World) -> dict[str, float]:
     found = {name: _difference(name, world) for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanged, "_in_order", _as_they_came)
+        patch.setattr(ulysses_ring, "_sort_positions", _as_they_came)
         found["twin"] = _difference("causal", world)
     return found
 
@@ -85,7 +85,7 @@ def test_a_layout_with_both_equals_serial(name: str, layout: str) -> None:
 def test_more_ranks_than_heads_are_refused_by_name() -> None:
     model = resolve("gpt-tiny")  # of 8 heads
     with pytest.raises(LayoutError, match=r"among 16 ranks, and a rank has 8 heads of .*; use attention=ulysses\+ring, which"):
-        weft.plan(model.make, model.batch(8), loss=model.loss, cluster="2xdgx-h100", layout="context=16 attention=ulysses:16+ring")
+        shardwise.plan(model.make, model.batch(8), loss=model.loss, cluster="2xdgx-h100", layout="context=16 attention=ulysses:16+ring")
 
 
 def test_a_layout_with_both_prints_and_parses() -> None:
@@ -127,12 +127,12 @@ class _Headless(nn.Module):
 def test_attention_without_heads_has_none_to_exchange() -> None:
     """Neither its features nor its samples pass for heads: keys go round all ranks."""
     batch = {"ids": torch.zeros(2, 16, dtype=torch.long)}
-    graph = Source.of(_Headless).capture(batch, lambda out, batch: out.sum(), 2).graph
-    assert fewest_heads(graph) == 1
+    graph = ModelSource.from_model(_Headless).capture(batch, lambda out, batch: out.sum(), 2).graph
+    assert min_heads(graph) == 1
     sharding = propagate(graph, {"context": 4}, attention="ulysses+ring")
     ways = [
         ranks_exchanging(sharding, op, graph.rules[op.name], "context", graph.tensors[op.inputs[0]].shape)
         for op in graph.operators
-        if op.inputs and passed_round(sharding, op, graph.rules[op.name], "context")
+        if op.inputs and ring_operands(sharding, op, graph.rules[op.name], "context")
     ]
     assert ways == [1]

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.ops.experts import expected_ranks_per_token
+from shardwise.plan.ir.placement import even_shard_range
+from shardwise.plan.layout import Layout
+from shardwise.run.verify.verify import Verification
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 from tests.support.twins import not_summed_over
-from weft.errors import LayoutError
-from weft.ops.experts import ranks_reached
-from weft.plan.layout import Layout
-from weft.plan.placement import piece
-from weft.run.proof.verify import Verification
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
 
 GSHARD = "moe-tiny:layers=2,hidden=16,inner=24,heads=4,sequence=8"
 
@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "torch" / "hf_experts"
 
 def verified(name: str, layout: str, batch: int = 8, **options: Any) -> Verification:
     model = resolve(name)
-    return weft.verify(model.make, layout, model.batch(batch), loss=model.loss, cut_everything=True, **options)
+    return shardwise.verify(model.make, layout, model.batch(batch), loss=model.loss, cut_everything=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ class _Rows(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, which = self.gate(x).softmax(-1).topk(2)
-        rows, ids, order = torch.ops.weft.to_experts(x, which, 4)
-        rows = self.between(torch.ops.weft.of_experts(rows, ids, self.up, None, True))
-        rows = torch.ops.weft.of_experts(rows, ids, self.down, None, True)
-        made: Tensor = self.head(torch.ops.weft.from_experts(rows, order, weight, 4))
+        rows, ids, order = torch.ops.shardwise.to_experts(x, which, 4)
+        rows = self.between(torch.ops.shardwise.of_experts(rows, ids, self.up, None, True))
+        rows = torch.ops.shardwise.of_experts(rows, ids, self.down, None, True)
+        made: Tensor = self.head(torch.ops.shardwise.from_experts(rows, order, weight, 4))
         return made.square().mean()
 
 
@@ -144,7 +144,7 @@ def test_what_is_done_to_rows_of_experts_equals_serial(between: Callable[[Tensor
     """Each by itself in pieces; what needs all of them, in their order or by their number, has them whole. By token and by expert are
     other pieces."""
     batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(0)),)
-    found = weft.verify(lambda: _Rows(between), layout, batch, loss=lambda output, _: output, cut_everything=True)
+    found = shardwise.verify(lambda: _Rows(between), layout, batch, loss=lambda output, _: output, cut_everything=True)
     assert found.ok, found
     assert found.tolerance == 1e-9
 
@@ -159,7 +159,7 @@ def test_broken_twin_gradients_of_other_weights_that_are_not_summed(monkeypatch:
 def test_more_ranks_than_experts_are_refused() -> None:
     model = resolve(GSHARD)
     with pytest.raises(LayoutError, match="expert=16 spreads the experts of a layer, and of this model its widest layer has 8; use that"):
-        weft.plan(model.make, model.batch(16), loss=model.loss, cluster="1xcpu-2", layout="data=16 expert=16")
+        shardwise.plan(model.make, model.batch(16), loss=model.loss, cluster="1xcpu-2", layout="data=16 expert=16")
 
 
 def _sent(world: World, layout: str) -> int:
@@ -170,7 +170,7 @@ def _sent(world: World, layout: str) -> int:
         sent.extend(x.numel() * x.element_size() for i, x in enumerate(given) if i != self.index)
         return right(self, given, shapes)
 
-    engine = weft.parallelize(model.make, model.batch(8), loss=model.loss, plan=layout, seed=0, world=world)
+    engine = shardwise.parallelize(model.make, model.batch(8), loss=model.loss, plan=layout, seed=0, world=world)
     Group.exchange = counting  # type: ignore[method-assign]
     try:
         engine.step(model.batch(8))
@@ -199,7 +199,7 @@ def _rows_sent(world: World, name: str) -> list[int]:
         sent.extend(x.numel() * x.element_size() for i, x in enumerate(given) if i != self.index)
         return right(self, given, shapes)
 
-    engine = weft.parallelize(model.make, batch, loss=model.loss, plan=f"data={n} expert={n}", seed=0, world=world)
+    engine = shardwise.parallelize(model.make, batch, loss=model.loss, plan=f"data={n} expert={n}", seed=0, world=world)
     Group.exchange = counting  # type: ignore[method-assign]
     try:
         engine.step(batch)
@@ -237,18 +237,18 @@ def test_tokens_travel_once_to_each_rank_of_their_experts_and_to_no_others() -> 
 @pytest.mark.parametrize(("experts", "top", "ranks"), [(8, 2, 4), (7, 3, 2), (5, 1, 3), (6, 6, 2)])
 def test_how_many_ranks_a_token_reaches_is_the_mean_over_all_choices(experts: int, top: int, ranks: int) -> None:
     """Counted for each choice of experts that there is; at most as many as it has experts, which is what is saved."""
-    of = [rank for rank in range(ranks) for _ in range(piece(experts, ranks, rank)[1])]
+    of = [rank for rank in range(ranks) for _ in range(even_shard_range(experts, ranks, rank)[1])]
     counts = [len({of[e] for e in chosen}) for chosen in combinations(range(experts), top)]
-    assert ranks_reached(experts, top, ranks) == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+    assert expected_ranks_per_token(experts, top, ranks) == pytest.approx(sum(counts) / len(counts), rel=1e-12)
     assert max(counts) <= min(top, ranks)
 
 
 def test_a_layout_with_experts_prints_and_its_replicas_lie_along_two_axes() -> None:
     layout = Layout.parse("data=4 expert=2 tensor=2")
     assert Layout.parse(str(layout)) == layout
-    assert layout.mesh.inside == ("data", "expert", "tensor")
+    assert layout.mesh.stage_axes == ("data", "expert", "tensor")
     assert layout.num_ranks == 8
-    assert Layout(data=4).mesh.inside == ("data", "tensor")
+    assert Layout(data=4).mesh.stage_axes == ("data", "tensor")
 
 
 def _in_a_loop(world: World, layout: str) -> list[float]:
@@ -259,17 +259,17 @@ def _in_a_loop(world: World, layout: str) -> list[float]:
     if world.num_ranks == 1:
         net = model.make().double()
     else:
-        with weft.auto_parallelize(batch=(batch["input_ids"],), plan=f"{layout} precision=float64", world=world):
+        with shardwise.auto_parallelize(batch=(batch["input_ids"],), plan=f"{layout} precision=float64", world=world):
             net = model.make().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    (mine,) = weft.shard([batch]) if world.num_ranks > 1 else [batch]
+    (mine,) = shardwise.shard([batch]) if world.num_ranks > 1 else [batch]
     for _ in range(3):
         optimizer.zero_grad()
         loss = model.loss(net(mine["input_ids"]), mine)
         loss.backward()
         optimizer.step()
         total = loss.detach().clone()
-        world.everyone.all_reduce(total)
+        world.world_group.all_reduce(total)
         losses.append(float(total) / world.num_ranks)
     return losses
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import Infeasible, ModelError
-from weft.run.recent import MOST_FORMS
-from weft.run.rows import Rows
-from weft.world.world import World
+import shardwise
+from shardwise.errors import Infeasible, ModelError
+from shardwise.run.parts.lru_cache import MAX_CAPTURES
+from shardwise.run.parts.rows import BatchRows
+from shardwise.world.world import World
 
 Batch = dict[str, Tensor]
 VOCABULARY, WIDTH, MOST = 24, 16, 10
@@ -90,13 +90,15 @@ def serial() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def trained(world: World, layout: str, shared: bool) -> tuple[list[float], dict[str, Tensor] | None]:
-    """`shared`: as `weft.shard` gives every rank its rows."""
-    engine = weft.parallelize(Language, BATCHES[0], optimizer=SGD, plan=f"{layout} precision=float64", seed=0, world=world)
+    """`shared`: as `shardwise.shard` gives every rank its rows."""
+    engine = shardwise.parallelize(Language, BATCHES[0], optimizer=SGD, plan=f"{layout} precision=float64", seed=0, world=world)
     if shared:
-        losses = [engine.step(mine, whole=False).loss for mine in weft.shard(BATCHES, engine)]
-        return losses + [engine.evaluate(mine, whole=False) for mine in weft.shard(EVALUATED, engine)], engine.full_state_dict()
-    losses = [engine.step(batch, whole=True).loss for batch in BATCHES]
-    return losses + [engine.evaluate(batch, whole=True) for batch in EVALUATED], engine.full_state_dict()
+        losses = [engine.step(mine, is_global_batch=False).loss for mine in shardwise.shard(BATCHES, engine)]
+        return losses + [
+            engine.evaluate(mine, is_global_batch=False) for mine in shardwise.shard(EVALUATED, engine)
+        ], engine.full_state_dict()
+    losses = [engine.step(batch, is_global_batch=True).loss for batch in BATCHES]
+    return losses + [engine.evaluate(batch, is_global_batch=True) for batch in EVALUATED], engine.full_state_dict()
 
 
 def check(found: tuple[list[float], dict[str, Tensor] | None], said: str) -> None:
@@ -133,9 +135,13 @@ def cut(batch: Batch, rows: slice) -> Batch:
 def of_lengths(world: World, first: int) -> list[float]:
     """Every rank has rows of its own, of their own lengths, and ranks tell each other how many; `first`: of rank 0."""
     padded = some(8, 8, 20, padded=True)
-    engine = weft.parallelize(Language, padded, optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
+    engine = shardwise.parallelize(Language, padded, optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
     mine = cut(padded, slice(first, 8) if world.rank else slice(0, first))
-    return [engine.step(mine, whole=False).loss, engine.evaluate(mine, whole=False), engine.step(padded, whole=True).loss]
+    return [
+        engine.step(mine, is_global_batch=False).loss,
+        engine.evaluate(mine, is_global_batch=False),
+        engine.step(padded, is_global_batch=True).loss,
+    ]
 
 
 def test_ranks_may_have_rows_of_other_lengths(ranks: Callable[..., list[Any]]) -> None:
@@ -155,9 +161,9 @@ def test_ranks_may_have_rows_of_other_lengths(ranks: Callable[..., list[Any]]) -
 
 def of_one_rank(world: World) -> list[float]:
     """Rank 1 has all rows of the first batch, rank 0 none."""
-    engine = weft.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
+    engine = shardwise.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
     mine = {name: x if world.rank else x[:0] for name, x in BATCHES[0].items()}
-    return [engine.step(mine, whole=False).loss, engine.step(BATCHES[1], whole=True).loss]
+    return [engine.step(mine, is_global_batch=False).loss, engine.step(BATCHES[1], is_global_batch=True).loss]
 
 
 def test_one_rank_may_have_all_rows(ranks: Callable[..., list[Any]]) -> None:
@@ -165,11 +171,11 @@ def test_one_rank_may_have_all_rows(ranks: Callable[..., list[Any]]) -> None:
 
 
 def counted_alike(world: World) -> list[float]:
-    engine = weft.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
+    engine = shardwise.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
     single = some(1, 5, 4)
-    right = engine.evaluate(single, whole=True)
-    Rows.share = lambda self, m: sum(self.table[m]) / self.samples  # type: ignore[method-assign]
-    return [right, engine.evaluate(single, whole=True)]
+    right = engine.evaluate(single, is_global_batch=True)
+    BatchRows.share = lambda self, m: sum(self.table[m]) / self.num_samples  # type: ignore[method-assign]
+    return [right, engine.evaluate(single, is_global_batch=True)]
 
 
 def test_a_share_that_is_the_same_on_all_ranks_is_found(ranks: Callable[..., list[Any]]) -> None:
@@ -193,13 +199,13 @@ class Normed(nn.Module):
 
 def refused(world: World) -> list[str]:
     x, said = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), []
-    engine = weft.parallelize(Normed, {"x": x}, plan=f"data={world.num_ranks}", seed=0, world=world)
+    engine = shardwise.parallelize(Normed, {"x": x}, plan=f"data={world.num_ranks}", seed=0, world=world)
     for batch, error in (({"x": x[:1]}, Infeasible), ({"x": x, "more": x}, ModelError), ({"x": torch.cat((x, x))}, Infeasible)):
         try:
-            engine.step(batch, whole=True)
+            engine.step(batch, is_global_batch=True)
         except error as found:
             said.append(str(found))
-    engine.step({"x": x}, whole=True)  # and goes on
+    engine.step({"x": x}, is_global_batch=True)  # and goes on
     return said
 
 
@@ -211,11 +217,11 @@ def test_what_cannot_be_is_refused_by_name(ranks: Callable[..., list[Any]]) -> N
 
 
 def test_the_oldest_forms_leave() -> None:
-    batches = [{"x": torch.randn(2, 4), "y": torch.randn(n)} for n in range(1, MOST_FORMS + 6)]
-    engine = weft.parallelize(Two, batches[0], plan="data=1", seed=0)
+    batches = [{"x": torch.randn(2, 4), "y": torch.randn(n)} for n in range(1, MAX_CAPTURES + 6)]
+    engine = shardwise.parallelize(Two, batches[0], plan="data=1", seed=0)
     for batch in batches:
-        engine.step(batch, whole=True)
-    assert len(engine._forms.others.held) == MOST_FORMS
+        engine.step(batch, is_global_batch=True)
+    assert len(engine._captures.variants.entries) == MAX_CAPTURES
 
 
 class Two(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import weft
-from weft.lower.double import doubled
-from weft.world.world import World
+import shardwise
+from shardwise.lower.float64_mode import compute_in_float64
+from shardwise.world.world import World
 
 transformers = pytest.importorskip("transformers")
 Batch = dict[str, torch.Tensor]
@@ -73,22 +73,22 @@ def tuned(net: Any, data: Iterable[Batch]) -> list[float]:
 
 
 def divided(world: World, layout: str) -> tuple[list[float], Any, list[list[int]], list[float]]:
-    net = weft.auto_parallelize(model(), DATA[0], plan=f"{layout} precision=float64", world=world)
-    losses = tuned(net, weft.shard(DATA))
+    net = shardwise.auto_parallelize(model(), DATA[0], plan=f"{layout} precision=float64", world=world)
+    losses = tuned(net, shardwise.shard(DATA))
     with torch.no_grad():
         tokens = net.generate(DATA[0]["input_ids"], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(4, 8, dtype=torch.long))
-    logits = net(input_ids=next(iter(weft.shard([DATA[1]])))["input_ids"]).logits.detach().sum(dim=(1, 2)).tolist()
-    return losses, weft.full_state_dict(net), tokens.tolist(), logits
+    logits = net(input_ids=next(iter(shardwise.shard([DATA[1]])))["input_ids"]).logits.detach().sum(dim=(1, 2)).tolist()
+    return losses, shardwise.full_state_dict(net), tokens.tolist(), logits
 
 
 @pytest.fixture(scope="module")
 def serial() -> Any:
     net = model()
-    with doubled(True):  # the library computes parts of it in float32
+    with compute_in_float64(True):  # the library computes parts of it in float32
         losses = tuned(net, DATA)
     with torch.no_grad():
         tokens = net.generate(DATA[0]["input_ids"], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(4, 8, dtype=torch.long))
-    with torch.no_grad(), doubled(True):
+    with torch.no_grad(), compute_in_float64(True):
         logits = net(input_ids=DATA[1]["input_ids"]).logits.sum(dim=(1, 2)).tolist()
     return losses, net.state_dict(), tokens.tolist(), logits
 
@@ -132,9 +132,9 @@ def seen(net: nn.Module, data: Iterable[Any]) -> None:
 
 def looked(world: World) -> dict[str, torch.Tensor] | None:
     torch.manual_seed(0)
-    net = weft.auto_parallelize(Images().double(), images()[0], plan="data=2 precision=float64", world=world)
-    seen(net, weft.shard(images()))
-    return weft.full_state_dict(net)
+    net = shardwise.auto_parallelize(Images().double(), images()[0], plan="data=2 precision=float64", world=world)
+    seen(net, shardwise.shard(images()))
+    return shardwise.full_state_dict(net)
 
 
 def test_images_of_several_sizes_and_short_batches(ranks: Callable[..., list[Any]]) -> None:

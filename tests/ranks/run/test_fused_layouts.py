@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import weft
+import shardwise
+from shardwise.capture.capture import capture
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import FREE_LINKS, Prices
+from shardwise.plan.ir.placement import Shard
+from shardwise.plan.ir.transition import sent_fraction
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.parts import local_blocks
+from shardwise.run.state.block_ranges import shard_block
+from shardwise.run.verify.verify import Verification
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 from tests.support.traced import of, weights_after
-from weft.capture.capture import capture
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import FREE_LINKS, Prices
-from weft.plan.layout import Layout
-from weft.plan.placement import Shard
-from weft.plan.transition import sent_part
-from weft.run import blocks
-from weft.run.engine import Engine
-from weft.run.proof.verify import Verification
-from weft.run.state.spans import cut_again
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
 
 MODELS = "tests/support/fused_models.py"
 PATH = Path(__file__).parents[2].joinpath("support", "fused_models.py")
@@ -36,7 +36,7 @@ NODE = Prices(flops_per_s=5e13, memory_bytes_per_s=1.5e12, link_bytes_per_s=1e11
 
 def verified(name: str, layout: str, **options: Any) -> Verification:
     model = resolve(f"{PATH}:{name}")
-    return weft.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, cut_everything=True, **options)
+    return shardwise.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, cut_everything=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def moves_of(name: str, n: int) -> tuple[Counter[tuple[str, str]], float]:
     """Collectives of a step, and the bytes that a rank sends."""
     model = resolve(f"{PATH}:{name}")
     graph = capture(model.make(), model.batch(model.default_batch), model.loss).graph
-    moves = propagate(graph, {"tensor": n}, prices=NODE).moves
-    size = sum(sent_part(m.source, m.target, n) * graph.tensors[m.value].size_bytes for m in moves)
+    moves = propagate(graph, {"tensor": n}, prices=NODE).redistributions
+    size = sum(sent_fraction(m.source, m.target, n) * graph.tensors[m.value].size_bytes for m in moves)
     return Counter((m.forward, m.backward) for m in moves), size
 
 
@@ -79,12 +79,12 @@ def test_one_product_moves_no_more_than_three(name: str, n: int) -> None:
 
 
 def contiguous(spans: Any, form: Shard, n: int, index: int) -> Any:
-    return cut_again(spans, Shard(form.dim, form.lengths), n, index)
+    return shard_block(spans, Shard(form.dim, form.lengths), n, index)
 
 
 def test_pieces_of_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: each rank takes its part of the whole weight in one place."""
-    monkeypatch.setattr(blocks, "cut_again", contiguous)
+    monkeypatch.setattr(local_blocks, "shard_block", contiguous)
     assert not verified("chunked", "tensor=2").ok
 
 
@@ -114,23 +114,23 @@ def in_a_loop(world: World, folder: str) -> list[float]:
 
     def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        with weft.auto_parallelize(batch=batch, plan=f"tensor={world.num_ranks} precision=float64", world=world):
+        with shardwise.auto_parallelize(batch=batch, plan=f"tensor={world.num_ranks} precision=float64", world=world):
             net = model.make()
         return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
     net, optimizer = begun(0)
     for step in range(3):
         if step == 2:
-            weft.save(folder, net, optimizer, step=step)
+            shardwise.save(folder, net, optimizer, step=step)
             net, optimizer = begun(1)
-            weft.load(folder, net, optimizer)
+            shardwise.load(folder, net, optimizer)
         optimizer.zero_grad()
         loss = F.cross_entropy(net(**batch).flatten(0, 1), batch["ids"].flatten()) + sum(p.square().mean() for p in net.parameters())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
         optimizer.step()
         losses.append(float(loss.detach()))
-    state = weft.full_state_dict(net) or {}
+    state = shardwise.full_state_dict(net) or {}
     return losses + [float((x * torch.arange(x.numel(), dtype=x.dtype).view(x.shape)).sum()) for x in state.values()]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.run.state.parameters import LocalParameter, build_groups, share
-from weft.run.state.spans import full_spans
-from weft.world.world import Group, World
+import shardwise
+from shardwise.run.state.block_ranges import full_ranges
+from shardwise.run.state.parameters import LocalParameter, build_groups, share_gradient_memory
+from shardwise.world.world import Group, World
 
 
 def _model() -> torch.nn.Module:
@@ -35,7 +35,7 @@ def _sent(world: World, layout: str) -> dict[str, float]:
 
         setattr(Group, name, wrapped)
     batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
-    engine = weft.parallelize(_model, batch, loss=_loss, plan=layout, seed=0, world=world)
+    engine = shardwise.parallelize(_model, batch, loss=_loss, plan=layout, seed=0, world=world)
     bytes_of.clear()
     engine.step(batch)
     sent = dict(bytes_of)
@@ -83,12 +83,12 @@ def test_zero_halves_what_gradients_send(ranks: Callable[..., list[Any]], num_ra
 
 def _comes_and_goes(world: World) -> bool:
     """Whether gradients do whose sum nobody has connected yet, as in a plain loop."""
-    parameter = LocalParameter("x", (4,), full_spans((4,)), torch.float32, True, (0, 1), True, True)
+    parameter = LocalParameter("x", (4,), full_ranges((4,)), torch.float32, True, (0, 1), True, True)
     groups, _ = build_groups([parameter], world.device)
-    share(groups, [world.group((0, 1))], keep=False)
-    return groups[0].comes_and_goes
+    share_gradient_memory(groups, [world.group((0, 1))], keeps_gradients=False)
+    return groups[0].is_allocated_per_bucket
 
 
 @pytest.mark.parametrize(("transport", "comes_and_goes"), [("shared_memory", False), ("gloo", True), ("boxes=1", True)])
 def test_gradients_lie_where_others_can_read_them(ranks: Callable[..., list[Any]], transport: str, comes_and_goes: bool) -> None:
-    assert ranks(_comes_and_goes, 2, env={"WEFT_TRANSPORT": transport}) == [comes_and_goes] * 2
+    assert ranks(_comes_and_goes, 2, env={"SHARDWISE_TRANSPORT": transport}) == [comes_and_goes] * 2

@@ -14,22 +14,22 @@ import test_plain
 import torch
 from torch import Tensor
 
+from shardwise.errors import LayoutError
+from shardwise.model.sharding import propagate as propagate_module
+from shardwise.plan.ir.placement import is_shard
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model import build
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.verify.verify import verify_on_rank
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.chain import Chain
 from tests.support.traced import of, weights_after
 from tests.support.twins import not_summed_over
 from tests.support.verified_models import Subject
-from weft.errors import LayoutError
-from weft.model.sharding import propagate as propagate_module
-from weft.plan.layout import Layout
-from weft.plan.placement import is_shard
-from weft.plan.plan import Plan
-from weft.run import build
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.run.proof.verify import verify_on_rank
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest
     def anything(decided: Any, sizes: Any, *_: Any) -> Any:
         return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset(), frozenset()
 
-    monkeypatch.setattr(propagate_module, "nested", anything)
+    monkeypatch.setattr(propagate_module, "nested_dims", anything)
     subject = Subject("gpt-tiny", 8)
     assert not subject.check(Layout.parse("tensor=2x1x2 precision=float64"), eager="free links").ok
 
@@ -84,7 +84,7 @@ def test_cuts_over_an_axis_that_the_layout_has_not_are_refused() -> None:
     plan = replace(subject.plan(Layout.parse("tensor=2x2")), shards=(("tensor", (("tokens.weight", 0),)),))
     graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
     with pytest.raises(LayoutError, match=r"over tensor, and the tensor ranks of .* lie along rows, columns; leave \[shards.tensor\] out"):
-        build.shard_of(plan, graph)
+        build.shard_graph(plan, graph)
 
 
 def cut_thrice(world: World) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ def cut_thrice(world: World) -> dict[str, Any] | None:
     plan = Plan(Layout.parse("tensor=2x2x2 precision=float64"), "chain", "1xcpu-2", 8, shards=shards)
     batch = (torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(4)),)
     torch.manual_seed(0)
-    found = verify_on_rank(world, plan, chain, batch, None, Traced.of(chain))
+    found = verify_on_rank(world, plan, chain, batch, None, CachedModelSource.from_model(chain))
     return None if found is None else {"ok": found.ok, "worst": found.worst}
 
 
@@ -127,7 +127,7 @@ def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
     layout = Layout.parse("tensor=2x2 precision=float64")
     plan = Plan(layout, "chain", "1xcpu-2", BATCH, shards=(("rows", rows), ("columns", columns)))
     batch = (torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(3)),)
-    engine = Engine(plan, Traced.of(chain), batch, None, world, optimizer="sgd", seed=0)
+    engine = Engine(plan, CachedModelSource.from_model(chain), batch, None, world, optimizer="sgd", seed=0)
     Group.all_reduce = counting  # type: ignore[method-assign]
     try:
         engine.forward_backward(batch)

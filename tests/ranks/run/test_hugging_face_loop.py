@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.world.current import current_world
-from weft.world.world import World
+import shardwise
+from shardwise.world.current import current_world
+from shardwise.world.world import World
 
 transformers = pytest.importorskip("transformers")
 NONE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # GPT-2's own are 0.1
@@ -47,10 +47,10 @@ def divided(world: World, folder: str, layout: str, *settings: dict[str, float])
     data, found = batches(), []
     for changes in settings:
         torch.manual_seed(0)
-        with weft.auto_parallelize(batch=data[0], plan=layout, world=world):
+        with shardwise.auto_parallelize(batch=data[0], plan=layout, world=world):
             model = transformers.GPT2LMHeadModel.from_pretrained(folder, **changes)
-        losses = tuned(model, lambda: weft.shard(data[:3]), lambda: weft.shard(data[3:]))
-        state, plain = weft.full_state_dict(model), 0.0
+        losses = tuned(model, lambda: shardwise.shard(data[:3]), lambda: shardwise.shard(data[3:]))
+        state, plain = shardwise.full_state_dict(model), 0.0
         if state is not None:
             whole = transformers.GPT2LMHeadModel.from_pretrained(folder, **changes)
             whole.load_state_dict(state)
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def wanted(folder: str) -> tuple[list[float], list[float]]:
-    """Losses of plain PyTorch without dropout, and of weft on one process with it."""
+    """Losses of plain PyTorch without dropout, and of shardwise on one process with it."""
     data = batches()
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, **NONE)
     assert not model.training

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import shardwise
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model import build
+from shardwise.run.step.stage_resharding import StageResharding
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import CollectiveWork, World
 from tests.support.traced import of
-from weft.plan.layout import Layout
-from weft.run import build
-from weft.run.engine import Engine
-from weft.run.step.resharded import Resharded
-from weft.world.launch import launch
-from weft.world.world import Work, World
 
 ODD = "tests/support/odd_models.py"
 
@@ -57,8 +57,8 @@ def squares(output: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
 def by_rows(world: World) -> float:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     plan = "pipeline=2 inner=2x1/1x2 microbatches=2 precision=float64"
-    engine = weft.parallelize(deep, (x,), loss=squares, plan=plan, seed=0, world=world)
-    return engine.step(next(iter(weft.shard([(x,)], engine)))).loss
+    engine = shardwise.parallelize(deep, (x,), loss=squares, plan=plan, seed=0, world=world)
+    return engine.step(next(iter(shardwise.shard([(x,)], engine)))).loss
 
 
 def test_stages_that_have_rows_do_not_wait_for_those_that_have_all() -> None:
@@ -70,7 +70,7 @@ def test_stages_that_have_rows_do_not_wait_for_those_that_have_all() -> None:
 
 def test_a_shared_gradient_that_replicas_count_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: tied embeddings are summed over all ranks of both stages, of which tensor ranks have the same."""
-    monkeypatch.setattr(build, "shares_of", lambda between, sharding, mesh: {})
+    monkeypatch.setattr(build, "gradient_shares", lambda between, sharding, mesh: {})
     found = of("gpt-tiny").check(Layout.parse("pipeline=2 inner=2x1/1x2 microbatches=2 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
@@ -78,7 +78,7 @@ def test_a_shared_gradient_that_replicas_count_twice_is_found(monkeypatch: pytes
 
 def test_a_gradient_that_each_summand_has_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: what comes back whole to ranks whose gradients are summed counts on each of them."""
-    monkeypatch.setattr(Resharded, "_share", lambda self, value, name: 1.0)
+    monkeypatch.setattr(StageResharding, "_gradient_share", lambda self, value, name: 1.0)
     found = of("gpt-tiny").check(Layout.parse("pipeline=2 inner=1x2/2x1 microbatches=2 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
@@ -90,18 +90,18 @@ def _counted(world: World, name: str, layout: str) -> tuple[int, int]:
     plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
     engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=0)
     sent = 0
-    isend = engine._everyone.isend
+    isend = engine._world_group.isend
 
-    def counting(x: torch.Tensor, to: int, tag: int = 0) -> Work:
+    def counting(x: torch.Tensor, to: int, tag: int = 0) -> CollectiveWork:
         nonlocal sent
         sent += x.numel() * x.element_size()
         return isend(x, to, tag=tag)
 
-    engine._everyone.isend = counting  # type: ignore[method-assign]
-    engine._executors.cache.held.clear()
-    engine._executor = engine._executors.of(plan.microbatch_sizes)
+    engine._world_group.isend = counting  # type: ignore[method-assign]
+    engine._executors.executor_cache.entries.clear()
+    engine._executor = engine._executors.executor_for(plan.microbatch_sizes)
     engine.forward_backward(subject.batch)
-    tensors, own = engine.parts.graph.tensors, engine.plan.layout
+    tensors, own = engine.rank_model.graph.tensors, engine.plan.layout
     crossings = engine._executor.crossings
     want = sum(
         tensors[c.value].size * c.dtype.itemsize * (1 + c.has_gradient) * own.microbatches

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import RankError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.world.launch.launch import launch, num_cores
+from shardwise.world.world import World
 from tests.support.verified_models import Subject
-from weft.errors import RankError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.world.launch import launch, num_cores
-from weft.world.world import World
 
 pytestmark = pytest.mark.skipif(num_cores() < 2, reason="one core has none to lend")
 
@@ -138,7 +138,7 @@ def test_ranks_of_a_process_that_has_computed_with_threads_may_have_more() -> No
     """In a process of its own, since the pool of threads would be this one's. A rank that has none of its pool waits for ever."""
     code = """
 import torch
-from weft.world.launch import launch
+from shardwise.world.launch.launch import launch
 
 def main():
     def rank(world):

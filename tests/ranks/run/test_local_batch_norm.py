@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import LayoutError, WeftError
-from weft.lower.call import Call
-from weft.plan.layout import Layout
-from weft.run.reduce.buffers import Replicas
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.lower.call import OperatorCall
+from shardwise.plan.layout import Layout
+from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 Ranks = Callable[..., list[Any]]
 MODELS = Path(__file__).parents[2].joinpath("support", "spatial_models.py")
@@ -58,7 +58,7 @@ def data(samples: int) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_replicas_with_statistics_of_their_own_equal_a_serial_run_that_sees_them_apart(layout: str, samples: int) -> None:
-    found = weft.verify(Net, f"{layout} batch_norm=local", data(samples), steps=2)
+    found = shardwise.verify(Net, f"{layout} batch_norm=local", data(samples), steps=2)
     assert found.ok, found
     assert found.tolerance == 1e-9
     assert found.whole_batch["gradients"] > 1e-3  # another thing than exact statistics
@@ -68,19 +68,21 @@ def test_replicas_with_statistics_of_their_own_equal_a_serial_run_that_sees_them
 @pytest.mark.parametrize("name", ["resnet-tiny", f"{MODELS}:unet"])
 def test_whole_networks_equal_serial(name: str) -> None:
     model = resolve(name)
-    found = weft.verify(model.make, "data=2 batch_norm=local", model.batch(4), loss=model.loss, steps=2)
+    found = shardwise.verify(model.make, "data=2 batch_norm=local", model.batch(4), loss=model.loss, steps=2)
     assert found.ok, found
 
 
-def by_weft(world: World, layout: str) -> dict[str, Tensor] | None:
-    engine = weft.parallelize(partial(Net, twice=False), data(8), plan=layout, optimizer={"name": "sgd", "lr": 0.1}, seed=0, world=world)
+def by_shardwise(world: World, layout: str) -> dict[str, Tensor] | None:
+    engine = shardwise.parallelize(
+        partial(Net, twice=False), data(8), plan=layout, optimizer={"name": "sgd", "lr": 0.1}, seed=0, world=world
+    )
     for _ in range(3):
         engine.step(data(8))
     return engine.full_state_dict()
 
 
 def test_it_is_what_a_serial_run_makes_of_the_pieces_with_gradients_accumulated(ranks: Ranks) -> None:
-    """No code of weft's on the other side: a replica's samples after the other's, in plain PyTorch."""
+    """No code of shardwise's on the other side: a replica's samples after the other's, in plain PyTorch."""
     torch.manual_seed(0)
     net = Net(twice=False).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -90,7 +92,7 @@ def test_it_is_what_a_serial_run_makes_of_the_pieces_with_gradients_accumulated(
         for half in (slice(0, 4), slice(4, 8)):
             (net(x.double()[half], y[half]) / 2).backward()
         optimizer.step()
-    state = ranks(by_weft, 2, "data=2 precision=float64 batch_norm=local")[0]
+    state = ranks(by_shardwise, 2, "data=2 precision=float64 batch_norm=local")[0]
     for name, want in net.state_dict().items():
         if "num_batches" not in name:
             assert torch.allclose(state[name].double(), want, rtol=1e-10, atol=1e-12), name
@@ -98,10 +100,10 @@ def test_it_is_what_a_serial_run_makes_of_the_pieces_with_gradients_accumulated(
 
 def test_broken_twins_statistics_of_all_and_running_ones_of_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "_cut_for", lambda self, kernel: [])  # with exact statistics asked for, each replica's own
-        assert not weft.verify(Net, "data=2", data(8), steps=1).ok
-    monkeypatch.setattr(Replicas, "finish", lambda self, microbatches: None)
-    found = weft.verify(Net, "data=2 batch_norm=local", data(8), steps=1)
+        patch.setattr(OperatorCall, "_axes_for", lambda self, kernel: [])  # with exact statistics asked for, each replica's own
+        assert not shardwise.verify(Net, "data=2", data(8), steps=1).ok
+    monkeypatch.setattr(DeferredBufferUpdates, "finish", lambda self, microbatches: None)
+    found = shardwise.verify(Net, "data=2 batch_norm=local", data(8), steps=1)
     assert not found.ok
     assert "norm.running" in str(found.first_difference)
 
@@ -111,21 +113,21 @@ def test_it_is_priced_without_collectives_inside_of_layers_and_never_chosen_unas
     given = {"loss": model.loss, "cluster": "1xp3.16xlarge"}
 
     def step(layout: str) -> Any:
-        return weft.plan(model.make, model.batch(batch), layout=layout, **given).prediction
+        return shardwise.plan(model.make, model.batch(batch), layout=layout, **given).prediction
 
     exact, local = step("data=8 precision=float16"), step("data=8 precision=float16 batch_norm=local")
     assert local.step_time_s < exact.step_time_s
     assert dict(local.parts)["tensor"] == 0 < dict(exact.parts)["tensor"]
     few = "data=8 offload=none recompute=none"
-    assert weft.plan(model.make, model.batch(batch), constraints=few, **given).layout.batch_norm == "exact"
-    asked = weft.plan(model.make, model.batch(batch), constraints=f"{few} batch_norm=local", **given)
+    assert shardwise.plan(model.make, model.batch(batch), constraints=few, **given).layout.batch_norm == "exact"
+    asked = shardwise.plan(model.make, model.batch(batch), constraints=f"{few} batch_norm=local", **given)
     assert asked.layout.batch_norm == "local"
     assert asked.prediction.step_time_s <= local.step_time_s
 
 
 def test_one_replica_has_nothing_of_its_own() -> None:
-    assert Layout.parse("data=1 pipeline=2 batch_norm=local").local_statistics == ()
-    assert Layout.parse("data=4 expert=2 batch_norm=local").local_statistics == ("data", "expert")
+    assert Layout.parse("data=1 pipeline=2 batch_norm=local").local_statistics_axes == ()
+    assert Layout.parse("data=4 expert=2 batch_norm=local").local_statistics_axes == ("data", "expert")
     with pytest.raises(LayoutError, match="batch_norm=lokal is unknown"):
         Layout.parse("data=2 batch_norm=lokal")
     with pytest.raises(LayoutError, match="batch_norm=local with staleness=1 is not supported; use batch_norm=exact"):
@@ -134,9 +136,9 @@ def test_one_replica_has_nothing_of_its_own() -> None:
 
 def loops(world: World) -> None:
     net, batch = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), (torch.ones(4, 3),)
-    weft.auto_parallelize(net, batch, plan="data=2 batch_norm=local", world=world)
+    shardwise.auto_parallelize(net, batch, plan="data=2 batch_norm=local", world=world)
 
 
 def test_a_plain_loop_refuses_it_by_name(ranks: Ranks) -> None:
-    with pytest.raises(WeftError, match="statistics of each replica would be kept apart in a plain loop"):
+    with pytest.raises(ShardwiseError, match="statistics of each replica would be kept apart in a plain loop"):
         ranks(loops, 2)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import weft
+import shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.world.world import World
 from tests.support.plain_models import Mixed, batches, loss_of, matches, plan_of
-from weft.errors import WeftError
-from weft.world.world import World
 
 
 class _Plain(Optimizer):
@@ -99,7 +99,7 @@ def outcomes(world: World, layout: str) -> dict[str, str]:
     found = {}
     for name in ALL:
         torch.manual_seed(7)
-        with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+        with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
             net = Mixed()
         torch.manual_seed(7)
         serial = Mixed().double()
@@ -109,8 +109,8 @@ def outcomes(world: World, layout: str) -> dict[str, str]:
             found[name] = f"serial: {error}"
             continue
         try:
-            run(net, name, weft.shard(batches()))
-        except WeftError as error:
+            run(net, name, shardwise.shard(batches()))
+        except ShardwiseError as error:
             found[name] = f"refused: {error}"
             continue
         pairs = zip(net.named_parameters(), serial.parameters(), strict=True)

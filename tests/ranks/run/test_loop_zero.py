@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import shardwise
+from shardwise.api_loop import _best_without_pipeline
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import UsageError
+from shardwise.model.graph import Graph
+from shardwise.run.loop import zero_gather
+from shardwise.run.loop.sharded_tensor import ShardedTensor
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.world import private
+from shardwise.world.world import World
 from tests.support.plain_models import Mixed, batches, loss_of, matches, plan_of, said
-from weft.api_loop import _best_without_pipeline
-from weft.cluster.cluster import Cluster
-from weft.errors import UsageError
-from weft.model.graph import Graph
-from weft.run.build import Traced
-from weft.run.loop import pieces
-from weft.run.loop.cut import Cut
-from weft.world import private
-from weft.world.world import World
 
 BEFORE, STEPS = 3, 6
 
@@ -45,7 +45,7 @@ class Script:
     def run(self, loader: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         norms = []
         for x, y in loader:
-            with weft.accumulate(self.net):
+            with shardwise.accumulate(self.net):
                 (loss_of(self.net, x, y) / 2).backward()
             (loss_of(self.net, x, y) / 2).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)))
@@ -63,7 +63,7 @@ def made(world: World, layout: str, seed: int = 7) -> nn.Module:
     torch.manual_seed(seed)
     if not layout:
         return Mixed().double()
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         net = Mixed()
     return net
 
@@ -76,18 +76,18 @@ def undisturbed() -> tuple[list[float], dict[str, Tensor]]:
 
 def begins(world: World, layout: str, folder: str) -> list[float]:
     script = Script(made(world, layout))
-    norms = script.run(weft.shard(data()[:BEFORE]) if layout else data()[:BEFORE])
-    weft.save(folder, script.net, script.opt, step=BEFORE, rate=script.rate.state_dict())
+    norms = script.run(shardwise.shard(data()[:BEFORE]) if layout else data()[:BEFORE])
+    shardwise.save(folder, script.net, script.opt, step=BEFORE, rate=script.rate.state_dict())
     return norms
 
 
 def goes_on(world: World, layout: str, folder: str) -> dict[str, Any]:
     script = Script(made(world, layout, seed=8))
-    told = weft.load(folder, script.net, script.opt)
+    told = shardwise.load(folder, script.net, script.opt)
     script.rate.load_state_dict(told["rate"])
-    norms = script.run(weft.shard(data()[BEFORE:]) if layout else data()[BEFORE:])
+    norms = script.run(shardwise.shard(data()[BEFORE:]) if layout else data()[BEFORE:])
     states = [t.numel() for state in script.opt.state.values() for t in state.values() if t.dim() > 1]
-    whole = weft.full_state_dict(script.net) if layout else script.net.state_dict()
+    whole = shardwise.full_state_dict(script.net) if layout else script.net.state_dict()
     twin, (x, _) = copy.deepcopy(script.net).eval(), data()[0]
     with torch.no_grad():  # an average of weights is evaluated so
         alike = torch.equal(twin(x), script.net.eval()(x))
@@ -95,7 +95,7 @@ def goes_on(world: World, layout: str, folder: str) -> dict[str, Any]:
         "norms": norms,
         "copy": alike,
         "state": None if whole is None else {name: x.clone() for name, x in whole.items()},
-        "cut": sorted(name for name, p in script.net.named_parameters() if isinstance(p, Cut)),
+        "cut": sorted(name for name, p in script.net.named_parameters() if isinstance(p, ShardedTensor)),
         "held": sum(p.numel() for p in script.net.parameters() if p.dim() > 1),
         "slots": sum(states),
         "gradients": [name for name, p in script.net.named_parameters() if p.grad is not None and p.grad.shape != p.shape],
@@ -127,21 +127,21 @@ def test_a_script_with_zero_is_that_of_one_process(ranks: Callable[..., list[Any
 
 def kept(world: World) -> list[int]:
     """With each stage of ZeRO: how many whole weights are kept from forward to backward."""
-    found, gather = [], pieces.redistribute
+    found, gather = [], zero_gather.redistribute
     for zero in (1, 3):
         net, made_whole = made(world, f"data=2 zero={zero}"), []
 
         def noted(*args: Any) -> Tensor:
             whole = gather(*args)
-            made_whole.append(weakref.ref(private.viewed(whole)))  # noqa: B023
+            made_whole.append(weakref.ref(private.view_base(whole)))  # noqa: B023
             return whole
 
-        pieces.redistribute = noted  # type: ignore[assignment]
-        loss = loss_of(net, *next(iter(weft.shard(batches()))))
+        zero_gather.redistribute = noted  # type: ignore[assignment]
+        loss = loss_of(net, *next(iter(shardwise.shard(batches()))))
         gc.collect()
         found += [len(made_whole), sum(one() is not None for one in made_whole)]
         loss.backward()  # type: ignore[no-untyped-call]
-        pieces.redistribute = gather
+        zero_gather.redistribute = gather
     return found
 
 
@@ -151,7 +151,7 @@ def test_zero_3_keeps_no_whole_weight_for_backward(ranks: Callable[..., list[Any
 
 def changed(world: World) -> str:
     net = made(world, "data=2 zero=3")
-    loss = loss_of(net, *next(iter(weft.shard(batches()))))
+    loss = loss_of(net, *next(iter(shardwise.shard(batches()))))
     with torch.no_grad():
         net.up.weight.mul_(2.0)  # type: ignore[union-attr, operator]
     return said(loss.backward, UsageError)
@@ -168,12 +168,12 @@ def test_zero_is_chosen_where_replicas_do_not_fit_with_the_largest_batch() -> No
     net = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), *layers)
 
     def graph_of(length: int) -> Graph:
-        return Traced(net, None).capture((torch.zeros(256, 3, 8, length),), None, 256, outputs=True).graph
+        return CachedModelSource(net, None).capture((torch.zeros(256, 3, 8, length),), None, 256, outputs=True).graph
 
     graph, machine = graph_of(8), Cluster.parse("1xcpu-2")
-    chosen = [_best_without_pipeline(graph, 256, "net", machine.limited(limit), 2).layout for limit in (4e8, 1.5e8)]
+    chosen = [_best_without_pipeline(graph, 256, "net", machine.with_memory_limit(limit), 2).layout for limit in (4e8, 1.5e8)]
     assert [(one.data, one.zero) for one in chosen] == [(2, 0), (2, 1)]
-    roomy, largest = machine.limited(1.85e8), graph_of(12)
+    roomy, largest = machine.with_memory_limit(1.85e8), graph_of(12)
     alone, both = (_best_without_pipeline(graph, 256, "net", roomy, 2, most) for most in (None, largest))
     assert alone.layout.zero == 0
     assert both.layout.zero > 0

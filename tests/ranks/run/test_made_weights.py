@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-import weft
-from weft.model.dims import labels
-from weft.run.proof.verify import Verification
+import shardwise
+from shardwise.model.dims import labels
+from shardwise.run.verify.verify import Verification
 
 
 class Turned(nn.Linear):
@@ -74,7 +74,7 @@ def verified(name: str, layout: str) -> Verification:
     def make() -> nn.Module:
         return nn.Sequential(MADE[name](6, 12), nn.GELU(), MADE[name](12, 6), nn.GELU(), MADE[name](6, 12))
 
-    return weft.verify(make, layout, batch, loss=loss, cut_everything=True)
+    return shardwise.verify(make, layout, batch, loss=loss, cut_everything=True)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -94,7 +94,7 @@ def test_in_every_composition(name: str, layout: str) -> None:
 
 
 def test_twin_that_knows_parameters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "_made_of_parameters", lambda graph: set())
+    monkeypatch.setattr(labels, "_derived_weights", lambda graph: set())
     found = verified("weight norm", "tensor=2")
     assert found.ok
     assert found.divided["tensor"]["flops"] == 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import weft
-from weft.errors import LayoutError
-from weft.plan.layout import Layout
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.zoo.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from weft.zoo.resolve import resolve
 )
 def test_stages_that_are_neighbours_equal_serial(name: str, batch: int, layout: str) -> None:
     model = resolve(name)
-    found = weft.verify(model.make, f"{layout} neighbours=pipeline", model.batch(batch), loss=model.loss)
+    found = shardwise.verify(model.make, f"{layout} neighbours=pipeline", model.batch(batch), loss=model.loss)
     assert found.ok, found.first_difference
     assert found.tolerance == 1e-9
 

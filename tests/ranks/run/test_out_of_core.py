@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.errors import RankError
-from weft.units import parse_bytes
-from weft.world.world import World
+import shardwise
+from shardwise.errors import RankError
+from shardwise.units import parse_bytes
+from shardwise.world.world import World
 
 pytestmark = pytest.mark.usefixtures("counting")
 GPT, BATCH = "gpt-tiny:sequence=128", 8
@@ -27,18 +27,18 @@ WAYS = ("data=1 recompute=full", "data=1 offload=all", "pipeline=2 microbatches=
     ],
 )
 def test_what_exceeds_the_limit_serially_trains_under_it(name: str, batch: int, limit: str) -> None:
-    """With recomputation, offload, GEMS and by weft's choice, on one rank and on two, each against the serial run without a limit."""
+    """With recomputation, offload, GEMS and by shardwise's choice, on one rank and on two, each against the serial run without a limit."""
     allowed = parse_bytes(limit)
     with pytest.raises(RankError, match=r"rank 0 holds .* of .* MiB .*activations .* needs .* more; use recompute=full"):
-        weft.verify(name, "data=1", batch, device_memory=limit)
+        shardwise.verify(name, "data=1", batch, device_memory=limit)
     words = "precision=float64 tensor=1"
     chosen = [
-        weft.plan(name, batch, cluster="1xcpu-2", constraints=f"{words} {more}", device_memory=limit)
+        shardwise.plan(name, batch, cluster="1xcpu-2", constraints=f"{words} {more}", device_memory=limit)
         for more in ("ranks=1 microbatches=1", "ranks=2")
     ]
-    assert chosen[0].layout.repeats_layers or chosen[0].layout.moves_layers
+    assert chosen[0].layout.recomputes_layers or chosen[0].layout.offloads_layers
     for way in (*WAYS, *chosen):
-        found = weft.verify(name, way, batch, device_memory=limit)
+        found = shardwise.verify(name, way, batch, device_memory=limit)
         assert found.ok, (way, found)
         assert 0 < found.memory["total"] <= allowed
 
@@ -67,11 +67,11 @@ def _loss(output: Tensor, batch: Any) -> Tensor:
 
 def _trained(world: World, layout: str, limit: float) -> Any:
     batch = (torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0)),)
-    plan = weft.plan(Residual, batch, loss=_loss, cluster="1xcpu-2", layout=layout)
-    engine = weft.parallelize(Residual, batch, loss=_loss, plan=plan, seed=0, world=world, device_memory=limit)
+    plan = shardwise.plan(Residual, batch, loss=_loss, cluster="1xcpu-2", layout=layout)
+    engine = shardwise.parallelize(Residual, batch, loss=_loss, plan=plan, seed=0, world=world, device_memory=limit)
     for _ in range(2):
         engine.step(batch)
-    return engine.full_state_dict(), engine.fullest_memory()["total"]
+    return engine.full_state_dict(), engine.peak_memory_over_ranks()["total"]
 
 
 def test_a_resnet_that_exceeds_the_limit_serially(ranks: Callable[..., list[Any]]) -> None:

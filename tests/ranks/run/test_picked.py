@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.errors import ModelError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.build import Source
-from weft.run.proof.verify import verify_on_rank
-from weft.world.world import World
+from shardwise.errors import ModelError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.verify.verify import verify_on_rank
+from shardwise.world.world import World
 
 WORDS = 16
 
@@ -124,7 +124,7 @@ def differing(world: World) -> dict[str, str]:
     found = {}
     for name in CAPTURED:
         for text in ("data=2", "tensor=2", "data=2 microbatches=2 zero=3") if name in ("classes", "by_hand") else ("data=2",):
-            source = Source.of(lambda name=name: Telling(name))
+            source = ModelSource.from_model(lambda name=name: Telling(name))
             graph = source.capture(batch(), None, 8).graph
             plan = Plan(Layout.parse(f"{text} precision=float64"), name, "1xcpu-2", 8, shards=shards(text))
             assert graph.operators
@@ -146,4 +146,4 @@ def test_losses_over_picked_rows_are_those_of_one_process(ranks: Callable[..., l
 def test_rows_whose_computation_for_all_is_something_else_stay_data_dependent(loss: Callable[..., Tensor]) -> None:
     assert torch.isfinite(Telling(loss.__name__)(*batch()))
     with pytest.raises(ModelError, match="data-dependent"):
-        Source.of(lambda: Telling(loss.__name__)).capture(batch(), None, 8)
+        ModelSource.from_model(lambda: Telling(loss.__name__)).capture(batch(), None, 8)

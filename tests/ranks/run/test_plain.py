@@ -1,4 +1,4 @@
-"""The user's own loop on a divided model (`weft.auto_parallelize`, `weft.shard`) against the same loop on one process."""
+"""The user's own loop on a divided model (`shardwise.auto_parallelize`, `shardwise.shard`) against the same loop on one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import shardwise
+from shardwise.errors import Infeasible, ModelError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.world.current import current_data_coordinate
+from shardwise.world.world import World
 from tests.support.plain_models import BATCH, CUT, Mixed, batches, loss_of, matches, plan_of, said
-from weft.errors import Infeasible, ModelError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.world.current import current_place
-from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
 
@@ -50,14 +50,14 @@ def both(world: World, layout: str) -> list[dict[str, Any]]:
 
 def divided(world: World, layout: str, accumulate: int) -> dict[str, Any]:
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         net = Mixed()
-    losses, grads = loop(net, weft.shard(batches()), accumulate)
+    losses, grads = loop(net, shardwise.shard(batches()), accumulate)
     want_losses, want_grads, want_state = serial(accumulate)
     mine = torch.tensor(losses, dtype=torch.float64)
-    place = current_place()
+    place = current_data_coordinate()
     assert place is not None
-    world.everyone.all_reduce(mine)
+    world.world_group.all_reduce(mine)
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     return {
         "losses": torch.allclose(mine / world.num_ranks, torch.tensor(want_losses, dtype=torch.float64), rtol=1e-9),
@@ -89,7 +89,7 @@ def test_a_plain_loop_is_the_serial_loop(ranks: Callable[..., list[Any]], layout
 
 @pytest.mark.parametrize("transport", ["gloo", "boxes=1"])
 def test_a_plain_loop_sums_where_ranks_share_no_memory(ranks: Callable[..., list[Any]], transport: str) -> None:
-    for found in ranks(divided, 2, "data=2", 2, env={"WEFT_TRANSPORT": transport}):
+    for found in ranks(divided, 2, "data=2", 2, env={"SHARDWISE_TRANSPORT": transport}):
         assert found["losses"]
         assert not found["gradients"]
         assert not found["weights"]
@@ -140,7 +140,7 @@ def structures(world: World) -> dict[str, Any]:
         torch.manual_seed(3)
         want = make()(given)
         torch.manual_seed(3)
-        with weft.auto_parallelize(batch=batch, plan=Plan(Layout.parse("data=2"), name, "1xcpu-2", 4), world=world):
+        with shardwise.auto_parallelize(batch=batch, plan=Plan(Layout.parse("data=2"), name, "1xcpu-2", 4), world=world):
             net = make()
         got = net(given[rows])
         found[name] = type(got).__name__
@@ -187,7 +187,7 @@ class Modes(nn.Module):
 
 def modes(world: World) -> list[bool]:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
-    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse("data=2"), "Modes", "1xcpu-2", 4), world=world):
+    with shardwise.auto_parallelize(batch=(x,), plan=Plan(Layout.parse("data=2"), "Modes", "1xcpu-2", 4), world=world):
         net = Modes()
     rows = slice(world.rank * 2, world.rank * 2 + 2)
     net(x[rows])
@@ -210,13 +210,13 @@ def refused(world: World) -> list[str]:
     """What is said to a batch of the wrong size, a pipeline, microbatches and late updates."""
     torch.manual_seed(7)
     x, y = batches()[0]
-    with weft.auto_parallelize(batch=(x, y), plan=plan_of("data=2"), world=world):
+    with shardwise.auto_parallelize(batch=(x, y), plan=plan_of("data=2"), world=world):
         net = Mixed()
 
     made: list[nn.Module] = []
 
     def pipeline(layout: str, *stages: str) -> None:
-        with weft.auto_parallelize(batch=(x, y), plan=Plan(Layout.parse(layout), "Mixed", "1xcpu-2", BATCH, stages), world=world):
+        with shardwise.auto_parallelize(batch=(x, y), plan=Plan(Layout.parse(layout), "Mixed", "1xcpu-2", BATCH, stages), world=world):
             made.append(Mixed())
 
     return [
@@ -231,8 +231,8 @@ def test_what_a_plain_loop_cannot_do_is_refused(ranks: Callable[..., list[Any]])
     for size, pipeline, microbatches, stale in ranks(refused, 2):
         assert size == (
             "ranks call the model with 4, 2 samples, which data=2 tensor=1 pipeline=1 precision=float64 divides otherwise; "
-            "draw batches through weft.shard(loader), or give every rank as many"
+            "draw batches through shardwise.shard(loader), or give every rank as many"
         )
         for text in (pipeline, microbatches, stale):
             assert "a plain loop owns its backward and its optimizer" in text
-            assert "use weft.parallelize" in text
+            assert "use shardwise.parallelize" in text

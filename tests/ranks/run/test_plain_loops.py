@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import weft
+import shardwise
+from shardwise.errors import ShardwiseError, UsageError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_agreement import digest_tensors
+from shardwise.world.world import World
 from tests.support.plain_models import matches, said
-from weft.errors import UsageError, WeftError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.rank_agreement import digest
-from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
 BATCH = 8
@@ -101,9 +101,9 @@ def wrong(world: World, layout: str) -> dict[str, list[str]]:
         torch.manual_seed(7)
         divided = []
         for _ in range(2):
-            with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
+            with shardwise.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
                 divided.append(pair(6, 6))
-        loop(*divided, weft.shard(data()))
+        loop(*divided, shardwise.shard(data()))
         torch.manual_seed(7)
         serial = [pair(6, 6).double() for _ in range(2)]
         loop(*serial, data())
@@ -130,9 +130,9 @@ def wrong_by_name(world: World, layout: str) -> list[str]:
     for key in ("input", "pixels"):
         batches = [{key: x, "target": y} for x, y in data()]
         torch.manual_seed(7)
-        with weft.auto_parallelize(batch=batches[0], plan=plan_of(layout), world=world):
+        with shardwise.auto_parallelize(batch=batches[0], plan=plan_of(layout), world=world):
             divided = pair(6, 6)
-        by_name(divided, weft.shard(batches))
+        by_name(divided, shardwise.shard(batches))
         torch.manual_seed(7)
         serial = pair(6, 6).double()
         by_name(serial, batches)
@@ -169,7 +169,7 @@ def changed(world: World) -> dict[str, Any]:
 
     def made(prepare: Callable[[Any], object]) -> Any:
         torch.manual_seed(7)
-        with weft.auto_parallelize(batch=(x,), plan=plan_of("data=2"), world=world):
+        with shardwise.auto_parallelize(batch=(x,), plan=plan_of("data=2"), world=world):
             net = Normed()
             prepare(net)
         return net
@@ -230,13 +230,13 @@ class Trained(nn.Sequential):
 def wrong_modes(world: World, layout: str, starts: bool) -> list[str]:
     """Names of what differs from one process, of a network that is built in training or in evaluation."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=data()[0], plan=replace(plan_of(layout), shards=(("tensor", NORMED),)), world=world):
+    with shardwise.auto_parallelize(batch=data()[0], plan=replace(plan_of(layout), shards=(("tensor", NORMED),)), world=world):
         divided = Trained().train(starts)
-    modes(divided, weft.shard(data()))
+    modes(divided, shardwise.shard(data()))
     torch.manual_seed(7)
     serial = Trained().double()
     modes(serial, data())
-    held = weft.full_state_dict(divided)
+    held = shardwise.full_state_dict(divided)
     return [name for name, x in serial.state_dict().items() if held is not None and not matches(held[name], x)]
 
 
@@ -264,7 +264,7 @@ def test_what_is_done_to_a_divided_model_is_done_or_refused(ranks: Callable[...,
 def scaled(world: World, layout: str) -> list[tuple[float, list[bool]]]:
     """A scaled loop whose second step overflows in one rank's part: the scale after each step, and what weights are as on one process."""
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
         net = pair(6, 6)
     torch.manual_seed(7)
     serial = pair(6, 6).double()
@@ -295,7 +295,7 @@ def autocasts(world: World, layout: str) -> list[bool]:
     """Whether what a divided model gives under the user's autocast is as on one process, and something else than without."""
     x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse(layout), "pair", "1xcpu-2", BATCH), world=world):
+    with shardwise.auto_parallelize(batch=(x,), plan=Plan(Layout.parse(layout), "pair", "1xcpu-2", BATCH), world=world):
         net = pair(6, 6)
     torch.manual_seed(7)
     serial = pair(6, 6)
@@ -319,7 +319,7 @@ def loaders(world: World) -> list[str]:
     """What is said of a loader that is seeded alike, of one that shuffles by itself, and of one with a part for each rank."""
     x, y = (torch.cat(all_) for all_ in zip(*data(), strict=True))
     dataset = TensorDataset(x, y)
-    with weft.auto_parallelize(batch=data()[0], plan=plan_of("data=2"), world=world):
+    with shardwise.auto_parallelize(batch=data()[0], plan=plan_of("data=2"), world=world):
         net = pair(6, 6)
 
     def seeded(seed: int) -> DataLoader[Any]:
@@ -328,7 +328,7 @@ def loaders(world: World) -> list[str]:
     parts = DistributedSampler(dataset, num_replicas=world.num_ranks, rank=world.rank, shuffle=False)
     assert isinstance(net, nn.Module)
     given = (seeded(3), seeded(world.rank), DataLoader(dataset, BATCH // 2, sampler=parts))
-    return [said(lambda loader=loader: list(weft.shard(loader)), UsageError) for loader in given]
+    return [said(lambda loader=loader: list(shardwise.shard(loader)), UsageError) for loader in given]
 
 
 def test_a_loader_that_differs_between_ranks_is_found(ranks: Callable[..., list[Any]]) -> None:
@@ -342,7 +342,7 @@ def test_a_loader_that_differs_between_ranks_is_found(ranks: Callable[..., list[
 
 def engine_steps(world: World, layout: str, same: bool) -> float | None:
     """A step of an engine whose ranks are given the same batch, or others. The model takes the first of two tensors, the loss both."""
-    engine = weft.parallelize(
+    engine = shardwise.parallelize(
         lambda: pair(6, 6),
         batch=data()[0],
         loss=lambda out, batch: mse_loss(out, batch[1]),
@@ -359,13 +359,13 @@ def test_an_engine_that_is_given_other_batches_on_other_ranks_says_so(ranks: Cal
     serial = pair(6, 6).double()
     x, y = data()[0]
     assert ranks(engine_steps, 2, layout, True) == [pytest.approx(float(mse_loss(serial(x), y).detach()), rel=1e-9)] * 2
-    with pytest.raises(WeftError, match="rank 1 is given another batch than rank 0, and one batch is divided among all ranks"):
+    with pytest.raises(ShardwiseError, match="rank 1 is given another batch than rank 0, and one batch is divided among all ranks"):
         ranks(engine_steps, 2, layout, False)
 
 
 def test_a_digest_tells_values_kinds_shapes_and_places_apart() -> None:
     x = torch.arange(6.0)
     others = [x + 1, x.view(2, 3), x.double(), x.to(torch.bfloat16), (x,), {"x": x}, (x, x[:0])]
-    assert len({digest(one) for one in (x, *others)}) == 1 + len(others)
-    assert digest({"x": x[::2]}) == digest({"x": torch.tensor([0.0, 2.0, 4.0])})
-    assert digest((torch.zeros(0), torch.tensor(3), "text")) != digest((torch.zeros(0), torch.tensor(4), "text"))
+    assert len({digest_tensors(one) for one in (x, *others)}) == 1 + len(others)
+    assert digest_tensors({"x": x[::2]}) == digest_tensors({"x": torch.tensor([0.0, 2.0, 4.0])})
+    assert digest_tensors((torch.zeros(0), torch.tensor(3), "text")) != digest_tensors((torch.zeros(0), torch.tensor(4), "text"))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import shardwise
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.run.loop.sharded_tensor import ShardedTensor
+from shardwise.world.world import World
 from tests.support.plain_models import Mixed, batches, loss_of, matches, plan_of, said
-from weft.errors import CheckpointError, UsageError
-from weft.run.loop.cut import Cut
-from weft.world.world import World
 
 STEPS, BEFORE = 6, 3  # of the whole run, and those before it is saved
 
@@ -43,10 +43,10 @@ class Loop:
         return losses
 
     def save(self, folder: Path) -> None:
-        weft.save(folder, self.net, self.opt, step=BEFORE, epoch=2, rate=self.rate.state_dict())
+        shardwise.save(folder, self.net, self.opt, step=BEFORE, epoch=2, rate=self.rate.state_dict())
 
     def load(self, folder: Path) -> None:
-        told = weft.load(folder, self.net, self.opt)
+        told = shardwise.load(folder, self.net, self.opt)
         assert (told["step"], told["epoch"]) == (BEFORE, 2)
         self.rate.load_state_dict(told["rate"])
 
@@ -59,21 +59,21 @@ def made(world: World, layout: str, seed: int = 7) -> nn.Module:
     torch.manual_seed(seed)
     if not layout:  # nobody's but torch's
         return Mixed().double()
-    with weft.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
+    with shardwise.auto_parallelize(batch=batches()[0], plan=plan_of(layout), world=world):
         net = Mixed()
     return net
 
 
 def mean(losses: list[float], world: World) -> list[float]:
     total = torch.tensor(losses, dtype=torch.float64)
-    world.everyone.all_reduce(total)
+    world.world_group.all_reduce(total)
     return (total / world.num_ranks).tolist()
 
 
 def saves(world: World, layout: str, folder: str) -> list[float]:
     loop = Loop(made(world, layout))
     torch.manual_seed(11)
-    losses = loop.run(weft.shard(data(0, BEFORE)) if layout else data(0, BEFORE))
+    losses = loop.run(shardwise.shard(data(0, BEFORE)) if layout else data(0, BEFORE))
     loop.save(Path(folder))
     return mean(losses, world)
 
@@ -83,9 +83,9 @@ def loads(world: World, layout: str, folder: str) -> dict[str, Any]:
     loop = Loop(made(world, layout, seed=8))
     torch.manual_seed(12)
     loop.load(Path(folder))
-    losses = mean(loop.run(weft.shard(data(BEFORE, STEPS)) if layout else data(BEFORE, STEPS)), world)
+    losses = mean(loop.run(shardwise.shard(data(BEFORE, STEPS)) if layout else data(BEFORE, STEPS)), world)
     _, want = undisturbed()
-    cut = [type(t) for state in loop.opt.state.values() for t in state.values() if isinstance(t, Cut)]
+    cut = [type(t) for state in loop.opt.state.values() for t in state.values() if isinstance(t, ShardedTensor)]
     wrong = [name for name, p in loop.net.named_parameters() if not matches(p.detach(), want[name].detach())]
     return {"losses": losses, "wrong": wrong, "cut": len(cut)}
 
@@ -124,38 +124,38 @@ def refusals(world: World, folder: str) -> dict[str, str]:
     home = Path(folder)
     net = made(world, "tensor=2")
     loop = Loop(net)
-    loop.run(weft.shard(data(0, 2)))
+    loop.run(shardwise.shard(data(0, 2)))
     loop.save(home / "good")
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     if world.rank == 0:
         (home / "empty").mkdir()
-    world.everyone.barrier()
+    world.world_group.barrier()
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(torch.ones(4, 2),), plan="data=2", world=world):
+    with shardwise.auto_parallelize(batch=(torch.ones(4, 2),), plan="data=2", world=world):
         other = nn.Linear(2, 2)
     alone = torch.optim.Adam([p for name, p in net.named_parameters() if name != "up.weight"])
     calls: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: weft.load(home / "none", net, loop.opt),
-        "empty": lambda: weft.load(home / "empty", net, loop.opt),
-        "model": lambda: weft.load(home / "good", other),
-        "kind": lambda: weft.load(home / "good", net, torch.optim.SGD(net.parameters(), lr=0.1)),
-        "groups": lambda: weft.load(home / "good", net, alone),
-        "no state": lambda: (weft.save(home / "bare", net, step=1), weft.load(home / "bare", net, loop.opt)),
-        "stranger": lambda: weft.save(home / "bad", net, torch.optim.SGD(other.parameters(), lr=0.1)),
-        "twice": lambda: weft.save(home / "bad", net, [loop.opt, alone]),
-        "extra": lambda: weft.save(home / "bad", net, loop.opt, what={1, 2}),
+        "nothing": lambda: shardwise.load(home / "none", net, loop.opt),
+        "empty": lambda: shardwise.load(home / "empty", net, loop.opt),
+        "model": lambda: shardwise.load(home / "good", other),
+        "kind": lambda: shardwise.load(home / "good", net, torch.optim.SGD(net.parameters(), lr=0.1)),
+        "groups": lambda: shardwise.load(home / "good", net, alone),
+        "no state": lambda: (shardwise.save(home / "bare", net, step=1), shardwise.load(home / "bare", net, loop.opt)),
+        "stranger": lambda: shardwise.save(home / "bad", net, torch.optim.SGD(other.parameters(), lr=0.1)),
+        "twice": lambda: shardwise.save(home / "bad", net, [loop.opt, alone]),
+        "extra": lambda: shardwise.save(home / "bad", net, loop.opt, what={1, 2}),
         "state dict": loop.opt.state_dict,
         "pickled": lambda: net.up.weight.__reduce_ex__(2),  # type: ignore[union-attr,operator]
     }
     found = {name: said(call, CheckpointError, UsageError) for name, call in calls.items()}
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == 0:
         file = next((home / "good").glob("step-*/*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-    world.everyone.barrier()
+    world.world_group.barrier()
     with pytest.warns(RuntimeWarning) if world.rank == 0 else pytest.MonkeyPatch.context():
-        found["damaged"] = said(lambda: weft.load(home / "good", net, loop.opt), CheckpointError)
-    found["path"] = said(lambda: weft.load(next((home / "good").glob("step-*")), net, loop.opt), CheckpointError)
+        found["damaged"] = said(lambda: shardwise.load(home / "good", net, loop.opt), CheckpointError)
+    found["path"] = said(lambda: shardwise.load(next((home / "good").glob("step-*")), net, loop.opt), CheckpointError)
     found["changed"] = ", ".join(name for name, p in net.named_parameters() if not torch.equal(p.detach(), before[name]))
     return found
 
@@ -172,7 +172,7 @@ def test_what_was_not_saved_so_is_refused_by_name(ranks: Callable[..., list[Any]
         assert "is in two optimizers" in found["twice"]
         assert "what is a set, which a checkpoint cannot hold" in found["extra"]
         assert found["state dict"].startswith("Adam.state_dict() would hold this rank's parts only, of emb.weight [8, 8] of [16, 8]; ")
-        assert "weft.save(folder, net, optimizer)" in found["state dict"]
+        assert "shardwise.save(folder, net, optimizer)" in found["state dict"]
         assert "saving of up.weight, of which this rank holds a part" in found["pickled"]
         assert "holds no checkpoint that is whole" in found["damaged"]
         assert "is damaged" in found["path"]
@@ -195,7 +195,7 @@ def whole_states(world: World) -> list[str]:
     again = torch.random.get_rng_state()
     theirs.run(data(BEFORE, STEPS))
     torch.random.set_rng_state(again)
-    mine.run(weft.shard(data(BEFORE, STEPS)))
+    mine.run(shardwise.shard(data(BEFORE, STEPS)))
     want = dict(serial.named_parameters())
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:3]
     return [

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import weft
-from weft.run.engine import Engine
-from weft.run.state.optimizer import OptimizerSpec
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.run.engine import Engine
+from shardwise.run.state.optimizer import OptimizerSpec
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
 CASES = [
@@ -101,8 +101,8 @@ OTHERS = [
 def test_predicted_memory_is_within_a_tenth_of_the_measured(name: str, layout: str) -> None:
     model = resolve(name)
     batch = model.batch(model.default_batch if name.startswith(str(MODELS)) else 8 if name == GPT else 16)
-    planned = weft.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=layout)
-    found = weft.verify(model.make, layout, batch, loss=model.loss, dtype="bfloat16" if NARROW in layout else "float32", steps=1)
+    planned = shardwise.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=layout)
+    found = shardwise.verify(model.make, layout, batch, loss=model.loss, dtype="bfloat16" if NARROW in layout else "float32", steps=1)
     assert found.memory is not None
     assert planned.prediction is not None
     predicted = planned.prediction.memory
@@ -133,7 +133,7 @@ def test_predicted_memory_of_a_step_is_within_three_per_cent_of_the_measured(nam
     """Of a step in training."""
     model = resolve(f"{MODELS}:{name}")
     batch = model.batch(model.default_batch)
-    planned = weft.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=f"{layout} threads=1")
+    planned = shardwise.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=f"{layout} threads=1")
 
     def on_rank(world: World) -> float:
         engine = Engine(planned, model.make, batch, model.loss, world, OptimizerSpec.of("adamw"), seed=0)

@@ -2,7 +2,7 @@
 nobody chose.
 
 A number makes a model, its batch and its layout; what fails is named by its number. Models are traced here and ranks forked once for many
-of them. The long run has 2,000 numbers; WEFT_RANDOM=FIRST:LAST runs others.
+of them. The long run has 2,000 numbers; SHARDWISE_RANDOM=FIRST:LAST runs others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import shardwise
+from shardwise.errors import Infeasible, LayoutError, ModelError, RankError
+from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.random_models import batch_of, layout_of, make
-from weft.errors import Infeasible, LayoutError, ModelError, RankError
-from weft.model.sharding.sharding import FREE_LINKS
-from weft.plan.plan import Plan
-from weft.run.build import Traced
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.world.launch import launch
-from weft.world.world import World
 
 RANKS = (2, 4, 3, 8, 6)
 REFUSED = (Infeasible, LayoutError, ModelError)
@@ -40,24 +40,24 @@ class Example:
     seed: int
     plan: Plan
     batch: Any
-    source: Traced
+    source: CachedModelSource
 
     def __str__(self) -> str:
         return f"{self.seed}: {replace(self.plan.layout, precision='float32')}"
 
 
 def example(seed: int, ranks: int) -> Example | None:
-    """None where weft refuses the layout for the model, by an error of its own."""
+    """None where shardwise refuses the layout for the model, by an error of its own."""
     build, batch = partial(make, seed), batch_of(seed)
     try:
         layout = layout_of(seed, ranks)
         torch.manual_seed(seed)
-        source = Traced.of(build)
-        plan = weft.plan(build, batch, cluster="1xcpu-2", layout=replace(layout, precision="float32"), source=source)
+        source = CachedModelSource.from_model(build)
+        plan = shardwise.plan(build, batch, cluster="1xcpu-2", layout=replace(layout, precision="float32"), source=source)
         plan = replace(plan, layout=layout)
         if seed % 3 and not plan.uncaptured:  # models are so small that little would be cut by the planner's prices
             plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
-        source.prepare(plan, batch, None)
+        source.capture_all(plan, batch, None)
     except REFUSED:
         return None
     return Example(seed, plan, batch, source)
@@ -95,7 +95,7 @@ def check(seeds: Iterable[int]) -> tuple[int, list[str]]:
 
 
 def test_random_graphs_equal_serial() -> None:
-    first, _, last = os.environ.get("WEFT_RANDOM", "").partition(":")
+    first, _, last = os.environ.get("SHARDWISE_RANDOM", "").partition(":")
     seeds: Sequence[int] = range(int(first), int(last)) if first else SAMPLE
     number, found = check(seeds)
     assert not found, "\n".join(found)

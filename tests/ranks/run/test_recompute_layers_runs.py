@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.errors import RankError
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.residency.recompute import RecomputedModule
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.traced import of
 from tests.support.verified_models import Subject
-from weft.errors import RankError
-from weft.plan.layout import Layout
-from weft.run.engine import Engine
-from weft.run.residency.recompute import Recomputed
-from weft.world.launch import launch
-from weft.world.world import World
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_some_layers_recomputed_equal_serial(name: str, layout: str) -> None:
 
 
 def _layers(subject: Subject) -> list[str]:
-    from weft.lower.local import layer_of
+    from shardwise.lower.local import layer_of
 
     graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
     return [name for name in dict.fromkeys(layer_of(op.site) for op in graph.operators) if name]
@@ -48,7 +48,7 @@ def _run(world: World, word: str) -> tuple[int, float]:
     engine.forward_backward(subject.batch)
     modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()
-    return sum(isinstance(m, Recomputed) for m in modules), 0.0 if peak is None else peak.total
+    return sum(isinstance(m, RecomputedModule) for m in modules), 0.0 if peak is None else peak.total
 
 
 def test_as_many_layers_run_again_as_are_asked_for_and_no_more_is_kept() -> None:

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import weft
+import shardwise
+from shardwise.capture.capture import capture
+from shardwise.lower.kernels import recurrent
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.verify.verify import Verification
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 from tests.support.traced import of
-from weft.capture.capture import capture
-from weft.lower.kernels import recurrent
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import FREE_LINKS
-from weft.plan.layout import Layout
-from weft.run.engine import Engine
-from weft.run.proof.verify import Verification
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
 
 MODELS = "tests/support/recurrent_models.py"
 PATH = Path(__file__).parents[2].joinpath("support", "recurrent_models.py")
@@ -30,7 +30,7 @@ PATH = Path(__file__).parents[2].joinpath("support", "recurrent_models.py")
 
 def verified(name: str, layout: str) -> Verification:
     model = resolve(f"{PATH}:{name}")
-    return weft.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, cut_everything=True)
+    return shardwise.verify(model.make, layout, model.batch(model.default_batch), loss=model.loss, cut_everything=True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_draws_inside_is_whole(name: str, label: str) -> None:
     model = resolve(f"{PATH}:{name}")
     graph = capture(model.make(), model.batch(model.default_batch), model.loss).graph
     found = propagate(graph, {"tensor": 2}, prices=FREE_LINKS)
-    assert [found.ops[op.name]["tensor"] for op in graph.operators if "lstm" in op.target] == [label]
+    assert [found.labels[op.name]["tensor"] for op in graph.operators if "lstm" in op.target] == [label]
 
 
 def sent(world: World) -> dict[str, int]:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.errors import ConfigError, RankError
-from weft.run.state.snapshots import Snapshots, State, vote
-from weft.world.watch import Recovery
-from weft.world.world import World
+from shardwise.errors import ConfigError, RankError
+from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_step
+from shardwise.world.launch.watch import RecoveryPolicy
+from shardwise.world.world import World
 
 STEPS = 12
 
@@ -27,13 +27,13 @@ def climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[
             return _climb(world, how, lost, always)
         except Exception as error:
             cause = error
-        world = world.regrouped(cause)
+        world = world.next_generation(cause)
 
 
 def _climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[float, int]:
     x = torch.ones((), dtype=torch.float64)
-    snapshots = Snapshots(world, State([x]))
-    start = vote(world) if world.generation else None
+    snapshots = Snapshots(world, RankState([x]))
+    start = agree_on_step(world) if world.generation else None
     if start is not None:
         assert snapshots.restore(start) == {"step": start}
     pair = world.group((world.rank // 2 * 2, world.rank // 2 * 2 + 1))  # a rank whose neighbour lives hears of it through that one
@@ -43,10 +43,10 @@ def _climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple
             pair.all_reduce(y)
             if step == 7 and world.rank in lost and (always or world.generation == 0):
                 harm(how)
-            world.everyone.all_reduce(y)
+            world.world_group.all_reduce(y)
             x.copy_(y.remainder(97.0))
         snapshots.take(step + 1, {"step": step + 1})
-    world.everyone.barrier()
+    world.world_group.barrier()
     return float(x), world.generation
 
 
@@ -83,8 +83,8 @@ def said() -> list[str]:
 @pytest.fixture
 def survive(ranks: Callable[..., list[Any]], said: list[str]) -> Callable[..., list[Any]]:
     def run(num_ranks: int, how: str, lost: tuple[int, ...], always: bool = False, transport: str = "") -> list[Any]:
-        env = {"WEFT_TRANSPORT": transport} if transport else {}
-        options = {"recovery": Recovery(3, said.append), "hang_after_s": 1.0, "env": env}
+        env = {"SHARDWISE_TRANSPORT": transport} if transport else {}
+        options = {"recovery": RecoveryPolicy(3, said.append), "hang_after_s": 1.0, "env": env}
         return ranks(climb, num_ranks, how, lost, always, **options)
 
     return run

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.errors import RankError
-from weft.run.residency.host import HostStore
+import shardwise
+from shardwise.errors import RankError
+from shardwise.run.residency.host_store import HostStore
 
 pytestmark = pytest.mark.usefixtures("counting")
 PLAIN = "ranks=1 microbatches=1 precision=float64 offload!=optimizer offload!=all threads=0"
@@ -48,7 +48,7 @@ def _loss(output: Tensor, batch: object) -> Tensor:
 
 def _predicted(layout: str) -> tuple[float, float]:
     """Bytes without margin, and seconds."""
-    found = weft.plan(Unlike, BATCH, loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64").prediction
+    found = shardwise.plan(Unlike, BATCH, loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64").prediction
     assert found is not None
     return found.memory.total - found.memory.margin, found.step_time_s
 
@@ -57,17 +57,17 @@ def test_the_planner_mixes_under_a_limit_and_the_plan_runs_under_it() -> None:
     """Nothing kept whole fits, and repeating or moving alone is slower or does not fit: the plan does some of each."""
     most, least = _predicted("data=1")[0], _predicted("offload=activations")[0]
     limit = 1.06 * (least + 0.3 * (most - least))
-    plan = weft.plan(Unlike, BATCH, loss=_loss, cluster="1xcpu-2", constraints=PLAIN, device_memory=limit)
+    plan = shardwise.plan(Unlike, BATCH, loss=_loss, cluster="1xcpu-2", constraints=PLAIN, device_memory=limit)
     which = plan.layout.residency
-    assert which.recompute.picks
-    assert which.offload.picks
+    assert which.recompute.is_partial
+    assert which.offload.is_partial
     assert plan.prediction is not None
     for other in ("recompute=full", "offload=activations"):
         assert plan.prediction.step_time_s < _predicted(other)[1]
     assert "offloaded to the host" in dict(plan.reasons)["layers"]
     with pytest.raises(RankError, match="activations"):
-        weft.verify(Unlike, "data=1", BATCH, loss=_loss, device_memory=limit)
-    found = weft.verify(Unlike, str(plan.layout), BATCH, loss=_loss, device_memory=limit)
+        shardwise.verify(Unlike, "data=1", BATCH, loss=_loss, device_memory=limit)
+    found = shardwise.verify(Unlike, str(plan.layout), BATCH, loss=_loss, device_memory=limit)
     assert found.ok, found
     held = found.memory["total"]
     assert held <= limit
@@ -91,7 +91,7 @@ GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
     ],
 )
 def test_mixtures_on_ranks_equal_serial(layout: str) -> None:
-    found = weft.verify(GPT, layout, 8)
+    found = shardwise.verify(GPT, layout, 8)
     assert found.ok, (layout, found)
 
 
@@ -100,17 +100,17 @@ def test_layers_that_are_not_there_are_refused_before_anything_runs() -> None:
         ("offload=activations:layers.9", r"offload=activations:layers\.9: the model has no such layer; it has layers\.0"),
         ("offload=activations:3 recompute=full:3", "3 offloaded and 3 others recomputed are 6 layers of stage 0, which has 4"),
     ):
-        with pytest.raises((weft.errors.LayoutError, RankError), match=said):
-            weft.verify(GPT, f"data=1 {words}", 8)
+        with pytest.raises((shardwise.errors.LayoutError, RankError), match=said):
+            shardwise.verify(GPT, f"data=1 {words}", 8)
 
 
 def test_a_layer_that_comes_back_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: what is copied to the host loses its first value."""
-    copy_out = HostStore._copy_out
+    copy_out = HostStore._copy_to_host
 
     def spoiled(self: HostStore, block: object) -> None:
         copy_out(self, block)  # type: ignore[arg-type]
         block.host[:8] = 0  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(HostStore, "_copy_out", spoiled)
-    assert not weft.verify(GPT, "data=1 offload=activations:1 recompute=full:1", 8, steps=1).ok
+    monkeypatch.setattr(HostStore, "_copy_to_host", spoiled)
+    assert not shardwise.verify(GPT, "data=1 offload=activations:1 recompute=full:1", 8, steps=1).ok

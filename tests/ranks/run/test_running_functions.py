@@ -12,9 +12,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
 from test_awkward import check  # noqa: E402
 
+from shardwise.ops import Rule  # noqa: E402
 from tests.support.function_models import NAMES  # noqa: E402
 from tests.support.verified_models import Subject  # noqa: E402
-from weft.ops import Rule  # noqa: E402
 
 TWO = ("data=2", "tensor=2", "tensor=2 sequence_parallel=on", "pipeline=2", "data=2 zero=3")
 ALL = ("data=2 microbatches=2 zero=1", "data=2 zero=2", "data=2 recompute=full", "pipeline=2 microbatches=4 schedule=zb-h1")
@@ -31,6 +31,6 @@ def test_functions_of_users_are_what_they_are_in_one_process(name: str) -> None:
 def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: a mean over samples, cut along samples, and nothing that tries it beforehand."""
     subject = Subject(str(ROOT / "tests/support/function_models.py:centered"))
-    monkeypatch.setattr("weft.lower.special.check_cut", lambda *given: None)
-    monkeypatch.setattr("weft.capture.functions.rule_by_following", lambda *given: Rule((("a", "b"),), (("a", "b"),)))
+    monkeypatch.setattr("shardwise.lower.operator_lowering.check_cut", lambda *given: None)
+    monkeypatch.setattr("shardwise.capture.autograd_functions.rule_by_following", lambda *given: Rule((("a", "b"),), (("a", "b"),)))
     assert "data=2" in check(subject, ("data=2",))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.residency.recompute import RecomputedModule
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.traced import of
-from weft.plan.layout import Layout
-from weft.run.engine import Engine
-from weft.run.residency.recompute import Recomputed
-from weft.world.launch import launch
-from weft.world.world import World
 
 GPT = "gpt:layers=5,hidden=16,heads=2,sequence=8,vocabulary=32"
 DROPPING = f"{GPT},dropout=0.2"
@@ -45,7 +45,7 @@ def _run(world: World, name: str, words: str) -> tuple[list[int], float]:
     modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()
     assert peak is not None
-    return [len(list(m.inner.graph.nodes)) for m in modules if isinstance(m, Recomputed)], peak.activations
+    return [len(list(m.inner.graph.nodes)) for m in modules if isinstance(m, RecomputedModule)], peak.activations
 
 
 def _units(name: str, words: str) -> tuple[list[int], float]:

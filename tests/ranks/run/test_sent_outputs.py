@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.capture.capture import capture
-from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.program import Recv
-from weft.run.engine import Engine
-from weft.run.step import dispatch, executor, stage_runner
-from weft.world.world import World
+from shardwise.capture.capture import capture
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
+from shardwise.plan.ir.program import Recv
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.step import dispatch, executor, stage_runner
+from shardwise.world.world import World
 
 ROWS, WIDTH, BLOCKS, MICROBATCHES = 128, 128, 4, 4
 UNIT = ROWS * WIDTH * 4  # bytes of one activation of one microbatch
@@ -63,12 +63,12 @@ def kept_between(world: World, small_bytes: int) -> dict[str, list[float]]:
     running: list[Any] = []
 
     def begin(*args: Any) -> Any:
-        running.append(dispatch.Running(*args))
+        running.append(dispatch.StepState(*args))
         return running[-1]
 
     kept: dict[str, list[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "Running", begin)
+        patch.setattr(executor, "StepState", begin)
         patch.setattr(stage_runner, "SMALL_BYTES", small_bytes)
         for schedule in IN_FLIGHT:
             x, found = _batch(), kept.setdefault(schedule, [])
@@ -78,9 +78,9 @@ def kept_between(world: World, small_bytes: int) -> dict[str, list[float]]:
                 if isinstance(action, Recv) and action.value.name == "g":
                     while running[-1].sends:
                         running[-1].sends.popleft().wait()
-                    found.append(engine.memory.held().activations / UNIT)
+                    found.append(engine.memory.current().activations / UNIT)
 
-            engine._executor.watch = look
+            engine._executor.on_action = look
             engine.step((x,))
     return kept
 
@@ -97,4 +97,4 @@ def test_what_was_sent_is_not_kept_for_backward(ranks: Callable[..., list[Any]],
 def test_prices_do_not_count_what_was_sent(schedule: str) -> None:
     x, layout = _batch(), _layout(schedule)
     pricer = Pricer(capture(Blocks(), (x,)).graph, Cluster.parse("1xcpu-2"), len(x))
-    assert pricer.stages(layout, CUT)[0].memory.kept_bytes == KEEPS * UNIT
+    assert pricer.stages(layout, CUT)[0].memory.saved_bytes == KEEPS * UNIT

@@ -13,13 +13,13 @@ import torch
 from test_stale import STEPS, _batch, _bounded, _engine, _late, _loss, _make, _off, _rate, _resumed, _trained
 from torch import nn
 
-import weft
-from weft.plan.layout import Layout
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.run.reduce.servers import Servers
-from weft.world.group import Group
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.plan.layout import Layout
+from shardwise.run.gradients.parameter_servers import ParameterServers
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.comm.group import Group
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 CASES = [(0, "adamw"), (1, "sgd"), (2, "adamw")]
 
@@ -52,26 +52,26 @@ def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[A
 
 @pytest.mark.parametrize("transport", ["gloo", "portable"])
 def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str) -> None:
-    found = ranks(_trained, 2, "data=2 servers=2 staleness=1", "adamw", env={"WEFT_TRANSPORT": transport})
+    found = ranks(_trained, 2, "data=2 servers=2 staleness=1", "adamw", env={"SHARDWISE_TRANSPORT": transport})
     assert _off(found, _late("adamw", 1)) < 1e-9
 
 
 def _verified(world: World, layout: str, spoil: str) -> Any:
     if spoil == "sum":  # the twin whose server takes its own gradients only
-        Servers._add_up = lambda self, tag, own: _taken(self, tag, own)  # type: ignore[method-assign]
+        ParameterServers._reduce_on_server = lambda self, tag, own: _taken(self, tag, own)  # type: ignore[method-assign]
     elif spoil == "early":
-        real = Servers._advance
-        Servers._advance = lambda self, version: real(self, min(version + 1, self._pushed))  # type: ignore[method-assign]
-    plan = weft.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
+        real = ParameterServers._advance_to
+        ParameterServers._advance_to = lambda self, version: real(self, min(version + 1, self._pushed))  # type: ignore[method-assign]
+    plan = shardwise.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
     sabotage = {"0.weight": 1.001} if spoil == "gradient" else None
     options = Options(optimizer={"name": "adamw", "clip": 0.1}, sabotage=sabotage)
     found = verify_on_rank(world, plan, _make, _batch(0), _loss, options=options)
     return None if found is None else (found.ok, str(found))
 
 
-def _taken(self: Servers, tag: int, own: torch.Tensor) -> None:
-    lane = self._served.groups[self._mine]
-    for work in [lane.irecv(torch.empty_like(own), rank, tag) for rank in self._others]:
+def _taken(self: ParameterServers, tag: int, own: torch.Tensor) -> None:
+    lane = self._state.links[self._server_index]
+    for work in [lane.irecv(torch.empty_like(own), rank, tag) for rank in self._other_ranks]:
         work.wait()
 
 
@@ -84,7 +84,7 @@ def test_verification_proves_it(ranks: Callable[..., list[Any]], layout: str) ->
 def _of_several_ranks(layout: str) -> Any:
     """A model with tied weights, on the first and the last stage, and norms that tensor ranks have whole; gradients clipped."""
     model, clipped = resolve("gpt-tiny:layers=2"), {"name": "adamw", "clip": 0.1}
-    return weft.verify(model.make, layout, model.batch(4), loss=model.loss, cut_everything=True, optimizer=clipped)
+    return shardwise.verify(model.make, layout, model.batch(4), loss=model.loss, cut_everything=True, optimizer=clipped)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_replicas_of_several_ranks_are_served_each_rank_what_it_holds(layout: st
 
 
 def test_broken_twin_summands_inside_of_a_replica_that_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Servers, "_add_inside", lambda self, over, whole: None)
+    monkeypatch.setattr(ParameterServers, "_reduce_in_replica", lambda self, over, whole: None)
     assert "gradients of tokens.weight" in str(_of_several_ranks("data=2 servers=1 pipeline=2 microbatches=2").first_difference)
 
 
@@ -131,7 +131,7 @@ CURVATURE, RATE = 2.0, 0.1
 def _on_parabola(world: World, staleness: int) -> list[float]:
     batch = (torch.ones(4, 1, dtype=torch.float64),)
     plan = f"data=2 servers=1 staleness={staleness} precision=float64"
-    engine = weft.parallelize(Parabola, batch, plan=plan, seed=0, world=world, optimizer={"name": "sgd", "lr": RATE})
+    engine = shardwise.parallelize(Parabola, batch, plan=plan, seed=0, world=world, optimizer={"name": "sgd", "lr": RATE})
     return [engine.step(batch).loss for _ in range(12)]
 
 
@@ -224,7 +224,7 @@ def _held(world: World, layout: str) -> dict[str, float]:
 @pytest.mark.parametrize("layout", ["data=2 servers=1", "data=3 servers=2 staleness=1"])
 def test_memory_is_as_predicted(ranks: Callable[..., list[Any]], layout: str) -> None:
     held = ranks(_held, Layout.parse(layout).num_ranks, layout)[0]
-    plan = weft.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
+    plan = shardwise.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
     assert plan.prediction is not None
     for part in ("parameters", "gradients", "optimizer"):
         assert held[part] == pytest.approx(getattr(plan.prediction.memory, part), rel=0.02), part

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.errors import RankError
-from weft.lower import special
-from weft.run.proof.verify import Verification
+import shardwise
+from shardwise.errors import RankError
+from shardwise.lower import operator_lowering
+from shardwise.run.verify.verify import Verification
 
 WIDTH = 8  # of a head
 
@@ -41,7 +41,7 @@ def verified(heads: int, keys: int, layout: str, dropout: float = 0.0, **options
     def make() -> nn.Module:
         return nn.Sequential(Attention(heads, keys, dropout), Attention(heads, keys, dropout))
 
-    return weft.verify(make, layout, batch, loss=loss, cut_everything=True, **options)
+    return shardwise.verify(make, layout, batch, loss=loss, cut_everything=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_queries_are_cut_where_keys_are_fewer_than_ranks(heads: int, keys: int, 
 
 
 def test_broken_twin_the_first_keys_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = special.shared_heads
+    right = operator_lowering.shared_heads
 
     def first(x: Tensor, first: int, count: int, of: int) -> Tensor:
         return right(x, 0, count, of)
 
-    monkeypatch.setattr(special, "shared_heads", first)
+    monkeypatch.setattr(operator_lowering, "shared_heads", first)
     assert not verified(8, 2, "tensor=4").ok
-    monkeypatch.setattr(special, "_pick_heads", lambda call: None)
+    monkeypatch.setattr(operator_lowering, "_select_shared_heads", lambda call: None)
     with pytest.raises(RankError):
         verified(6, 3, "tensor=4")

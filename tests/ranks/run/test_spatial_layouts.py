@@ -10,26 +10,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import weft
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.lower.redistribute import redistribute
+from shardwise.model.sharding.sharding import redistribution_collectives
+from shardwise.plan.ir.placement import D, Halo, P, R, Shard, even_shard_ranges, halo_placement, shard
+from shardwise.plan.ir.transition import sent_fraction
+from shardwise.plan.layout import Layout
+from shardwise.run.verify.verify import Verification
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 from tests.support.twins import not_summed_over
-from weft.errors import LayoutError
-from weft.lower.redistribute import redistribute
-from weft.model.sharding.sharding import move_collectives
-from weft.plan.layout import Layout
-from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces, shard
-from weft.plan.transition import sent_part
-from weft.run.proof.verify import Verification
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
 
 MODELS = Path(__file__).parents[2].joinpath("support", "spatial_models.py")
 
 
 def verified(name: str, layout: str, batch: int = 0, **options: Any) -> Verification:
     model = resolve(name if ":" in name or name.startswith(("resnet", "unet-")) else f"{MODELS}:{name}")
-    return weft.verify(model.make, layout, model.batch(batch or model.default_batch), loss=model.loss, **options)
+    return shardwise.verify(model.make, layout, model.batch(batch or model.default_batch), loss=model.loss, **options)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def _segments() -> torch.nn.Module:
 
 
 def _in_a_loop(world: World, layout: str, batch: dict[str, torch.Tensor]) -> list[float]:
-    with weft.auto_parallelize(batch=(batch["x"],), plan=f"{layout} precision=float64", world=world):
+    with shardwise.auto_parallelize(batch=(batch["x"],), plan=f"{layout} precision=float64", world=world):
         net = _segments()
     return _loop(net, batch)
 
@@ -122,8 +122,8 @@ def _exchanged(world: World, name: str) -> list[Any]:
     Group.exchange = counting  # type: ignore[method-assign]
     try:
         x = torch.randn(2, SIZE, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        placed, group = halo(1, SIZE, WINDOWS[name]), world.everyone
-        start, stop = pieces(SIZE, world.num_ranks)[world.rank]
+        placed, group = halo_placement(1, SIZE, WINDOWS[name]), world.world_group
+        start, stop = even_shard_ranges(SIZE, world.num_ranks)[world.rank]
         mine = x[:, start:stop].clone().requires_grad_()
         out = redistribute(mine, shard(1, SIZE, world.num_ranks), placed, group)
         first, last = WINDOWS[name][world.rank]
@@ -142,24 +142,24 @@ def test_a_halo_sends_what_its_row_says(name: str) -> None:
     """Wider than a neighbour's piece, over gaps: exact both ways; the busiest rank sends the part that the table of transitions names."""
     found = launch(_exchanged, 3, name)
     assert all(row[0] and row[1] for row in found)
-    placed = halo(1, SIZE, WINDOWS[name])
+    placed = halo_placement(1, SIZE, WINDOWS[name])
     elements = 2 * SIZE * 3
-    assert max(row[2] for row in found) == pytest.approx(sent_part(Shard(1), placed, 3) * elements)
+    assert max(row[2] for row in found) == pytest.approx(sent_fraction(Shard(1), placed, 3) * elements)
     assert isinstance(placed, Halo)
-    held, wanted = pieces(SIZE, 3), WINDOWS[name]
+    held, wanted = even_shard_ranges(SIZE, 3), WINDOWS[name]
     back = [sum(max(0, min(b, d) - max(a, c)) for j, (c, d) in enumerate(held) if j != i) for i, (a, b) in enumerate(wanted)]
     assert max(row[3] for row in found) == 6 * max(back)
 
 
 def test_the_table_pairs_collectives_with_their_duals() -> None:
-    window = halo(1, 8, [(0, 5), (3, 8)])
+    window = halo_placement(1, 8, [(0, 5), (3, 8)])
     pairs = {(Shard(1), window): ("halo_exchange", "halo_add"), (R, window): ("slice", "all_reduce"), (D, window): ("slice", "pad")}
     for (source, target), names in pairs.items():
-        assert move_collectives(source, target) == names
+        assert redistribution_collectives(source, target) == names
     with pytest.raises(LayoutError, match="no redistribution from H1 to S1"):
-        move_collectives(window, Shard(1))
+        redistribution_collectives(window, Shard(1))
     with pytest.raises(LayoutError, match="no redistribution from P to H1"):
-        move_collectives(P, window)
+        redistribution_collectives(P, window)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +178,16 @@ def test_wrong_words_are_refused(text: str, message: str) -> None:
 def test_a_model_without_images_is_refused_by_name() -> None:
     model = resolve("gpt-tiny")
     with pytest.raises(LayoutError, match="spatial=2 shares images, and no window of this model slides along any of its dimensions"):
-        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="spatial=2")
+        shardwise.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="spatial=2")
     line = resolve(f"{MODELS}:unet_line")
     with pytest.raises(LayoutError, match="height=2 shares images, and no window of this model slides along its height"):
-        weft.plan(line.make, line.batch(4), loss=line.loss, cluster="1xcpu-2", layout="spatial=2x1")
+        shardwise.plan(line.make, line.batch(4), loss=line.loss, cluster="1xcpu-2", layout="spatial=2x1")
 
 
 def test_more_ranks_than_an_image_has_entries_are_refused() -> None:
     model = resolve(f"{MODELS}:conv_lstm")  # of 11 x 13
     with pytest.raises(LayoutError, match="spatial=14 shares images, and no window of this model slides along any of its dimensions where"):
-        weft.plan(model.make, model.batch(4), loss=model.loss, cluster="1xcpu-2", layout="spatial=14")
+        shardwise.plan(model.make, model.batch(4), loss=model.loss, cluster="1xcpu-2", layout="spatial=14")
 
 
 def test_a_layout_with_pieces_prints_and_parses() -> None:
@@ -195,4 +195,4 @@ def test_a_layout_with_pieces_prints_and_parses() -> None:
     assert str(layout) == "data=2 tensor=2 pipeline=1 spatial=2x4"
     assert Layout.parse(str(layout)) == layout
     assert layout.num_ranks == 32
-    assert layout.mesh.inside == ("data", "height", "width", "tensor")
+    assert layout.mesh.stage_axes == ("data", "height", "width", "tensor")

@@ -12,17 +12,17 @@ from test_forms import SGD, Batch, Language, some
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.cluster.cluster import Cluster
-from weft.errors import Infeasible, LayoutError, UsageError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.plan.splits import Split, SplitPrice, Splits
-from weft.run import captures
-from weft.run.forms import Microbatches
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.plan.data_context_splits import Split, SplitPrice, Splits
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.run.rank_model import capture_variants
+from shardwise.run.rank_model.capture_cache import Microbatches
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 MODELS = Path(__file__).parents[2].joinpath("support", "context_models.py")
 PADDED = some(8, 10, 20, padded=True)
@@ -62,8 +62,8 @@ def serial(*batches: Batch) -> tuple[list[float], dict[str, Tensor]]:
 def trained(world: World, layout: str, splits: tuple[Split, ...], zeroed: bool = False) -> tuple[list[float], Any]:
     """Two steps: of padded rows, one microbatch a split, and of rows of one length; then the loss of the first ones."""
     if zeroed:  # a gradient that all ranks of a sequence have counts once for each
-        captures.entering_of = lambda *_: None  # type: ignore[assignment]
-    engine = weft.parallelize(Language, EVEN, optimizer=SGD, plan=f"{layout} precision=float64", seed=0, world=world)
+        capture_variants.gradient_adjustment = lambda *_: None  # type: ignore[assignment]
+    engine = shardwise.parallelize(Language, EVEN, optimizer=SGD, plan=f"{layout} precision=float64", seed=0, world=world)
     rows = [slice(0, 1), slice(1, 4), slice(4, 8)][-len(splits) :]
     rows[0] = slice(0, rows[0].stop)
     losses = [
@@ -119,22 +119,22 @@ QUADRATIC = Splits(
 
 def test_rows_run_together_such_that_all_take_least_time() -> None:
     """Against all ways to group a few sorted rows, in which numbers are powers of two."""
-    assert (QUADRATIC.chosen(1, 10), QUADRATIC.chosen(2, 10), QUADRATIC.chosen(2, 5)) == ((1, 2), (2, 1), (2, 1))
+    assert (QUADRATIC.choose_split(1, 10), QUADRATIC.choose_split(2, 10), QUADRATIC.choose_split(2, 5)) == ((1, 2), (2, 1), (2, 1))
     lengths = [10, 2, 2, 9, 2, 2, 5]
-    groups = QUADRATIC.grouped(lengths, 1)
+    groups = QUADRATIC.group_rows(lengths, 1)
     assert sorted(row for rows, _, _ in groups for row in rows) == list(range(7))
     assert all(length == max(lengths[row] for row in rows) for rows, length, _ in groups)
-    taken = sum(QUADRATIC.least(len(rows), length)[0] for rows, length, _ in groups)  # type: ignore[index]
+    taken = sum(QUADRATIC.cheapest_split(len(rows), length)[0] for rows, length, _ in groups)  # type: ignore[index]
 
     def least(rows: list[int]) -> float:
         if not rows:
             return 0.0
-        tried = [(count, QUADRATIC.least(count, rows[0])) for count in (1, 2, 4) if count <= len(rows)]
+        tried = [(count, QUADRATIC.cheapest_split(count, rows[0])) for count in (1, 2, 4) if count <= len(rows)]
         return min(one[0] + least(rows[count:]) for count, one in tried if one is not None)
 
     assert taken == pytest.approx(least(sorted(lengths, reverse=True)))
     with pytest.raises(Infeasible, match="1 rows of 80 positions do not fit: the plan's memory is predicted for 20 positions on a rank"):
-        QUADRATIC.grouped([80])
+        QUADRATIC.group_rows([80])
 
 
 def planned(layout: str, splits: Splits = QUADRATIC) -> Plan:
@@ -143,9 +143,9 @@ def planned(layout: str, splits: Splits = QUADRATIC) -> Plan:
 
 def chosen_by_price(world: World) -> Any:
     """The rows of a padded batch by the lengths that its mask tells, and a batch whose rows have one length."""
-    engine = weft.parallelize(Language, EVEN, optimizer=SGD, plan=planned("context=2 split=lengths"), seed=0, world=world)
+    engine = shardwise.parallelize(Language, EVEN, optimizer=SGD, plan=planned("context=2 split=lengths"), seed=0, world=world)
     grouped = engine.by_length(skewed(), "mask", multiple=1)
-    losses = [engine.step(grouped).loss, engine.step(EVEN, whole=True).loss, engine.evaluate(engine.by_length(skewed(), ENDS))]
+    losses = [engine.step(grouped).loss, engine.step(EVEN, is_global_batch=True).loss, engine.evaluate(engine.by_length(skewed(), ENDS))]
     return losses, engine.full_state_dict(), [(len(b["ids"]), b["ids"].shape[1], s) for b, s in grouped.each()]
 
 
@@ -175,7 +175,7 @@ def test_prices_take_context_for_the_long_and_data_for_the_short() -> None:
     """Of one row of 4,096 positions half the attention is worth the messages; of rows of 512 it is not, and as many rows run apart."""
     batch = {"ids": torch.zeros(4, 4096, dtype=torch.int64)}
     cluster = Cluster.parse("1xcpu-2")
-    plan = weft.plan(Attending, batch, cluster=cluster, layout="context=2 split=lengths")
+    plan = shardwise.plan(Attending, batch, cluster=cluster, layout="context=2 split=lengths")
     splits = plan.splits
     assert splits.positions == (("ids", 1),)
     assert splits.lengths == (512, 1024, 2048, 4096)
@@ -184,11 +184,11 @@ def test_prices_take_context_for_the_long_and_data_for_the_short() -> None:
     assert splits.seconds(together, 1, 4096) < splits.seconds(apart, 2, 4096)  # one row is not worth two ranks that do not share it
     assert splits.seconds(apart, 2, 512) < splits.seconds(together, 2, 512)
     lengths = [4096, 512, 512, 512, 512]
-    assert [split for _, _, split in splits.grouped(lengths)] == [(1, 2), (2, 1)]
+    assert [split for _, _, split in splits.group_rows(lengths)] == [(1, 2), (2, 1)]
     assert parse_plan(format_plan(plan)) == plan
     assert "1 x 4096 positions take" in dict(plan.reasons)["split"]
     # Memory is that of the largest microbatch under either split.
-    most = [weft.plan(Attending, batch, cluster=cluster, layout=one).prediction for one in ("context=2", "data=2 microbatches=1")]
+    most = [shardwise.plan(Attending, batch, cluster=cluster, layout=one).prediction for one in ("context=2", "data=2 microbatches=1")]
     assert plan.prediction is not None
     assert plan.prediction.memory.total >= max(p.memory.total for p in most if p is not None)
 
@@ -207,9 +207,9 @@ class Normed(nn.Module):
 
 def refused(world: World) -> list[str]:
     said = []
-    engine = weft.parallelize(Language, EVEN, optimizer=SGD, plan=planned("context=2 split=lengths"), seed=0, world=world)
-    fixed = weft.parallelize(Language, EVEN, optimizer=SGD, plan="data=2 zero=3 precision=float64", seed=0, world=world)
-    normed = weft.parallelize(Normed, {"ids": EVEN["ids"] % 16}, plan="data=2", seed=0, world=world)
+    engine = shardwise.parallelize(Language, EVEN, optimizer=SGD, plan=planned("context=2 split=lengths"), seed=0, world=world)
+    fixed = shardwise.parallelize(Language, EVEN, optimizer=SGD, plan="data=2 zero=3 precision=float64", seed=0, world=world)
+    normed = shardwise.parallelize(Normed, {"ids": EVEN["ids"] % 16}, plan="data=2", seed=0, world=world)
     other = {**PADDED, "ids": PADDED["ids"] + 1}
     tried: list[Callable[[], Any]] = [
         lambda: engine.step(Microbatches(cut(EVEN, slice(0, 1)), ((2, 1),))),
@@ -244,5 +244,5 @@ def test_what_cannot_be_is_refused_by_name(ranks: Callable[..., list[Any]]) -> N
 def test_verify_runs_every_split(name: str) -> None:
     """A mask that the model reads by computed indices is of positions too."""
     model = resolve(name if "-" in name else f"{MODELS}:{name}")
-    found = weft.verify(model.make, "context=2 split=lengths", model.batch(4), loss=model.loss, steps=1)
+    found = shardwise.verify(model.make, "context=2 split=lengths", model.batch(4), loss=model.loss, steps=1)
     assert found.ok, found

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import weft
-from weft.plan.layout import Layout
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.run.reduce.stale import Stale
-from weft.run.state.optimizer import Optimizer
-from weft.world.world import World
+import shardwise
+from shardwise.plan.layout import Layout
+from shardwise.run.gradients.stale_updates import StaleUpdates
+from shardwise.run.state.optimizer import Optimizer
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.world import World
 
 STEPS = 8
 BOUNDS = (0, 1, 3)
@@ -90,22 +90,22 @@ def _late(name: str, staleness: int, drains: int = -1) -> tuple[list[float], lis
 
 def _engine(world: World, layout: str, name: str = "adamw", make: Callable[[], torch.nn.Module] = _make) -> Any:
     given = dict(OPTIMIZERS[name])
-    return weft.parallelize(make, _batch(0), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer=given)
+    return shardwise.parallelize(make, _batch(0), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer=given)
 
 
 def _trained(world: World, layout: str, name: str, early: bool = False, branching: bool = False) -> Any:
     """Losses and last weights; `early`: of a twin that applies updates a step too soon."""
     if early:
-        real = Stale.push
+        real = StaleUpdates.push
 
-        def push(self: Stale, lr: float | None) -> float | None:
+        def push(self: StaleUpdates, lr: float | None) -> float | None:
             self._staleness -= 1
             try:
                 return real(self, lr)
             finally:
                 self._staleness += 1
 
-        Stale.push = push  # type: ignore[method-assign]
+        StaleUpdates.push = push  # type: ignore[method-assign]
     engine = _engine(world, layout, name, Branching if branching else _make)
     losses = [engine.step(_batch(step), lr=_rate(step)).loss for step in range(STEPS)]
     state = engine.full_state_dict()
@@ -144,7 +144,7 @@ def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[A
     ("transport", "layout"), [("gloo", "data=2"), ("portable", "data=2"), ("boxes=2", "data=4 all_reduce=hierarchical")]
 )
 def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str, layout: str) -> None:
-    found = ranks(_trained, Layout.parse(layout).num_ranks, f"{layout} staleness=2", "sgd", env={"WEFT_TRANSPORT": transport})
+    found = ranks(_trained, Layout.parse(layout).num_ranks, f"{layout} staleness=2", "sgd", env={"SHARDWISE_TRANSPORT": transport})
     assert _off(found, _late("sgd", 2)) < 1e-9
 
 
@@ -159,19 +159,19 @@ def test_a_twin_that_is_early_is_found(ranks: Callable[..., list[Any]], stalenes
 
 def _verified(world: World, layout: str, spoil: str) -> Any:
     if spoil == "early":
-        Stale.start = _drained_first(Stale.start)  # type: ignore[method-assign]
+        StaleUpdates.start = _drained_first(StaleUpdates.start)  # type: ignore[method-assign]
     elif spoil == "rate":
         real = Optimizer.step
         Optimizer.step = lambda self, lr=None: real(self, 2e-3)  # type: ignore[method-assign]
-    plan = weft.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
+    plan = shardwise.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
     sabotage = {"0.weight": 1.001} if spoil == "gradient" else None
     options = Options(optimizer={"name": "adamw", "clip": 0.1}, sabotage=sabotage)
     found = verify_on_rank(world, plan, _make, _batch(0), _loss, options=options)
     return None if found is None else (found.ok, str(found))
 
 
-def _drained_first(real: Callable[[Stale], None]) -> Callable[[Stale], None]:
-    def start(self: Stale) -> None:
+def _drained_first(real: Callable[[StaleUpdates], None]) -> Callable[[StaleUpdates], None]:
+    def start(self: StaleUpdates) -> None:
         self.drain()
         real(self)
 
@@ -282,6 +282,6 @@ def _held(world: World, layout: str) -> tuple[float, float]:
 def test_each_step_under_way_has_gradients_of_its_own(ranks: Callable[..., list[Any]], staleness: int) -> None:
     for held, parameters in ranks(_held, 2, f"data=2 staleness={staleness}"):
         assert held == pytest.approx((staleness + 1) * parameters, rel=0.01)
-    plan = weft.plan(_make(), _batch(0), loss=_loss, layout=f"data=2 staleness={staleness} precision=float64")
+    plan = shardwise.plan(_make(), _batch(0), loss=_loss, layout=f"data=2 staleness={staleness} precision=float64")
     assert plan.prediction is not None
     assert plan.prediction.memory.gradients == pytest.approx((staleness + 1) * parameters, rel=0.01)

@@ -13,11 +13,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
 from test_awkward import TWO, check  # noqa: E402
 
-import weft  # noqa: E402
+import shardwise  # noqa: E402
+from shardwise.errors import Infeasible  # noqa: E402
+from shardwise.world.world import World  # noqa: E402
 from tests.support.state_models import MODELS  # noqa: E402
 from tests.support.verified_models import Subject  # noqa: E402
-from weft.errors import Infeasible  # noqa: E402
-from weft.world.world import World  # noqa: E402
 
 MORE = (
     "data=2 zero=3 microbatches=2",
@@ -42,7 +42,7 @@ def evaluated(world: World, name: str) -> tuple[float, float]:
     """(the loss of an evaluation, the loss of the next), after a step."""
     torch.manual_seed(0)
     made, batch = MODELS[name]()
-    engine = weft.parallelize(made, batch=batch, optimizer="sgd", plan="data=2", world=world)
+    engine = shardwise.parallelize(made, batch=batch, optimizer="sgd", plan="data=2", world=world)
     engine.step(batch)
     return engine.evaluate(batch), engine.evaluate(batch)
 
@@ -58,4 +58,4 @@ def test_what_is_written_without_asking_whether_it_trains_is_written_in_evaluati
     model.eval()
     with torch.no_grad():
         wanted = [float(model(**given)) for _ in range(2)]
-    assert weft.launch(evaluated, 2, name)[0] == pytest.approx(wanted, rel=1e-5)
+    assert shardwise.launch(evaluated, 2, name)[0] == pytest.approx(wanted, rel=1e-5)

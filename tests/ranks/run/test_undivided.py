@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import whole_models as models
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-import weft
+import shardwise
+from shardwise.errors import Infeasible, ModelError, ShardwiseError, UsageError
+from shardwise.world.world import World
+from tests.support import whole_models as models
 from tests.support.plain_models import said
-from weft.errors import Infeasible, ModelError, UsageError, WeftError
-from weft.world.world import World
 
 Given = tuple[Tensor, Tensor]
 
@@ -74,20 +74,20 @@ def trained(world: World, name: str) -> dict[str, Any]:
     data.append((data[0][0][:5], data[0][1][:5]))  # a last batch that does not divide
     batch: Any = data[0] if issubclass(make, models.Reentrant) or make is models.Experts else dict(zip(("ids", "y"), data[0], strict=True))  # type: ignore[arg-type]
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=batch, plan="data=2 precision=float64", world=world):
+    with shardwise.auto_parallelize(batch=batch, plan="data=2 precision=float64", world=world):
         net = make()
     initial = {name: x.clone() for name, x in net.state_dict().items()}
     torch.manual_seed(7)
     serial = make()
     equal = all(torch.equal(initial[name], x.double()) for name, x in serial.state_dict().items())
     serial = serial.double()
-    losses, norms, grads = loop(net, weft.shard(data), loss_of)
+    losses, norms, grads = loop(net, shardwise.shard(data), loss_of)
     wanted_losses, wanted_norms, wanted = loop(serial, data, loss_of)
     mean = torch.tensor(losses, dtype=torch.float64) / world.num_ranks
     if name != "its own loss":  # it is a mean over this rank's samples
         mean[-1] *= (3, 2)[world.rank] / 2.5
-    world.everyone.all_reduce(mean)
-    whole = weft.full_state_dict(net)
+    world.world_group.all_reduce(mean)
+    whole = shardwise.full_state_dict(net)
     return {
         "initial weights": equal,
         "losses": same(mean, torch.tensor(wanted_losses, dtype=torch.float64)),
@@ -96,7 +96,7 @@ def trained(world: World, name: str) -> dict[str, Any]:
         "weights": all(same(p, q) for p, q in zip(net.parameters(), serial.parameters(), strict=True)),
         "tied": net.head.weight is net.emb.weight,
         "state": (whole is None) == (world.rank > 0) and all(same(whole[k], x) for k, x in serial.state_dict().items() if whole),
-        "last expert here": bool((next(iter(weft.shard(data)))[0] < 2).any()) == (world.rank == 0),
+        "last expert here": bool((next(iter(shardwise.shard(data)))[0] < 2).any()) == (world.rank == 0),
     }
 
 
@@ -104,7 +104,7 @@ def others(world: World) -> dict[str, Any]:
     """Copies, state in attributes, random numbers, and what a model that is whole may still do after it was divided."""
     x, found = torch.randn(8, 4, generator=torch.Generator().manual_seed(world.rank)), {}
     whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
-    with weft.auto_parallelize(batch=(whole,), world=world):
+    with shardwise.auto_parallelize(batch=(whole,), world=world):
         net = models.Logging()
     twin = copy.deepcopy(net)
     with torch.no_grad():
@@ -119,13 +119,13 @@ def others(world: World) -> dict[str, Any]:
     net(x)
     found["hook on a part"] = len(seen)
 
-    with weft.auto_parallelize(batch=(whole,), world=world):
+    with shardwise.auto_parallelize(batch=(whole,), world=world):
         noisy = models.Noisy()
     torch.manual_seed(3)
     out = noisy(torch.ones(64, 4))
     zeros = (out == 0).double()
     everywhere = zeros.clone()
-    world.everyone.all_reduce(everywhere)
+    world.world_group.all_reduce(everywhere)
     found["masks differ"] = not torch.equal(everywhere, zeros * 2)
     found["dropped"] = 0.3 < float(zeros.mean()) < 0.7
     torch.manual_seed(3)
@@ -135,11 +135,11 @@ def others(world: World) -> dict[str, Any]:
 
     whole[0] = 100.0
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(whole,), plan="data=2 precision=float64", world=world):
+    with shardwise.auto_parallelize(batch=(whole,), plan="data=2 precision=float64", world=world):
         net = models.Sometimes()
     torch.manual_seed(7)
     serial = models.Sometimes().double()
-    for one, batches in ((net, weft.shard([whole.double()])), (serial, [whole.double()])):
+    for one, batches in ((net, shardwise.shard([whole.double()])), (serial, [whole.double()])):
         opt = torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5)
         for given in batches:
             one(given).square().mean().backward()
@@ -173,17 +173,17 @@ def refusals(world: World) -> dict[str, str]:
     made: list[Any] = []
 
     def build(make: Callable[[], nn.Module], plan: str = "data=2") -> None:
-        with weft.auto_parallelize(batch=(x,), plan=plan, world=world):
+        with shardwise.auto_parallelize(batch=(x,), plan=plan, world=world):
             made.append(make())
 
     found = {
-        kind.__name__: said(lambda kind=kind: build(kind), WeftError)
+        kind.__name__: said(lambda kind=kind: build(kind), ShardwiseError)
         for kind in (
             models.Normed, models.Remembering, models.Contrasting, models.Summed, models.Selecting, models.Clipping, models.Borrowing,
         )
     }  # fmt: skip
     for plan in ("tensor=2", "pipeline=2", "data=2 zero=1", "data=2 recompute=full", "data=1"):
-        found[plan] = said(lambda plan=plan: build(models.Branching, plan), WeftError)
+        found[plan] = said(lambda plan=plan: build(models.Branching, plan), ShardwiseError)
 
     def hooked() -> nn.Module:
         net = models.Branching()
@@ -223,7 +223,7 @@ def test_what_would_train_something_else_is_refused_by_name(ranks: Callable[...,
         assert found["hooked"].startswith("parameter layer.weight has a gradient hook")
         assert found["by weights"].startswith("torch.autograd.grad by layer.")
         assert "is this rank's alone" in found["twice"]
-        assert "weft.full_state_dict(net)" in found["saved"]
+        assert "shardwise.full_state_dict(net)" in found["saved"]
         assert "rows on this rank and 7 on all 2, so the mean over ranks of a mean over rows is not that of all" in found["unequal rows"]
         assert found["other tensors"].startswith("the model returned the tensors")
         assert found["replaced"].startswith("layer.weight was put into the model after it was divided")
@@ -232,7 +232,7 @@ def test_what_would_train_something_else_is_refused_by_name(ranks: Callable[...,
 def test_one_process_keeps_the_model_and_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(8, 4)
     torch.manual_seed(7)
-    with weft.auto_parallelize(batch=(x,)):
+    with shardwise.auto_parallelize(batch=(x,)):
         net = models.Normed()
     torch.manual_seed(7)
     serial = models.Normed()
@@ -240,14 +240,14 @@ def test_one_process_keeps_the_model_and_is_told_why(capsys: pytest.CaptureFixtu
     serial(x).square().mean().backward()
     assert all(torch.equal(p, q) and torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), serial.parameters(), strict=True))
     assert capsys.readouterr().err.startswith(
-        "weft: Normed could not be captured (torch.export cannot follow the model: data-dependent at whole_models.py"
+        "shardwise: Normed could not be captured (torch.export cannot follow the model: data-dependent at whole_models.py"
     )
 
 
 def engines(world: World, folder: str) -> dict[str, bool]:
     """Losses of a model that drops out: after a checkpoint as without one, with other numbers on every rank, and none of the loop's."""
     x = torch.ones(8, 4)
-    made = [weft.parallelize(models.Noisy, (x,), loss=squares, plan="data=2", seed=3, world=world) for _ in range(2)]
+    made = [shardwise.parallelize(models.Noisy, (x,), loss=squares, plan="data=2", seed=3, world=world) for _ in range(2)]
     losses = [made[0].step((x,)).loss]
     made[0].save(folder)
     losses += [made[0].step((x,)).loss for _ in range(2)]
@@ -255,9 +255,9 @@ def engines(world: World, folder: str) -> dict[str, bool]:
     torch.manual_seed(world.rank)
     before = torch.random.get_rng_state()
     again = [made[1].step((x,)).loss for _ in range(2)]
-    alone = made[1].parts.only.module(x[:4])[0].detach().double()
+    alone = made[1].rank_model.single_stage.module(x[:4])[0].detach().double()
     total = alone.clone()
-    world.everyone.all_reduce(total)
+    world.world_group.all_reduce(total)
     return {
         "resumed": again == losses[1:],
         "apart": not torch.equal(total, alone * 2),

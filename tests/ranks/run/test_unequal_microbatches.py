@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.errors import Infeasible, RankError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.step import executors
+from shardwise.run.step.executor import MicrobatchRunners
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.traced import of
-from weft.errors import Infeasible, RankError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.run.step import executors
-from weft.run.step.executor import Sizes
-from weft.world.launch import launch
-from weft.world.world import World
 
 BATCH = 10
 
@@ -50,7 +50,7 @@ def test_unequal_microbatches_equal_serial(name: str, layout: str) -> None:
 
 def test_microbatches_that_count_alike_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: the mean of the microbatches' losses, whatever their sizes, is not the mean of the samples'."""
-    monkeypatch.setattr(executors, "Sizes", lambda runners, crossings, share: Sizes(runners, crossings, 0.25))
+    monkeypatch.setattr(executors, "MicrobatchRunners", lambda runners, crossings, share: MicrobatchRunners(runners, crossings, 0.25))
     found = of("gpt-tiny", BATCH).check(Layout.parse("pipeline=2 microbatches=4 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
@@ -90,9 +90,9 @@ def _last_batches(world: World, layout: str, cases: list[tuple[int, tuple[int, .
     made = Engine(Plan(chosen, "normed", "here", 12, stages), Normed, _rows(12), None, world, seed=0)
     found = []
     for samples, sizes in cases:
-        for name, b in made.parts.buffers.items():
+        for name, b in made.rank_model.buffers.items():
             b.fill_(1.0 if name.endswith("var") else 0.0)
-        result = made.forward_backward(_rows(samples), whole=True)
+        result = made.forward_backward(_rows(samples), is_global_batch=True)
         loss, gradients, state = made.loss_of(result), made.full_gradients(), made.full_state_dict()
         if gradients is not None and state is not None:
             want_loss, want = _serial(samples, sizes)
@@ -126,7 +126,7 @@ def _evaluated(world: World) -> tuple[float, float]:
     made = Engine(Plan(Layout.parse("pipeline=2 microbatches=4 precision=float64"), "n", "here", 12, ("norm/batch_norm",)), Normed,
                   _rows(12), None, world, seed=0)  # fmt: skip
     made.step(_rows(12))
-    got = made.evaluate(_rows(5), whole=True)
+    got = made.evaluate(_rows(5), is_global_batch=True)
     state = made.full_state_dict()
     if state is None:
         return got, got

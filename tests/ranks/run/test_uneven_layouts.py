@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
+import shardwise
+from shardwise.lower.call import OperatorCall
+from shardwise.model.gradients import values_needing_gradient
+from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.plan.ir.placement import dual_of
+from shardwise.plan.ir.transition import sent_fraction, transition_between
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.train.data.loader import rows_of_partial_batch
+from shardwise.train.data.sources import take_rows
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.traced import of, weights_after
 from tests.support.verified_models import Subject
-from weft.lower.call import Call
-from weft.model.gradients import needs_gradient
-from weft.model.sharding.sharding import FREE_LINKS
-from weft.plan.layout import Layout
-from weft.plan.placement import dual
-from weft.plan.transition import sent_part, transition
-from weft.run.engine import Engine
-from weft.train.data import take
-from weft.train.loader import rows_of_part
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
 
 GPT = "gpt:layers=2,hidden=40,heads=5,sequence=7,vocabulary=53"  # heads of 8
 LLAMA = "llama:layers=2,hidden=60,heads=10,kv_heads=5,inner=83,sequence=9,vocabulary=47"
@@ -90,12 +90,12 @@ def sent_bytes(world: World, layout: str) -> tuple[dict[str, int], dict[str, flo
         for name, right in rights.items():
             setattr(Group, name, right)
     want: Counter[str] = Counter()
-    sharding, tensors, grads = engine.parts.sharding, engine.parts.graph.tensors, needs_gradient(engine.parts.graph)
-    for move in sharding.moves:
-        ways = [(move.source, move.target), *([(dual(move.target), dual(move.source))] if move.value in grads else [])]
+    sharding, tensors, grads = engine.rank_model.sharding, engine.rank_model.graph.tensors, values_needing_gradient(engine.rank_model.graph)
+    for move in sharding.redistributions:
+        ways = [(move.source, move.target), *([(dual_of(move.target), dual_of(move.source))] if move.value in grads else [])]
         for source, target in ways:
-            if (name := transition(source, target).collective) in rights:
-                want[name] += round(sent_part(source, target, 3) * tensors[move.value].size * 8)
+            if (name := transition_between(source, target).collective) in rights:
+                want[name] += round(sent_fraction(source, target, 3) * tensors[move.value].size * 8)
     return dict(found), dict(want)
 
 
@@ -128,7 +128,7 @@ def test_training_goes_on_with_other_pieces(tmp_path: Path, first: str, second: 
 def in_a_loop(world: World) -> list[float]:
     """A loop of one's own: norms, a penalty, clipping and an optimizer on parts that differ."""
     batch, losses = subject_batch(), []
-    with weft.auto_parallelize(batch=(batch["input_ids"],), plan=f"tensor={world.num_ranks} precision=float64", world=world):
+    with shardwise.auto_parallelize(batch=(batch["input_ids"],), plan=f"tensor={world.num_ranks} precision=float64", world=world):
         net = small()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for _ in range(2):
@@ -180,10 +180,10 @@ def own_rows(world: World, name: str, layout: str, size: int) -> list[float]:
     """Losses of steps in which every rank is given its own rows, as loaders give them, and of one on a shorter batch given whole."""
     subject = of(name, size)
     engine = Engine(subject.plan(Layout.parse(f"{layout} precision=float64")), subject.source, subject.batch, subject.loss, world, seed=0)
-    rows = rows_of_part(size, engine)
+    rows = rows_of_partial_batch(size, engine)
     assert len(rows) == sum(engine.rows_of(n)[1] for n in engine.plan.microbatch_sizes)
-    losses = [float(engine.step(take(subject.batch, rows)).loss) for _ in range(2)]
-    return [*losses, float(engine.step(take(subject.batch, list(range(size - 2)))).loss)]
+    losses = [float(engine.step(take_rows(subject.batch, rows)).loss) for _ in range(2)]
+    return [*losses, float(engine.step(take_rows(subject.batch, list(range(size - 2)))).loss)]
 
 
 def test_ranks_are_given_their_own_rows() -> None:
@@ -194,6 +194,6 @@ def test_ranks_are_given_their_own_rows() -> None:
 
 def test_a_mean_of_means_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: every replica counts as much, however many samples it has."""
-    monkeypatch.setattr(Call, "share", lambda self, axis: 1 / self.low.groups[axis].size)
+    monkeypatch.setattr(OperatorCall, "sample_share", lambda self, axis: 1 / self.low.groups[axis].size)
     subject = Subject(str(Path(__file__).parents[2].joinpath("support", "odd_models.py")) + ":losses", 8)
     assert not subject.check(Layout.parse("data=2 shares=5/3 precision=float64")).ok

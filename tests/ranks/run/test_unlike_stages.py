@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from test_inner_layouts import _counted
 
+from shardwise.errors import Infeasible
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model import build
+from shardwise.run.step.stage_resharding import StageResharding
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
 from tests.support.traced import of, weights_after
-from weft.errors import Infeasible
-from weft.plan.layout import Layout
-from weft.run import build
-from weft.run.engine import Engine
-from weft.run.step.resharded import Resharded
-from weft.world.launch import launch
-from weft.world.world import World
 
 TIED = "gpt-tiny:tied=true"
 
@@ -82,7 +82,7 @@ def test_a_batch_with_fewer_samples_than_the_widest_stage_has_replicas_is_refuse
 
 def test_a_shared_gradient_that_only_one_stage_sums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: tied embeddings of stages of two ranks and one count as if all three had the same."""
-    monkeypatch.setattr(build, "shares_of", lambda between, sharding, mesh: dict.fromkeys(between, 1 / 3))
+    monkeypatch.setattr(build, "gradient_shares", lambda between, sharding, mesh: dict.fromkeys(between, 1 / 3))
     found = of(TIED).check(Layout.parse("pipeline=2 inner=2x1/1x1 microbatches=2 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
@@ -90,7 +90,7 @@ def test_a_shared_gradient_that_only_one_stage_sums_is_found(monkeypatch: pytest
 
 def test_a_whole_gradient_that_each_of_two_ranks_takes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: what comes back from one rank counts on both tensor ranks whose gradients are summed."""
-    monkeypatch.setattr(Resharded, "_share", lambda self, value, name: 1.0)
+    monkeypatch.setattr(StageResharding, "_gradient_share", lambda self, value, name: 1.0)
     found = of("gpt-tiny").check(Layout.parse("pipeline=2 inner=1x2/1x1 microbatches=2 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3

@@ -16,19 +16,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
-import weft  # noqa: E402
+import shardwise  # noqa: E402
+from shardwise.errors import Infeasible, ModelError  # noqa: E402
+from shardwise.lower import redistribute  # noqa: E402
+from shardwise.lower.kernels import statistics  # noqa: E402
+from shardwise.ops import Rule, rule_of  # noqa: E402
+from shardwise.plan.ir.placement import P, R, is_shard  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.run.engine import Engine  # noqa: E402
+from shardwise.run.verify.verify import Verification  # noqa: E402
+from shardwise.world.launch.launch import launch  # noqa: E402
+from shardwise.world.world import World  # noqa: E402
+from shardwise.zoo.resolve import resolve  # noqa: E402
 from tests.support.verified_models import SCHEDULES, Row, Subject, factorisations, layouts, random_layouts, run_case  # noqa: E402
-from weft.errors import Infeasible, ModelError  # noqa: E402
-from weft.lower import redistribute  # noqa: E402
-from weft.lower.kernels import statistics  # noqa: E402
-from weft.ops import Rule, rule_of  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.placement import P, R, is_shard  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.proof.verify import Verification  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
-from weft.zoo.resolve import resolve  # noqa: E402
 
 ODD = "tests/support/odd_models.py"
 TOLERANCE = 1e-9
@@ -120,14 +120,14 @@ def test_bfloat16_is_as_near_as_bfloat16_is(subject: Callable[[str], Subject], n
 def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     model = subject(f"{ODD}:two_inputs")
     assert "input_gradients" in check(model, "data=2").worst
-    monkeypatch.setattr("weft.run.engine.input_gradients", _spoiled_inputs)
+    monkeypatch.setattr("shardwise.run.engine.input_gradients", _spoiled_inputs)
     found = check(model, "data=2")
     assert not found.ok
     assert "input_gradients of dense" in (found.first_difference or "")
 
 
 def _spoiled_inputs(*args: Any) -> Any:
-    from weft.run.sharded_state import input_gradients
+    from shardwise.run.sharded_state import input_gradients
 
     found = input_gradients(*args)
     return found and {name: x * (1 + 1e-8) for name, x in found.items()}
@@ -162,13 +162,13 @@ def _softmax_in_pieces(op: Any, tensors: Any) -> Rule | None:
 
 def test_a_rule_that_cuts_softmax_is_found(subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Subject(str(ROOT / f"{ODD}:slices"))  # its shardings are not to be kept
-    monkeypatch.setattr("weft.model.graph.rule_of", _softmax_in_pieces)
+    monkeypatch.setattr("shardwise.model.graph.rule_of", _softmax_in_pieces)
     found = check(model, "tensor=2 sequence_parallel=on")
     assert not found.ok
     assert "loss in step 1" in (found.first_difference or "")
 
 
-_BACKWARD = redistribute._Redistributed.backward
+_BACKWARD = redistribute._Redistribute.backward
 
 
 def _without_the_dual(ctx: Any, grad: torch.Tensor) -> Any:
@@ -180,7 +180,7 @@ def _without_the_dual(ctx: Any, grad: torch.Tensor) -> Any:
     ("broken", "name", "layout", "eager"),
     [
         ((redistribute, "_summed"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
-        ((redistribute._Redistributed, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
+        ((redistribute._Redistribute, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
         ((statistics, "summed"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
     ],
 )
@@ -199,14 +199,14 @@ def test_a_missing_collective_is_found(
 
 def test_a_model_that_cannot_be_captured_trains_by_data(subject: Callable[[str], Subject]) -> None:
     model = subject(f"{ODD}:branch")
-    plan = weft.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="data=2 zero=1")
+    plan = shardwise.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="data=2 zero=1")
     assert "data-dependent" in plan.uncaptured
     assert any("data-dependent" in why for _, why in plan.reasons)
     for layout in ("data=2", "data=2 zero=1 microbatches=2", "data=2 zero=2 microbatches=2 offload=optimizer"):
-        found = weft.verify(model.make, layout, model.batch, loss=model.loss)
+        found = shardwise.verify(model.make, layout, model.batch, loss=model.loss)
         assert found.ok, found
     with pytest.raises(Infeasible, match=r"could not be captured .*tensor=1 pipeline=1"):
-        weft.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="tensor=2")
+        shardwise.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="tensor=2")
 
 
 def test_batch_norm_that_cannot_be_captured_is_refused_by_name(subject: Callable[[str], Subject]) -> None:
@@ -220,7 +220,7 @@ def test_a_module_that_is_already_made_is_verified() -> None:
     torch.manual_seed(3)
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     before = module[0].weight.detach().clone()
-    found = weft.verify(module, "data=2", (torch.randn(8, 4),), loss=lambda output, batch: output.square().mean())
+    found = shardwise.verify(module, "data=2", (torch.randn(8, 4),), loss=lambda output, batch: output.square().mean())
     assert found.ok, found
     assert torch.equal(module[0].weight, before)
 
@@ -232,8 +232,8 @@ def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
     losses = [engine.step(model.batch).loss for _ in range(2)]
     spread = 0.0
     for name, p in engine.parameters.items():
-        v = next(v for v in engine.parts.graph.parameters if v.name == name)
-        for axis, form in engine.parts.sharding.forms[v.value].items():
+        v = next(v for v in engine.rank_model.graph.parameters if v.name == name)
+        for axis, form in engine.rank_model.sharding.placements[v.value].items():
             if not is_shard(form):
                 group = world.group(engine.mesh.group(world.rank, axis))
                 high, low = p.detach().clone(), p.detach().clone()
@@ -261,8 +261,8 @@ def test_an_operator_without_float64_is_told_by_name() -> None:
     model = resolve(name)
     batch = model.batch(model.default_batch)
     with pytest.raises(ModelError, match=r"cannot compute in float64 .*got Double.*--dtype float32"):
-        weft.verify(model.make, "data=1", batch)
-    assert weft.verify(model.make, "data=1", batch, dtype="float32").ok
+        shardwise.verify(model.make, "data=1", batch)
+    assert shardwise.verify(model.make, "data=1", batch, dtype="float32").ok
 
 
 def test_microbatches_whose_parts_would_be_unequal_are_refused(subject: Callable[[str], Subject]) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.cli import run
-from weft.errors import Infeasible, UsageError
-from weft.plan.plan import Plan
-from weft.plan.plan_file import write_plan
-from weft.run.build import Source
-from weft.run.engine import Engine
-from weft.run.reduce.overlapped import Gradients
+import shardwise
+from shardwise.cli import run
+from shardwise.errors import Infeasible, UsageError
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import write_plan
+from shardwise.run.engine import Engine
+from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.rank_model.build import ModelSource
 
 
 class Mlp(nn.Module):
@@ -40,7 +40,7 @@ def square(output: Tensor, batch: Any) -> Tensor:
 
 
 def verified(layout: Any, **options: Any) -> Any:
-    return weft.verify(Mlp, layout, BATCH, loss=square, **{"steps": 1, **options})
+    return shardwise.verify(Mlp, layout, BATCH, loss=square, **{"steps": 1, **options})
 
 
 def test_how_much_each_axis_divides() -> None:
@@ -78,18 +78,18 @@ def test_cutting_everything_divides_what_the_rules_allow() -> None:
 
 def test_a_rank_that_differs_after_the_last_update_is_found_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken twins: rank 1 has copies only, of which the whole tensors on rank 0 say nothing."""
-    update, collect = Engine.update, Gradients.wait
+    update, collect = Engine.update, GradientReducer.wait
 
     def drifting(self: Engine, *given: Any) -> Any:
         done = update(self, *given)
         if self.world.rank == 1:
             with torch.no_grad():
-                self.parts.parameters["down.weight"][2, 3] *= 1 + 1e-6
+                self.rank_model.parameters["down.weight"][2, 3] *= 1 + 1e-6
         return done
 
-    def scaled(self: Gradients) -> None:
+    def scaled(self: GradientReducer) -> None:
         collect(self)
-        if self.groups[0].counted is False:
+        if self.groups[0].is_counted is False:
             self.groups[0].views["up.weight"].mul_(1 + 1e-6)
 
     monkeypatch.setattr(Engine, "update", drifting)
@@ -98,7 +98,7 @@ def test_a_rank_that_differs_after_the_last_update_is_found_in_one_step(monkeypa
         assert not found.ok
         assert "weights of down.weight on rank 1 in step 1" in (found.first_difference or "")
     monkeypatch.setattr(Engine, "update", update)
-    monkeypatch.setattr(Gradients, "wait", scaled)
+    monkeypatch.setattr(GradientReducer, "wait", scaled)
     found = verified("data=2")  # AdamW's first step is the same for any factor of its gradient
     assert "gradients of up.weight on rank 1 in step 1" in (found.first_difference or "")
 
@@ -110,7 +110,7 @@ def test_what_the_optimizer_keeps_is_compared(monkeypatch: pytest.MonkeyPatch) -
     def drifting(self: Engine, *given: Any) -> Any:
         done = update(self, *given)
         if self.world.rank == 1:
-            for piece in self.pieces(drain=False):
+            for piece in self.state_shards(drain=False):
                 if piece.slot == "exp_avg_sq":
                     with torch.no_grad():
                         piece.tensor.mul_(1 + 1e-6)
@@ -130,16 +130,18 @@ def test_a_loss_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_layouts_trace_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[Any] = []
-    capture = Source.capture
+    capture = ModelSource.capture
 
-    def counted(self: Source, batch: Any, loss: Any, size: Any, *rest: Any) -> Any:
+    def counted(self: ModelSource, batch: Any, loss: Any, size: Any, *rest: Any) -> Any:
         captures.append(size)
         return capture(self, batch, loss, size, *rest)
 
-    monkeypatch.setattr(Source, "capture", counted)
+    monkeypatch.setattr(ModelSource, "capture", counted)
     found = verified(["data=2", "tensor=2", "pipeline=2 microbatches=2"])
     assert sorted(captures) == [4, 8]  # once for each number of samples
-    assert [one.layout for one in found.layouts] == [str(weft.Layout.parse(x)) for x in ("data=2", "tensor=2", "pipeline=2 microbatches=2")]
+    assert [one.layout for one in found.layouts] == [
+        str(shardwise.Layout.parse(x)) for x in ("data=2", "tensor=2", "pipeline=2 microbatches=2")
+    ]
     assert found.worst == {kind: max(one.worst[kind] for one in found.layouts) for kind in found.worst}
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["layout", "data=2", "tensor=2", "pipeline=2"]
@@ -161,7 +163,7 @@ def plan_file(tmp_path: Path) -> Path:
         "    return net, (torch.randn(8, 4),), lambda output, batch: output.square().mean()\n"
     )
     model = f"{tmp_path}/model.py:make"
-    planned = weft.plan(model, 8, cluster="1xcpu-2", layout="tensor=2 pipeline=2 microbatches=2")
+    planned = shardwise.plan(model, 8, cluster="1xcpu-2", layout="tensor=2 pipeline=2 microbatches=2")
     plan = Plan(planned.layout, model, "1xcpu-2", 8, stages=("2/linear",), shards=(("tensor", (("0.weight", 0),)),))
     write_plan(plan, tmp_path / "plan.toml")
     return tmp_path / "plan.toml"
@@ -171,16 +173,16 @@ def test_a_plan_file_is_verified_as_it_is(plan_file: Path, capfd: pytest.Capture
     assert run(["verify", str(plan_file), "--steps", "1", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["ok"]
-    assert found["layout"] == str(weft.Layout.parse("tensor=2 pipeline=2 microbatches=2"))
+    assert found["layout"] == str(shardwise.Layout.parse("tensor=2 pipeline=2 microbatches=2"))
     assert found["divided"]["tensor"]["parameters"] == pytest.approx(32 / 94)  # the plan's own cut and no other
     assert found["divided"]["pipeline"]["parameters"] == pytest.approx(2 * (1 - 54 / 94))
-    assert weft.verify(str(plan_file), steps=1).divided == found["divided"]
-    whole = weft.verify(plan_file, steps=1, cut_everything=True)
+    assert shardwise.verify(str(plan_file), steps=1).divided == found["divided"]
+    whole = shardwise.verify(plan_file, steps=1, cut_everything=True)
     assert whole.ok
     assert whole.divided["tensor"]["parameters"] > 0.9
     assert whole.divided["pipeline"] == found["divided"]["pipeline"]
     with pytest.raises(UsageError, match="is a plan, which has a layout of its own"):
-        weft.verify(str(plan_file), "data=2")
+        shardwise.verify(str(plan_file), "data=2")
     assert run(["verify", str(plan_file), "--layout", "data=2"]) == 2
     assert run(["verify", str(plan_file), "--batch", "16"]) == 2
     assert "for 8 samples" in capfd.readouterr().err

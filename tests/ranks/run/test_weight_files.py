@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import weft
-from weft.errors import CheckpointError
-from weft.run.loop.weight_files import FILE, INDEX, read_weights, write_weights
-from weft.world.world import World
+import shardwise
+from shardwise.errors import CheckpointError
+from shardwise.run.loop.weight_files import FILE, INDEX, read_weights, write_weights
+from shardwise.world.world import World
 
 LONG = pytest.mark.long
 
@@ -39,7 +39,7 @@ def tokens() -> torch.Tensor:
 
 def written(world: World, folder: str, layout: str) -> None:
     """Writes the model of seed 0, reads it into that of seed 1."""
-    model = weft.auto_parallelize(Tied(0), (tokens(),), plan=layout, world=world)
+    model = shardwise.auto_parallelize(Tied(0), (tokens(),), plan=layout, world=world)
     names = write_weights(model, Path(folder, "many"), 400)
     assert "embed.weight" in names
     assert "head.weight" not in names
@@ -50,7 +50,7 @@ def written(world: World, folder: str, layout: str) -> None:
     write_weights(model, Path(folder, "one"), 1e9)
     # Parts of what lay there before go, other files of the user's stay.
     assert sorted(path.name for path in Path(folder, "one").iterdir()) == ["model-best.safetensors", FILE]
-    other = weft.auto_parallelize(Tied(1), (tokens(),), plan=layout, world=world)
+    other = shardwise.auto_parallelize(Tied(1), (tokens(),), plan=layout, world=world)
     for place in ("one", "many"):
         read_weights(other, Path(folder, place))
         for p, q in zip(model.parameters(), other.parameters(), strict=True):

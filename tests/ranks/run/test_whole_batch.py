@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import weft
-from weft.errors import RankError
-from weft.plan.layout import Layout
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.world.group import Group
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import RankError
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.world.comm.group import Group
+from shardwise.world.launch.launch import launch
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 CLASSES, WIDTH, SAMPLES, POSITIONS = 16, 8, 8, 5
 TOLERANCE = 1e-12
@@ -92,13 +92,13 @@ def plain(kind: str, given: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Ten
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def planned(kind: str, layout: str) -> tuple[Any, Traced]:
+def planned(kind: str, layout: str) -> tuple[Any, CachedModelSource]:
     """A plan that cuts tables, features and classes where there are tensor ranks, and its model, traced."""
     wanted = Layout.parse(layout)
-    source = Traced.of(lambda: Language(kind))
-    plan = weft.plan(lambda: Language(kind), batch(), cluster="1xcpu-2", layout=wanted, source=source)
+    source = CachedModelSource.from_model(lambda: Language(kind))
+    plan = shardwise.plan(lambda: Language(kind), batch(), cluster="1xcpu-2", layout=wanted, source=source)
     plan = replace(plan, layout=replace(wanted, precision="float64"), shards=(CUT,) if wanted.tensor > 1 else ())
-    source.prepare(plan, batch(), None)
+    source.capture_all(plan, batch(), None)
     return plan, source
 
 
@@ -118,8 +118,8 @@ def compared(layout: str, kinds: tuple[str, ...] = KINDS, rows: bool = False, ot
         for kind, (plan, source) in made.items():
             engine = Engine(plan, source, batch(), None, world, "sgd", seed=0)
             for given in batches:
-                mine = next(iter(weft.shard([given], engine))) if rows else given
-                result = engine.forward_backward(mine, whole=not rows)
+                mine = next(iter(shardwise.shard([given], engine))) if rows else given
+                result = engine.forward_backward(mine, is_global_batch=not rows)
                 loss, gradients, want = engine.loss_of(result), engine.full_gradients(), plain(kind, given)  # type: ignore[arg-type]
                 if gradients is not None:
                     errors = [float((gradients[name] - x).abs().max() / x.abs().max().clamp(min=1e-3)) for name, x in want[1].items()]
@@ -162,9 +162,9 @@ def test_ranks_with_rows_of_their_own_exchange_what_they_count() -> None:
 
 def _collectives(world: World, kind: str, layout: str, rows: bool) -> tuple[int, int]:
     """Collectives that begin before the first backward, and those of them that begin while the model is called."""
-    engine = weft.parallelize(lambda: Language(kind), batch(), plan=f"{layout} precision=float64", seed=0, world=world)
-    mine = next(iter(weft.shard([batch()], engine))) if rows else batch()
-    engine.step(mine, whole=not rows)
+    engine = shardwise.parallelize(lambda: Language(kind), batch(), plan=f"{layout} precision=float64", seed=0, world=world)
+    mine = next(iter(shardwise.shard([batch()], engine))) if rows else batch()
+    engine.step(mine, is_global_batch=not rows)
     begun: list[str] = []
     real = Group._begin
 
@@ -188,8 +188,8 @@ def _collectives(world: World, kind: str, layout: str, rows: bool) -> tuple[int,
             in_forward.extend(begun)
 
     runner.forward = forward  # type: ignore[method-assign]
-    engine._executors.cache.held.clear()
-    engine.step(mine, whole=not rows)
+    engine._executors.executor_cache.entries.clear()
+    engine.step(mine, is_global_batch=not rows)
     return len(in_forward), in_forward.count("called")
 
 
@@ -205,9 +205,9 @@ def _ahead(world: World, folder: str, staleness: int, rows: bool) -> list[int]:
     made = np.memmap(Path(folder, "made"), dtype=np.int64, shape=(1,), mode="r+")
     model = resolve("gpt-tiny")
     plan = f"data=2 staleness={staleness}"
-    engine = weft.parallelize(model.make, model.batch(4), loss=model.loss, plan=plan, seed=0, world=world)
+    engine = shardwise.parallelize(model.make, model.batch(4), loss=model.loss, plan=plan, seed=0, world=world)
     given = model.batch(4)
-    mine = next(iter(weft.shard([given], engine))) if rows else given
+    mine = next(iter(shardwise.shard([given], engine))) if rows else given
     seen = []
     for step in range(2 + staleness):
         if world.rank == 1 and step == 2:
@@ -215,7 +215,7 @@ def _ahead(world: World, folder: str, staleness: int, rows: bool) -> list[int]:
             while made[0] < 2 + staleness - 1 and time.monotonic() < deadline:
                 time.sleep(0.001)
             seen.append(int(made[0]))
-        engine.step(mine, whole=not rows)
+        engine.step(mine, is_global_batch=not rows)
         if world.rank == 0:
             made[0] = step + 1
     engine.drain()
@@ -234,11 +234,11 @@ def _late(world: World, kind: str, rows: bool) -> tuple[list[float], dict[str, T
     """Losses and last weights with updates two steps late."""
     how = {"name": "sgd", "lr": 0.5, "clip": 0.1}
     layout = "data=2 staleness=2 microbatches=2 precision=float64"
-    engine = weft.parallelize(lambda: Language(kind), batch(), plan=layout, seed=0, world=world, optimizer=how)
+    engine = shardwise.parallelize(lambda: Language(kind), batch(), plan=layout, seed=0, world=world, optimizer=how)
     losses = []
     for step in range(5):
         given = batch(step)
-        losses.append(engine.step(next(iter(weft.shard([given], engine))) if rows else given, whole=not rows))
+        losses.append(engine.step(next(iter(shardwise.shard([given], engine))) if rows else given, is_global_batch=not rows))
     return [result.loss for result in losses], engine.full_state_dict()
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.run.engine import Engine
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.run.reduce.scattered import Scattered
-from weft.run.residency.gathered import Gathered
-from weft.schedules.lower import gather_weights, reduce_gradients
-from weft.world.world import Group, World
+import shardwise
+from shardwise.run.engine import Engine
+from shardwise.run.gradients.gradient_scatterer import GradientScatterer
+from shardwise.run.residency.weight_gatherer import WeightGatherer
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.schedules.lower import gather_weights, reduce_gradients
+from shardwise.world.world import Group, World
 
 WIDTH, DEPTH = 16, 4
 LAYER = WIDTH * WIDTH + WIDTH
@@ -46,7 +46,9 @@ def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def _engine(world: World, layout: str) -> Any:
-    return weft.parallelize(Deep, _batch(), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer={"clip": 0.1})
+    return shardwise.parallelize(
+        Deep, _batch(), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer={"clip": 0.1}
+    )
 
 
 def _step(world: World, layout: str) -> dict[str, Any]:
@@ -63,13 +65,13 @@ def _step(world: World, layout: str) -> dict[str, Any]:
     engine = _engine(world, layout)
     sent.clear()  # building agrees on who has the same weights
     most = [0]
-    enter = Gathered.enter
+    enter = WeightGatherer.enter_layer
 
-    def entering(self: Gathered, *args: Any) -> None:
+    def entering(self: WeightGatherer, *args: Any) -> None:
         enter(self, *args)
         most[0] = max(most[0], self.gathered_bytes)
 
-    Gathered.enter = entering  # type: ignore[method-assign]
+    WeightGatherer.enter_layer = entering  # type: ignore[method-assign]
     engine.step(_batch())
     before = dict(sent)
     sent.clear()
@@ -129,23 +131,23 @@ def test_checkpoints_of_pieces_are_those_of_any_layout(ranks: Callable[..., list
 def _spoiled(world: World, kind: str) -> Any:
     if kind == "stale":  # weights that are never gathered anew
 
-        def kept(self: Gathered, unit: Any, user: object = None) -> None:
+        def kept(self: WeightGatherer, unit: Any, user: object = None) -> None:
             return None
 
-        Gathered.leave = kept  # type: ignore[method-assign]
+        WeightGatherer.leave_layer = kept  # type: ignore[method-assign]
     if kind == "lost":  # the second microbatch's gradients are dropped
-        scatter, seen = Scattered._scatter, Counter[int]()
+        scatter, seen = GradientScatterer._scatter, Counter[int]()
 
-        def once(self: Scattered, number: int) -> None:
+        def once(self: GradientScatterer, number: int) -> None:
             seen[number] += 1
             if seen[number] % 2:
                 scatter(self, number)
             else:
                 self._open.pop(number)
 
-        Scattered._scatter = once  # type: ignore[method-assign]
+        GradientScatterer._scatter = once  # type: ignore[method-assign]
     found = verify_on_rank(
-        world, weft.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout="data=2 zero=3 microbatches=2 precision=float64"),
+        world, shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout="data=2 zero=3 microbatches=2 precision=float64"),
         Deep, _batch(), _loss,
     )  # fmt: skip
     return None if found is None else found.ok
@@ -159,7 +161,7 @@ def test_broken_twins_are_found(ranks: Callable[..., list[Any]], kind: str, ok: 
 def _reads(world: World) -> str:
     try:
         _ = _engine(world, "data=2 zero=3").parameters
-    except weft.errors.UsageError as error:
+    except shardwise.errors.UsageError as error:
         return str(error)
     return ""
 
@@ -170,9 +172,9 @@ def test_weights_that_are_not_whole_are_not_handed_out(ranks: Callable[..., list
 
 def _by_program(world: World, layout: str, how: str) -> Any:
     """Verify a plan whose program says when weights are gathered and gradients reduced; also the bytes that one step scatters."""
-    plan = weft.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64")
-    parts = Engine(plan, Deep, _batch(), _loss, world, seed=0).parts
-    bare, size = parts.program, 8 * sum(spec.size for spec in parts.specs.values())
+    plan = shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64")
+    parts = Engine(plan, Deep, _batch(), _loss, world, seed=0).rank_model
+    bare, size = parts.program, 8 * sum(spec.size for spec in parts.local_parameters.values())
     program = {
         "gather": lambda: gather_weights(bare),
         "reduce": lambda: reduce_gradients(bare),

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.cli.schedule import without_transfers
-from weft.errors import RankError
-from weft.plan.layout import Layout
-from weft.run.engine import Engine
-from weft.schedules import build
-from weft.world.world import World
+import shardwise
+from shardwise.cli.schedule import without_transfers
+from shardwise.errors import RankError
+from shardwise.plan.layout import Layout
+from shardwise.run.engine import Engine
+from shardwise.schedules import build
+from shardwise.world.world import World
 
 SAMPLES = 10
 
@@ -42,7 +42,7 @@ def _batch() -> dict[str, Tensor]:
 
 def _step(world: World, layout: Layout | str) -> dict[str, Tensor] | None:
     """The loss, gradients, statistics and weights after two steps and a smaller batch, in float64."""
-    plan = weft.plan(Blocks, _batch(), cluster="1xcpu-2", layout=layout)
+    plan = shardwise.plan(Blocks, _batch(), cluster="1xcpu-2", layout=layout)
     engine = Engine(plan, Blocks, _batch(), None, world, {"name": "sgd", "lr": 0.1}, seed=0)
     losses = [engine.step(_batch()).loss for _ in range(2)]
     losses.append(engine.step({name: x[:6] for name, x in _batch().items()}).loss)
@@ -94,7 +94,7 @@ def test_a_schedule_by_hand_equals_the_serial_model(text: str, words: str, tmp_p
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text(text)
     batch = {name: torch.cat([x, x.flip(0).roll(1, 1)]) for name, x in _batch().items()} if "data=2" in words else _batch()
-    found = weft.verify(Blocks, f"pipeline=2 microbatches=4 schedule=mine.txt {words}", batch)
+    found = shardwise.verify(Blocks, f"pipeline=2 microbatches=4 schedule=mine.txt {words}", batch)
     assert found.ok, found
 
 
@@ -103,8 +103,8 @@ def _parallelized(world: World, folder: str) -> tuple[float, float]:
     import os
 
     os.chdir(folder if world.rank == 0 else "/")
-    engine = weft.parallelize(Blocks, _batch(), plan="pipeline=2 microbatches=4 schedule=mine.txt", seed=0, world=world)
-    named = weft.parallelize(Blocks, _batch(), plan="pipeline=2 microbatches=4", seed=0, world=world)
+    engine = shardwise.parallelize(Blocks, _batch(), plan="pipeline=2 microbatches=4 schedule=mine.txt", seed=0, world=world)
+    named = shardwise.parallelize(Blocks, _batch(), plan="pipeline=2 microbatches=4", seed=0, world=world)
     return engine.step(_batch()).loss, named.step(_batch()).loss
 
 

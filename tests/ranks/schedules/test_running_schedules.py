@@ -15,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[3]
 
+from shardwise.errors import Infeasible  # noqa: E402
+from shardwise.plan.ir.program import Effects, Value  # noqa: E402
+from shardwise.plan.layout import Layout  # noqa: E402
+from shardwise.plan.plan import Plan  # noqa: E402
+from shardwise.run.engine import Engine  # noqa: E402
+from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates  # noqa: E402
+from shardwise.run.gradients.gradient_reducer import GradientReducer  # noqa: E402
+from shardwise.run.step import executor  # noqa: E402
+from shardwise.simulate.memory import peak_memory  # noqa: E402
+from shardwise.world.launch.launch import launch  # noqa: E402
+from shardwise.world.world import World  # noqa: E402
 from tests.support.verified_models import Subject  # noqa: E402
-from weft.errors import Infeasible  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.plan import Plan  # noqa: E402
-from weft.plan.program import Effects, Value  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.reduce.buffers import Replicas  # noqa: E402
-from weft.run.reduce.overlapped import Gradients  # noqa: E402
-from weft.run.step import executor  # noqa: E402
-from weft.simulate.memory import peak  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
 
 ODD, AWKWARD = "tests/support/odd_models.py", "tests/support/awkward_models.py"
 
@@ -79,15 +79,15 @@ def test_a_wrong_twin_is_found(
 ) -> None:
     """Replicas that do not exchange what they must are seen in the comparison."""
     if twin == "gradients stay apart":
-        begin = Gradients.start
+        begin = GradientReducer.start
 
-        def apart(self: Gradients) -> None:
+        def apart(self: GradientReducer) -> None:
             begin(self)
-            self.exchange = False
+            self.is_reducing = False
 
-        monkeypatch.setattr(Gradients, "start", apart)
+        monkeypatch.setattr(GradientReducer, "start", apart)
     else:
-        monkeypatch.setattr(Replicas, "finish", lambda self, microbatches: None)
+        monkeypatch.setattr(DeferredBufferUpdates, "finish", lambda self, microbatches: None)
     found = subject(name).check(replace(Layout.parse(layout), precision="float64"), steps=1)
     assert not found.ok
     assert max(found.worst.values()) > 1e-3
@@ -157,7 +157,7 @@ def _continue(world: World, layout: str, folder: str) -> tuple[float, float]:
     engine = Engine(_plan(Layout.parse(layout), 4, -16), Noisy, (x,), None, world, seed=4)
     engine.load(folder)
     evaluated = engine.evaluate((x,))
-    engine.parts.draw.seed = 3
+    engine.rank_model.draw.seed = 3
     engine.step((x,))
     return evaluated, engine.step((x,)).loss
 
@@ -254,14 +254,14 @@ def _peaks(world: World, schedules: list[str]) -> list[tuple[str, float, float]]
             return sizes.get(value.name, 0) - UNIT * first
 
         engine.forward_backward((x,))
-        program = engine.parts.program
-        inputs = engine._local((x,))
+        program = engine.rank_model.program
+        inputs = engine._local_inputs((x,))
         engine.gradients.start()
         with Live() as live:
             engine._executor.run(inputs)
         engine.gradients.finish()
         engine.gradients.wait()
-        found.append((schedule, float(live.most), peak(program, size_bytes)[world.rank].size_bytes))
+        found.append((schedule, float(live.most), peak_memory(program, size_bytes)[world.rank].size_bytes))
     return found
 
 
@@ -276,7 +276,7 @@ def test_what_is_held_is_what_is_computed() -> None:
 
 def test_what_is_not_dropped_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `frees` the peak is not within 10 % of the computed one."""
-    monkeypatch.setattr(executor, "effects", lambda action, program: Effects())
+    monkeypatch.setattr(executor, "effects_of", lambda action, program: Effects())
     for row in launch(lambda world: _peaks(world, ["schedule=sequential"]), 2, timeout_s=60, show=False):
         ((_, measured, computed),) = row
         assert measured > 1.15 * computed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import run
+from shardwise.cli import run
 
 CONFIG = """[model]
 name = "gpt-tiny"
@@ -29,7 +29,7 @@ batch = 4
 layout = "data=2"
 cluster = "cpu-2"
 """
-WEFT = [sys.executable, "-c", "from weft.cli import main; main()"]
+SHARDWISE = [sys.executable, "-c", "from shardwise.cli import main; main()"]
 TIMEOUT_S = 120
 
 
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps that ended well."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "config.toml").write_text(CONFIG)
-    done = weft("train", folder / "config.toml", f"run.folder={folder}/run", cwd=folder)
+    done = shardwise("train", folder / "config.toml", f"run.folder={folder}/run", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -60,20 +60,20 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def weft(*words: object, cwd: Path, env: dict[str, str] | None = None, file_bytes: int = 0) -> subprocess.CompletedProcess[str]:
+def shardwise(*words: object, cwd: Path, env: dict[str, str] | None = None, file_bytes: int = 0) -> subprocess.CompletedProcess[str]:
     def limit() -> None:
         if file_bytes:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
     return subprocess.run(
-        [*WEFT, *map(str, words), "--json"], capture_output=True, text=True, cwd=cwd, env=env or environment(), timeout=TIMEOUT_S,
+        [*SHARDWISE, *map(str, words), "--json"], capture_output=True, text=True, cwd=cwd, env=env or environment(), timeout=TIMEOUT_S,
         preexec_fn=limit, check=False,
     )  # fmt: skip
 
 
 def require(done: subprocess.CompletedProcess[str], exit_code: int, *fragments: str) -> None:
     assert done.returncode == exit_code, done.stderr
-    assert "fault in weft" not in done.stderr
+    assert "fault in shardwise" not in done.stderr
     record = json.loads(done.stdout)
     assert record["exit_code"] == exit_code
     for fragment in fragments:
@@ -108,7 +108,7 @@ def wait_for(path: Path, lines: int) -> None:
 
 def test_a_rank_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "config"
-    words = [*WEFT, "train", str(config), "steps=400", "checkpoint_every=2", "run.protect=none", "--json"]
+    words = [*SHARDWISE, "train", str(config), "steps=400", "checkpoint_every=2", "run.protect=none", "--json"]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
     try:
         wait_for(folder / "metrics.jsonl", 5)
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(confi
     assert "rank" in error
     assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
     reached = max(json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines())
-    done = weft("train", config, f"steps={reached + 2}", cwd=tmp_path)
+    done = shardwise("train", config, f"steps={reached + 2}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stderr
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -136,7 +136,7 @@ def test_a_port_that_is_in_use(config: Path, tmp_path: Path) -> None:
         taken.listen(1)
         port = str(taken.getsockname()[1])
         env = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        require(weft("train", config, cwd=tmp_path, env=env), 4, port)
+        require(shardwise("train", config, cwd=tmp_path, env=env), 4, port)
 
 
 def refused(capfd: pytest.CaptureFixture[str], exit_code: int, *words: object) -> str:
@@ -144,7 +144,7 @@ def refused(capfd: pytest.CaptureFixture[str], exit_code: int, *words: object) -
     code = run([*map(str, words), "--json"])
     captured = capfd.readouterr()
     assert code == exit_code, captured.err
-    assert "fault in weft" not in captured.err
+    assert "fault in shardwise" not in captured.err
     return str(json.loads(captured.out)["error"])
 
 
@@ -155,7 +155,7 @@ def test_a_run_folder_that_cannot_be_made(config: Path, tmp_path: Path, capfd: p
 
 
 def test_a_run_folder_that_is_read_only(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = Path("/sys/weft-run") if os.getuid() == 0 else tmp_path / "closed" / "run"
+    folder = Path("/sys/shardwise-run") if os.getuid() == 0 else tmp_path / "closed" / "run"
     if os.getuid():
         folder.parent.mkdir(mode=0o500)
     error = refused(capfd, 2, "train", config, f"run.folder={folder}")
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_loses_no_earlier_checkpoint(config: Path, finished:
         return sorted(path.name for path in (finished / "checkpoints").iterdir() if path.is_dir() and not path.name.startswith("."))
 
     before = whole()
-    require(weft("train", config, "steps=4", f"run.folder={finished}", cwd=tmp_path, file_bytes=40_000), 4, "checkpoint")
+    require(shardwise("train", config, "steps=4", f"run.folder={finished}", cwd=tmp_path, file_bytes=40_000), 4, "checkpoint")
     assert whole() == before
     assert run(["checkpoint", "verify", str(finished)]) == 0
 
@@ -215,7 +215,7 @@ def test_a_pipe_in_the_place_of_a_file_of_the_run_ends_at_once(
 def test_an_interrupt_saves_and_leaves_nobody(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "config"
     launcher = subprocess.Popen(
-        [*WEFT, "train", str(config), "steps=4000"], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
+        [*SHARDWISE, "train", str(config), "steps=4000"], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
     )
     try:
         wait_for(folder / "metrics.jsonl", 3)
@@ -233,7 +233,7 @@ def test_an_interrupt_saves_and_leaves_nobody(config: Path, tmp_path: Path) -> N
 
 
 def test_told_to_stop_it_saves_and_says_that_it_can_go_on(config: Path, tmp_path: Path) -> None:
-    words = [*WEFT, "train", str(config), "steps=100000", "--json"]
+    words = [*SHARDWISE, "train", str(config), "steps=100000", "--json"]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
     try:
         wait_for(tmp_path / "runs" / "config" / "metrics.jsonl", 2)

@@ -22,23 +22,23 @@ from typing import Any
 import pytest
 from test_train import configure
 
+from shardwise import api
+from shardwise.errors import RunError
+from shardwise.plan.plan import Plan
+from shardwise.train import flow
+from shardwise.train.config import TrainingConfig
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.world.current import current_world
 from tests.support.networks import INTERFACE, Hosts, NoNetworks
-from weft import api
-from weft.errors import RunError
-from weft.plan.plan import Plan
-from weft.train import flow
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.world.current import current_world
 
 STEPS = 24
 
 
-def planner(config: Config, known: Plan | None) -> Planned:
+def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
     layout, words = config.plan.layout or None, list(config.plan.constrain)
     plan = known or api.plan(config.model.name, config.train.batch, cluster="4xcpu-2", layout=layout, constraints=words)
-    return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
+    return PlannedRun(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
 
 
 def of_torchrun(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Ranks:
         told = {"MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         paths = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**kept, **{name: str(value) for name, value in told.items()}, "PYTHONPATH": paths}
-        env |= {"WEFT_TRANSPORT": transport, "WEFT_TOKEN": "of this test alone"}
+        env |= {"SHARDWISE_TRANSPORT": transport, "SHARDWISE_TOKEN": "of this test alone"}
         command = [sys.executable, __file__, str(folder), layout, json.dumps(run)]
         outputs = [open(f"{folder}-{rank}.txt", "w+") for rank in range(num_ranks)]  # noqa: SIM115
         self.processes = [
@@ -234,18 +234,18 @@ def test_who_is_told_to_stop_while_others_are_missed_stops(tmp_path: Path, start
 
 def test_a_second_launch_into_the_folder_is_refused(tmp_path: Path, started: list[Ranks]) -> None:
     (tmp_path / "run").mkdir()
-    with flow.locked(tmp_path / "run"):
+    with flow.lock_run_folder(tmp_path / "run"):
         second = Ranks(tmp_path / "run", "data=2", 2)
         started.append(second)
         assert second.processes[0].wait(120) not in (0, -9)
-    assert "is in use by another weft train" in second.said()
+    assert "is in use by another shardwise train" in second.said()
 
 
 def test_a_run_has_its_folder_to_itself(tmp_path: Path, started: list[Ranks], calm: list[float]) -> None:
     ranks = Ranks(tmp_path / "run", "data=2", 2)
     started.append(ranks)
     ranks.harm((), signal.SIGKILL, 2)
-    with pytest.raises(RunError, match="in use by another"), flow.locked(tmp_path / "run"):
+    with pytest.raises(RunError, match="in use by another"), flow.lock_run_folder(tmp_path / "run"):
         pass
     assert ranks.ends() == [0, 0], ranks.said()
     assert ranks.losses() == pytest.approx(calm, rel=2e-5)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_train import configure, losses, planner
 
-from weft.errors import ConfigError, WeftError
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.world.launch import Launcher
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.world.launch.launch import Launcher
 
 FILES = [
     ".digests.json", "config.toml", "corpus.json", "plan.toml", "text.sums", "checkpoints/fence.json",
@@ -27,7 +27,9 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Iterator[tuple[Path, Callable[[Path], Config], list[float]]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, launcher: Launcher
+) -> Iterator[tuple[Path, Callable[[Path], TrainingConfig], list[float]]]:
     """A folder after three of five steps, what goes on in a copy of it, and the losses of all five."""
     base = tmp_path_factory.mktemp("flipped")
     patch = pytest.MonkeyPatch()
@@ -35,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Ite
     began = configure(base / "run", "data=2 zero=1", steps=3, schedule="constant", evaluate_every=0)
     flow.train(began, planner)
 
-    def go_on(folder: Path) -> Config:
+    def go_on(folder: Path) -> TrainingConfig:
         section = began.train.model_copy(update={"steps": 5})
         return began.model_copy(update={"train": section, "run": began.run.model_copy(update={"folder": str(folder)})})
 
@@ -60,7 +62,7 @@ def test_it_is_refused_by_name_or_changes_nothing(tmp_path: Path, trained: Any, 
         said = ""
         try:
             flow.train(go_on(tmp_path / "run"), planner)
-        except WeftError as error:
+        except ShardwiseError as error:
             said = str(error)
         assert str(tmp_path / "run") in said if said else losses(go_on(tmp_path / "run")) == calm
 
@@ -74,11 +76,11 @@ def test_without_their_digests_the_checkpoint_has_them(tmp_path: Path, trained: 
     assert text != (run / "plan.toml").read_text()
     with pytest.raises(ConfigError, match=r"plan\.toml is not what this run wrote"):
         flow.train(go_on(run), planner)
-    monkeypatch.setattr(flow, "_digests", lambda folder: {})
+    monkeypatch.setattr(flow, "_recorded_digests", lambda folder: {})
     assert "zero=1" not in flow.train(go_on(run), planner)["layout"]
 
 
 def test_a_checkpoint_says_what_it_belongs_to(trained: Any) -> None:
     folder, _, _ = trained
     manifest = json.loads((folder / "checkpoints" / "step-00000003" / "manifest.json").read_text())["manifest"]
-    assert manifest["extra"]["files"] == {name: flow._digest(folder / name) for name in ("plan.toml", "corpus.json")}
+    assert manifest["extra"]["files"] == {name: flow._file_digest(folder / name) for name in ("plan.toml", "corpus.json")}

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from test_train import configure, losses, planner
 
-from weft.plan.finish import NEVER
-from weft.run.engine import Engine
-from weft.run.step.stage_runner import Kept, StageRunner
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.interrupted import Interrupted
-from weft.train.subject import Subject
-from weft.world.launch import Launcher
-from weft.world.world import World
+from shardwise.plan.ir.step_remainder import NEVER
+from shardwise.run.engine import Engine
+from shardwise.run.step.stage_runner import SavedActivations, StageRunner
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.recovery.resumable_steps import ResumableSteps
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 MICROBATCHES, STEPS = 8, 4
 STEP, LAST = 2, 5  # in which rank 1 dies, and after which microbatch
@@ -42,7 +42,7 @@ def interrupted(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     whole, where = StageRunner.backward, Path(folder) / "backwards"
     generation = [world.generation]
 
-    def backward(runner: StageRunner, saved: Kept, *args: Any) -> Any:
+    def backward(runner: StageRunner, saved: SavedActivations, *args: Any) -> Any:
         out = whole(runner, saved, *args)
         step, m = runner.draw.step, runner.draw.microbatch
         with where.open("a") as file:
@@ -55,13 +55,13 @@ def interrupted(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         return out
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
-        engine.finishing.share, engine.finishing.worth_s, generation[0] = 1e9, 0.0, world.generation
+        engine.resumption.max_time_share, engine.resumption.min_step_time_s, generation[0] = 1e9, 0.0, world.generation
         return engine
 
     StageRunner.backward = backward  # type: ignore[method-assign]
-    return loop.train(world, flow._job(Path(folder), peak_flops), make)
+    return loop.train(world, flow._read_job(Path(folder), peak_flops), make)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """Trains in the session's prepared process; returns the losses, and the files of the last checkpoint."""
     monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
 
-    def run(config: Config, *main: Any) -> tuple[list[float], dict[str, bytes]]:
+    def run(config: TrainingConfig, *main: Any) -> tuple[list[float], dict[str, bytes]]:
         with monkeypatch.context() as patched:
             if main:
                 patched.setattr(flow, "rank_main", *main)
@@ -111,7 +111,7 @@ def test_a_new_generation_has_measured_nothing_when_it_tells_of_the_step_before_
     """A rank that was lost where ranks agree after a step: its row is told before the new engine has made one."""
     timed: list[float] = []
     engine: Any = SimpleNamespace(seconds={}, finishing=SimpleNamespace(timed=timed.append, wants=lambda: 3 if timed else NEVER))
-    asked = Interrupted(SimpleNamespace(), engine, print)  # type: ignore[arg-type]
-    assert asked.wants(True) == NEVER
+    asked = ResumableSteps(SimpleNamespace(), engine, print)  # type: ignore[arg-type]
+    assert asked.preferred_interval(True) == NEVER
     engine.seconds["program"] = 0.5
-    assert (asked.wants(True), timed) == (3, [0.5])
+    assert (asked.preferred_interval(True), timed) == (3, [0.5])

@@ -9,30 +9,34 @@ from typing import Any
 import pytest
 from test_train import configure, planner
 
-from weft.run.state.checkpoint import copy_bytes
-from weft.run.state.snapshots import room_bytes
-from weft.train import doubts, flow, loop
-from weft.train.config import Config
-from weft.world.world import World
+from shardwise.run.checkpoint import host_copy_bytes
+from shardwise.run.recovery.snapshots import required_bytes
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.recovery import anomalies
+from shardwise.world.world import World
 
 LAYOUTS = ["data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=2"]
 
 
 def rooms(world: World, folder: str) -> tuple[tuple[int, float], tuple[int, float]]:
     """(bytes that this rank's snapshots take, bytes that the plan says); the same of the copy that is saved."""
-    job = flow._job(Path(folder), 0.0)
-    engine = loop.make_engine(world, job, loop.subject_of(job.config, job.corpus))
+    job = flow._read_job(Path(folder), 0.0)
+    engine = loop.make_engine(world, job, loop.training_task_of(job.config, job.corpus))
     prediction = job.plan.prediction
     assert prediction is not None
-    return (room_bytes(engine.state()), job.plan.protection), (copy_bytes(engine.pieces()), prediction.memory.saving)
+    return (required_bytes(engine.state()), job.plan.protection_bytes), (
+        host_copy_bytes(engine.state_shards()),
+        prediction.memory.async_save_bytes,
+    )
 
 
-def prepared(folder: Path, layout: str) -> Config:
+def prepared(folder: Path, layout: str) -> TrainingConfig:
     config = configure(folder, layout)
     name = f"{config.model.name},sequence=16"  # whose positions are as many as are trained on
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
     folder.mkdir(parents=True)
-    flow.prepare(config, folder, planner)
+    flow.prepare_run_folder(config, folder, planner)
     return config
 
 
@@ -47,7 +51,7 @@ def test_the_plan_says_what_it_takes(tmp_path: Path, ranks: Callable[..., list[A
 
 
 def crowded(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
-    doubts.available_bytes = lambda: 1e6
+    anomalies.available_bytes = lambda: 1e6
     return loop.train(world, flow.job_of(world, folder, peak_flops))
 
 

@@ -20,26 +20,26 @@ import pytest
 import torch
 from test_train import configure, losses, planner
 
+from shardwise.errors import RankError
+from shardwise.run.checkpoint.folder import token_of
+from shardwise.run.engine import Engine
+from shardwise.run.step.result import StepResult
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 from tests.support.processes import children_of
-from weft.errors import RankError
-from weft.run.engine import Engine
-from weft.run.state.checkpoint.folder import token_of
-from weft.run.step.result import StepResult
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.subject import Subject
-from weft.world.launch import Launcher
-from weft.world.world import World
 
 STEPS = 40
 
 
 @pytest.fixture
-def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], list[float]]:
+def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], list[float]]:
     """Trains in the session's prepared process; returns the losses."""
     monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
 
-    def run(config: Config) -> list[float]:
+    def run(config: TrainingConfig) -> list[float]:
         summary = flow.train(config, planner)
         assert summary["step"] == config.train.steps
         return [*losses(config), *losses(config, "eval_loss")]
@@ -47,7 +47,7 @@ def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Conf
     return run
 
 
-def lasting(folder: Path, layout: str, **run: Any) -> Config:
+def lasting(folder: Path, layout: str, **run: Any) -> TrainingConfig:
     config = configure(folder, layout, steps=STEPS, checkpoint_every=15, evaluate_every=20)
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
@@ -57,7 +57,7 @@ def ranks_of(launcher: Launcher) -> list[int]:
     return sorted(pid for nest in children_of(launcher.pid or 0) for pid in children_of(nest))
 
 
-def rows(config: Config) -> int:
+def rows(config: TrainingConfig) -> int:
     path = Path(config.run.folder) / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -65,7 +65,7 @@ def rows(config: Config) -> int:
 class Harm:
     """Does something to a rank, drawn at random, each time that so many steps have been told."""
 
-    def __init__(self, launcher: Launcher, config: Config, at: tuple[int, ...], number: signal.Signals, seed: int = 0) -> None:
+    def __init__(self, launcher: Launcher, config: TrainingConfig, at: tuple[int, ...], number: signal.Signals, seed: int = 0) -> None:
         self.done = 0
         self._thread = threading.Thread(target=self._work, args=(launcher, config, at, number, random.Random(seed)), daemon=True)
 
@@ -76,7 +76,7 @@ class Harm:
     def __exit__(self, *_: object) -> None:
         self._thread.join()
 
-    def _work(self, launcher: Launcher, config: Config, at: tuple[int, ...], number: signal.Signals, draw: random.Random) -> None:
+    def _work(self, launcher: Launcher, config: TrainingConfig, at: tuple[int, ...], number: signal.Signals, draw: random.Random) -> None:
         for step in at:
             until = time.monotonic() + 60
             while (rows(config) < step or not ranks_of(launcher)) and time.monotonic() < until:
@@ -104,7 +104,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, layout: str) -> None:
+def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[TrainingConfig], list[float]], launcher: Launcher, layout: str) -> None:
     calm = train(lasting(tmp_path / "calm", layout, protect="none"))
     harmed = lasting(tmp_path / "harmed", layout)
     with Harm(launcher, harmed, (3, 9, 15, 20), signal.SIGKILL, seed=len(layout)) as harm:
@@ -114,10 +114,10 @@ def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list
 
 
 def test_ranks_of_several_hosts_cost_no_bit(
-    tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Callable[[TrainingConfig], list[float]], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank as if on a host of its own: who is not lost keeps its process, though gloo would let it wait."""
-    over_gloo = {"WEFT_TRANSPORT": "gloo"}
+    over_gloo = {"SHARDWISE_TRANSPORT": "gloo"}
     monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, env=over_gloo, **options))
     layout = "data=2 zero=1"
     calm = train(lasting(tmp_path / "calm", layout, protect="none"))
@@ -128,7 +128,7 @@ def test_ranks_of_several_hosts_cost_no_bit(
 
 
 @pytest.mark.parametrize("layout", ["data=2 zero=1", "pipeline=2 microbatches=4 schedule=zb-h1"])
-def test_stopped_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, layout: str) -> None:
+def test_stopped_ranks_cost_no_bit(tmp_path: Path, train: Callable[[TrainingConfig], list[float]], launcher: Launcher, layout: str) -> None:
     calm = train(lasting(tmp_path / "calm", layout, protect="none"))
     harmed = lasting(tmp_path / "harmed", layout)
     with Harm(launcher, harmed, (3, 20), signal.SIGSTOP) as harm:
@@ -138,7 +138,7 @@ def test_stopped_ranks_cost_no_bit(tmp_path: Path, train: Callable[[Config], lis
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_where_all_are_lost_the_last_checkpoint_is_gone_on_from(
-    tmp_path: Path, train: Callable[[Config], list[float]], launcher: Launcher, number: signal.Signals
+    tmp_path: Path, train: Callable[[TrainingConfig], list[float]], launcher: Launcher, number: signal.Signals
 ) -> None:
     """The process that forks the ranks holds what outlives them."""
     calm = train(lasting(tmp_path / "calm", "data=2", protect="none"))
@@ -161,7 +161,7 @@ def goes_wrong(world: World, folder: str, peak_flops: float, how: str) -> dict[s
     """What a rank runs, but that in step 13, the first time that it is made, memory or arithmetic is at fault."""
     past: list[int] = []
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
         steps = engine.step
 
@@ -170,14 +170,14 @@ def goes_wrong(world: World, folder: str, peak_flops: float, how: str) -> dict[s
             if now:
                 past.append(1)
             if now and world.rank == 1 and how == "flip":
-                engine.parts.parameters["layers.1.mlp.up.weight"].data.view(torch.int32)[3, 2] ^= 1 << 7
+                engine.rank_model.parameters["layers.1.mlp.up.weight"].data.view(torch.int32)[3, 2] ^= 1 << 7
             result = steps(batch, **options)
             return replace(result, total=result.total * (math.nan if how == "nan" else 50)) if now and how != "flip" else result
 
         engine.step = step  # type: ignore[method-assign]
         return engine
 
-    return loop.train(world, flow._job(Path(folder), peak_flops), make)
+    return loop.train(world, flow._read_job(Path(folder), peak_flops), make)
 
 
 def flips(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
@@ -200,7 +200,7 @@ WRONG = {
 
 
 def test_what_memory_or_arithmetic_got_wrong_is_made_again(
-    tmp_path: Path, train: Callable[[Config], list[float]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, train: Callable[[TrainingConfig], list[float]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calm = train(lasting(tmp_path / "calm", "data=2"))
     assert "is rerun" not in capfd.readouterr().err
@@ -211,7 +211,7 @@ def test_what_memory_or_arithmetic_got_wrong_is_made_again(
 
 
 def test_without_a_state_to_go_back_to_replicas_that_differ_end_the_run(
-    tmp_path: Path, train: Callable[[Config], list[float]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Callable[[TrainingConfig], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow, "rank_main", flips)
     with pytest.raises(RankError, match="rank 0, 1 have other weights than their replicas"):

@@ -13,14 +13,14 @@ import torch
 from test_recovery import Harm, lasting, train  # noqa: F401
 from torch import nn
 
-import weft
-from weft.run.engine import Engine
-from weft.run.state import checkpoint
-from weft.run.state.checkpoint import disk
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.world.launch import Launcher
-from weft.world.world import World
+import shardwise
+from shardwise.run import checkpoint
+from shardwise.run.checkpoint import disk
+from shardwise.run.engine import Engine
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 LAYOUTS = ["data=2", "data=2 zero=1 offload=optimizer", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=2", "data=2 compress=int8"]
 
@@ -37,7 +37,7 @@ def engine_of(world: World, layout: str) -> Engine:
     def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.mse_loss(output, batch[1])
 
-    return weft.parallelize(make, batch=batch(0), loss=loss, optimizer="adamw", plan=layout, world=world, seed=0)
+    return shardwise.parallelize(make, batch=batch(0), loss=loss, optimizer="adamw", plan=layout, world=world, seed=0)
 
 
 def saves_twice(world: World, layout: str, folder: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -82,7 +82,7 @@ def disk_is_slow(world: World, folder: str, peak_flops: float) -> dict[str, Any]
 
 def test_ranks_that_are_killed_while_they_save_leave_whole_checkpoints_or_none(
     tmp_path: Path,
-    train: Callable[[Config], list[float]],  # noqa: F811
+    train: Callable[[TrainingConfig], list[float]],  # noqa: F811
     launcher: Launcher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,7 +94,7 @@ def test_ranks_that_are_killed_while_they_save_leave_whole_checkpoints_or_none(
         assert train(harmed) == calm
     assert harm.done == 5
     folder = Path(harmed.run.folder) / "checkpoints"
-    saved = checkpoint.committed(folder)
+    saved = checkpoint.committed_checkpoints(folder)
     assert saved[-1].step == harmed.train.steps
     assert len(saved) > 5
     for one in saved:

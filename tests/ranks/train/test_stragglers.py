@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from test_train import configure, planner
 
-from weft.report.run_folder import read_folder
-from weft.run.engine import Engine
-from weft.run.step.result import StepResult
-from weft.train import flow, loop
-from weft.train.subject import Subject
-from weft.world.launch import Launcher
-from weft.world.world import World
+from shardwise.report.run_folder import read_folder
+from shardwise.run.engine import Engine
+from shardwise.run.step.result import StepResult
+from shardwise.train import flow, loop
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 PAUSE_S = 0.05
 
 
 def _late(world: World, folder: str, peak_flops: float, ranks: tuple[int, ...]) -> dict[str, Any]:
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
         step = engine.step
 

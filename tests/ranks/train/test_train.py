@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from weft import api
-from weft.errors import Infeasible, LayoutError
-from weft.plan.plan import Plan
-from weft.plan.plan_file import read_plan
-from weft.run.state import checkpoint
-from weft.train import flow
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.world.launch import Launcher
-from weft.world.world import World
+from shardwise import api
+from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import read_plan
+from shardwise.run import checkpoint
+from shardwise.train import flow
+from shardwise.train.config import TrainingConfig
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.world import World
 
 TEXT = b"Whoever makes a thing twice has found a way to make it three times. " * 120
 CONFIG = """
@@ -46,26 +46,26 @@ sample = 4
 """
 
 
-def configure(folder: Path, layout: str, **train: Any) -> Config:
+def configure(folder: Path, layout: str, **train: Any) -> TrainingConfig:
     text = folder.parent / "text.txt"
     text.write_bytes(TEXT)
-    config = Config.parse(CONFIG, changes=[f"data.text={text}", f"run.folder={folder}", f"plan.layout={layout} threads=1"])
+    config = TrainingConfig.parse(CONFIG, changes=[f"data.text={text}", f"run.folder={folder}", f"plan.layout={layout} threads=1"])
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-def planner(config: Config, known: Plan | None) -> Planned:
+def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
     plan = known or api.plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
-    return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
+    return PlannedRun(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
 
 
 @pytest.fixture
-def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Any]]:
+def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], dict[str, Any]]:
     """Trains in the session's prepared process."""
     monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
     return lambda config: flow.train(config, planner)
 
 
-def losses(config: Config, key: str = "loss") -> list[float]:
+def losses(config: TrainingConfig, key: str = "loss") -> list[float]:
     rows = read_metrics(Path(config.run.folder) / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row[key] for row in rows if key in row]  # type: ignore[misc]
@@ -74,7 +74,7 @@ def losses(config: Config, key: str = "loss") -> list[float]:
 LAYOUTS = ["data=2 zero=1", "tensor=2", "data=2 pipeline=2 microbatches=2", "data=2 microbatches=2"]
 
 
-def test_any_layout_learns_the_same_and_goes_on_under_any_other(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+def test_any_layout_learns_the_same_and_goes_on_under_any_other(tmp_path: Path, run: Callable[[TrainingConfig], dict[str, Any]]) -> None:
     """One run that changes its layout every three steps, against a run of one rank: same data, same weights, same curve."""
     moved = configure(tmp_path / "moved", "data=1")
     for number, layout in enumerate(LAYOUTS):
@@ -89,7 +89,7 @@ def test_any_layout_learns_the_same_and_goes_on_under_any_other(tmp_path: Path, 
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
 
 
-def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Callable[[TrainingConfig], dict[str, Any]]) -> None:
     whole = configure(tmp_path / "whole", "data=2 zero=1")
     run(whole)
     broken = configure(tmp_path / "broken", "data=2 zero=1")
@@ -101,7 +101,7 @@ def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Calla
         assert launcher.returncode == (-9 if end == signal.SIGKILL else 0), said
         if end == signal.SIGTERM:
             assert "told to stop" in said
-    steps = [saved.step for saved in checkpoint.committed(Path(broken.run.folder) / "checkpoints")]
+    steps = [saved.step for saved in checkpoint.committed_checkpoints(Path(broken.run.folder) / "checkpoints")]
     assert 3 <= steps[-1] < 12
     summary = run(broken)
     assert summary["step"] == 12
@@ -116,7 +116,7 @@ ORDERS = "0F1 0F0 0B1 0F2 0B0 0F3 0B3 0B2\n1F1 1B1 1F0 1B0 1F2 1F3 1B3 1B2\n", "
 
 
 def test_a_schedule_of_ones_own_is_the_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Config], dict[str, Any]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[TrainingConfig], dict[str, Any]]
 ) -> None:
     """What becomes of the file after planning is no matter to a run that goes on; a new plan reads the file."""
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_a_schedule_of_ones_own_is_the_plans(
     assert losses(whole) == pytest.approx(losses(named), rel=2e-5)
 
 
-def test_a_run_whose_updates_come_late_goes_on_as_it_was(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+def test_a_run_whose_updates_come_late_goes_on_as_it_was(tmp_path: Path, run: Callable[[TrainingConfig], dict[str, Any]]) -> None:
     """Saving applies what waits, in the run that goes on and in the one that is started again; each step has its row."""
     whole = configure(tmp_path / "whole", "data=2 staleness=2", schedule="constant")
     summary = run(whole)
@@ -182,7 +182,7 @@ def wait_for_steps(folder: Path, steps: int, launcher: subprocess.Popen[str]) ->
 
 def slowly(world: Any, folder: str, peak_flops: float) -> dict[str, Any]:
     """`rank_main` with steps long enough to be interrupted."""
-    from weft.run.engine import Engine
+    from shardwise.run.engine import Engine
 
     real = Engine.step
 

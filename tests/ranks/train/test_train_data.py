@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-import weft
-from weft import api
-from weft.plan.plan import Plan
-from weft.train import flow
-from weft.train.config import Config
-from weft.train.corpus import open_data
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.train.packed import packed_text
-from weft.train.subject import rows_of_text, subject_of
-from weft.world.launch import Launcher
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise import api
+from shardwise.plan.plan import Plan
+from shardwise.train import flow
+from shardwise.train.config import TrainingConfig
+from shardwise.train.corpus import open_data
+from shardwise.train.data.packed_text import packed_text
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.train.training_task import text_source_of, training_task_of
+from shardwise.world.launch.launch import Launcher
+from shardwise.zoo.resolve import resolve
 
 CONFIG = """
 [model]
@@ -47,31 +47,31 @@ sample = 4
 ROWS = [{"prompt": "ask " * (i % 4 + 1), "completion": "say" * (i % 3 + 1) + str(i)} for i in range(40)]
 
 
-def planner(config: Config, known: Plan | None) -> Planned:
+def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
     plan = known or api.plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
-    return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
+    return PlannedRun(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
 
 
 @pytest.fixture
-def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Any]]:
+def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], dict[str, Any]]:
     """Trains in the session's prepared process."""
     monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
     return lambda config: flow.train(config, planner)
 
 
-def configure(folder: Path, layout: str, *changes: str) -> Config:
+def configure(folder: Path, layout: str, *changes: str) -> TrainingConfig:
     (folder.parent / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     words = [f"data.path={folder.parent / 'a.jsonl'}", f"run.folder={folder}", f"plan.layout={layout} threads=1", *changes]
-    return Config.parse(CONFIG, changes=words)
+    return TrainingConfig.parse(CONFIG, changes=words)
 
 
-def losses(config: Config, key: str = "loss") -> list[float]:
+def losses(config: TrainingConfig, key: str = "loss") -> list[float]:
     return [row[key] for row in read_metrics(Path(config.run.folder) / "metrics.jsonl") if key in row]  # type: ignore[misc]
 
 
-def serial(config: Config, tmp_path: Path) -> list[float]:
+def serial(config: TrainingConfig, tmp_path: Path) -> list[float]:
     """The losses of a loop of plain PyTorch over the same samples."""
-    subject = subject_of(config, open_data(config.data, config.model.name, tmp_path / "serial"))
+    subject = training_task_of(config, open_data(config.data, config.model.name, tmp_path / "serial"))
     torch.manual_seed(config.train.seed)
     model = subject.make()
     matrices = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
@@ -95,7 +95,7 @@ def serial(config: Config, tmp_path: Path) -> list[float]:
     ("packing", "layouts"), [("none", ["data=4"]), ("documents", ["data=2 microbatches=2", "tensor=2 pipeline=2 microbatches=2"])]
 )
 def test_instructions_learn_as_in_plain_pytorch_under_any_layout(
-    packing: str, layouts: list[str], tmp_path: Path, run: Callable[[Config], dict[str, Any]]
+    packing: str, layouts: list[str], tmp_path: Path, run: Callable[[TrainingConfig], dict[str, Any]]
 ) -> None:
     """Ranks and microbatches have unequal numbers of tokens that count, by which their losses are weighed."""
     wanted = serial(configure(tmp_path / "s", "data=1", f"data.packing={packing}"), tmp_path)
@@ -123,7 +123,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pretrained_model_goes_on_from_its_weights(tmp_path: Path, pretrained: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+def test_a_pretrained_model_goes_on_from_its_weights(
+    tmp_path: Path, pretrained: Path, run: Callable[[TrainingConfig], dict[str, Any]]
+) -> None:
     """With dropout, which training has and evaluation has not; tokens are those of the model's own folder."""
     layout = "data=2 tensor=2"
     words = ["data.tokenizer=model", "train.steps=1", "learning_rate=1e-9"]
@@ -135,14 +137,16 @@ def test_a_pretrained_model_goes_on_from_its_weights(tmp_path: Path, pretrained:
     trained = load_file(Path(config.run.folder) / "model.safetensors")
     for name, x in weights.items():
         torch.testing.assert_close(trained[f"transformer.{name.removeprefix('transformer.')}"], x.float(), rtol=0, atol=1e-6)
-    subject = subject_of(config, open_data(config.data, config.model.name, tmp_path / "serial"))
+    subject = training_task_of(config, open_data(config.data, config.model.name, tmp_path / "serial"))
     model = subject.make().eval()
     batch = subject.source.validation(0, range(8))
     with torch.no_grad():
         assert summary["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=1e-5)
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_samples(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_samples(
+    tmp_path: Path, run: Callable[[TrainingConfig], dict[str, Any]]
+) -> None:
     more = configure(tmp_path / "whole", "data=2", "data.packing=documents", "train.optimizer=nadam")
     run(more)
     run(configure(tmp_path / "broken", "data=2", "data.packing=documents", "train.optimizer=nadam", "train.steps=3"))
@@ -154,20 +158,20 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_samples(tmp_path:
     tokens = folder / "data" / "tokens.bin"
     data = tokens.read_bytes()
     tokens.unlink()
-    flow.prepare(broken, folder, planner)  # the data makes the same tokens again
+    flow.prepare_run_folder(broken, folder, planner)  # the data makes the same tokens again
     assert tokens.read_bytes() == data
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:-1]))
-    flow.prepare(broken, folder, planner)  # what was prepared stays with the run
+    flow.prepare_run_folder(broken, folder, planner)  # what was prepared stays with the run
     tokens.unlink()
-    with pytest.raises(weft.errors.ConfigError, match=r"is not what run.folder .* was trained on"):
-        flow.prepare(broken, folder, planner)
+    with pytest.raises(shardwise.errors.ConfigError, match=r"is not what run.folder .* was trained on"):
+        flow.prepare_run_folder(broken, folder, planner)
 
 
 @pytest.mark.parametrize("name", ["gpt:vocabulary=256,sequence=24,hidden=32,layers=2,heads=2", "llama-tiny:vocabulary=256,sequence=24"])
 def test_packed_documents_have_the_losses_that_they_have_alone(name: str, tmp_path: Path) -> None:
     config = configure(tmp_path / "run", "data=1", "data.packing=documents", f"model.name={name}")
     corpus = open_data(config.data, name, tmp_path / "run")
-    together, alone = (packed_text(corpus.store(), 24, 1, 0.2, 0, together=both) for both in (True, False))
+    together, alone = (packed_text(corpus.store(), 24, 1, 0.2, 0, shares_samples=both) for both in (True, False))
     assert together.packing.num_samples < alone.packing.num_samples
     torch.manual_seed(0)
     model = resolve(name).make().double().eval()
@@ -187,9 +191,11 @@ def test_packed_documents_have_the_losses_that_they_have_alone(name: str, tmp_pa
 
 def test_packed_documents_are_parallel_as_they_are_serial(tmp_path: Path) -> None:
     config = configure(tmp_path / "run", "data=1", "data.packing=documents")
-    text = rows_of_text(config, open_data(config.data, config.model.name, tmp_path / "run"))
+    text = text_source_of(config, open_data(config.data, config.model.name, tmp_path / "run"))
     rows = text.train(0, range(4))
     batch = {"input_ids": rows.inputs, "labels": rows.targets, "position_ids": rows.positions}
     resolved = resolve(config.model.name, 4, 24)
-    found = weft.verify(resolved.make(), ["data=2 microbatches=2", "tensor=2", "context=2"], batch, loss=resolved.loss, dtype="float64")
+    found = shardwise.verify(
+        resolved.make(), ["data=2 microbatches=2", "tensor=2", "context=2"], batch, loss=resolved.loss, dtype="float64"
+    )
     assert found.ok, found

@@ -1,4 +1,4 @@
-"""Plans tried by ranks of their own, as `weft plan --trials` does."""
+"""Plans tried by ranks of their own, as `shardwise plan --trials` does."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from test_train import CONFIG
 
-import weft
-from weft import api
-from weft.cluster.cluster import Cluster
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import read_plan
-from weft.train import flow
-from weft.train.config import Config
-from weft.train.flow import Planned
-from weft.train.metrics import read_metrics
-from weft.train.trials import num_steps, try_all
-from weft.world.world import World
+import shardwise
+from shardwise import api
+from shardwise.cluster.cluster import Cluster
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import read_plan
+from shardwise.train import flow
+from shardwise.train.config import TrainingConfig
+from shardwise.train.flow import PlannedRun
+from shardwise.train.metrics import read_metrics
+from shardwise.train.trials import num_steps, try_plans
+from shardwise.world.world import World
 
 
 def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
-    plans = [weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout=layout) for layout in ("data=2", "pipeline=2 microbatches=2")]
-    missing = weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout=Layout())
+    plans = [shardwise.plan("gpt-tiny", 8, cluster="1xcpu-2", layout=layout) for layout in ("data=2", "pipeline=2 microbatches=2")]
+    missing = shardwise.plan("gpt-tiny", 8, cluster="1xcpu-2", layout=Layout())
     plans.append(replace(missing, model="no-such-model"))
     heard: list[str] = []
-    found = try_all(plans, device="cpu", say=heard.append)
+    found = try_plans(plans, device="cpu", say=heard.append)
     assert [t.plan for t in found] == plans
     assert [t.measured_s is not None for t in found] == [True, True, False]
     assert "no-such-model" in found[2].note
@@ -39,17 +39,19 @@ def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
 def in_ranks(world: World, folder: str, trials: int, layout: str) -> str:
     """As under torchrun; the layout that was trained."""
     changes = ["train.steps=3", f"run.folder={folder}", f"plan.trials={trials}", f"plan.layout={layout}", f"data.text={__file__}"]
-    config = Config.parse(CONFIG, changes=[change for change in changes if not change.endswith("=")])
+    config = TrainingConfig.parse(CONFIG, changes=[change for change in changes if not change.endswith("=")])
     cluster = Cluster.parse("1xcpu-2")
 
     def of(layout: Any) -> Plan:
         return api.plan(config.model.name, config.train.batch, cluster=cluster, layout=layout, constraints="ranks=2")
 
-    def planner(config: Config, known: Plan | None) -> Planned:
+    def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
         if known is not None:
-            return Planned(known, 1e9, "cpu")
+            return PlannedRun(known, 1e9, "cpu")
         plan = of(config.plan.layout or None)
-        return Planned(plan if config.plan.layout else api.tried(plan, config.plan.trials, of, cluster, 16, world=world), 1e9, "cpu")
+        return PlannedRun(
+            plan if config.plan.layout else api.choose_by_trials(plan, config.plan.trials, of, cluster, 16, world=world), 1e9, "cpu"
+        )
 
     flow.train(config, planner, world)
     return str(read_plan(Path(folder) / "plan.toml").layout)

@@ -16,14 +16,14 @@ import torch
 from test_recovery import lasting, train  # noqa: F401
 from test_train import losses, planner
 
-from weft.errors import RankError
-from weft.run.engine import Engine
-from weft.run.reduce.overlapped import Gradients
-from weft.run.step.result import StepResult
-from weft.train import flow, loop
-from weft.train.config import Config
-from weft.train.subject import Subject
-from weft.world.world import World
+from shardwise.errors import RankError
+from shardwise.run.engine import Engine
+from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.step.result import StepResult
+from shardwise.train import flow, loop
+from shardwise.train.config import TrainingConfig
+from shardwise.train.training_task import TrainingTask
+from shardwise.world.world import World
 
 NAME = "layers.1.mlp.up.weight"  # of the last pipeline stage, and cut over tensor ranks
 AT = {"nan": 11, "jump": 12, "slot": 13, "weight": 14}  # the step, counted from 0, that each fault is in
@@ -34,26 +34,26 @@ def harmed(world: World, folder: str, peak_flops: float, kinds: tuple[str, ...],
     """What a rank runs; on rank 1 something is wrong in each of `kinds`."""
     done: set[str] = set()
 
-    def make(world: World, job: loop.Job, subject: Subject) -> Engine:
+    def make(world: World, job: loop.TrainingJob, subject: TrainingTask) -> Engine:
         engine = loop.make_engine(world, job, subject)
         if world.rank != 1:
             return engine
         factor = [1.0]
-        engine.parts.parameters[NAME].register_hook(lambda grad: grad * factor[0])
+        engine.rank_model.parameters[NAME].register_hook(lambda grad: grad * factor[0])
         steps = engine.step
 
         def step(batch: Any, **options: Any) -> StepResult:
             now = [kind for kind in kinds if AT[kind] == engine.step_index and not (once and kind in done)]
             done.update(now)
             factor[0] = math.nan if "nan" in now else 1e12 if "jump" in now else 1.0
-            for x in [engine.parts.groups[0].data] * ("weight" in now) + [engine._optimizer.slots(0)[0]["exp_avg"]] * ("slot" in now):
+            for x in [engine.rank_model.groups[0].data] * ("weight" in now) + [engine._optimizer.slots(0)[0]["exp_avg"]] * ("slot" in now):
                 x.view(torch.int32)[x.abs().argmax()] ^= 1 << 26
             return steps(batch, **options)
 
         engine.step = step  # type: ignore[method-assign]
         return engine
 
-    return loop.train(world, flow._job(Path(folder), peak_flops), make)
+    return loop.train(world, flow._read_job(Path(folder), peak_flops), make)
 
 
 def once(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def always(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
 
 
 def after_the_sum(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
-    Gradients.norms = property(lambda self: [group.grad.norm() for group in self.groups])  # type: ignore[assignment, method-assign]
+    GradientReducer.norms = property(lambda self: [group.grad.norm() for group in self.groups])  # type: ignore[assignment, method-assign]
     return harmed(world, folder, peak_flops, ("jump",), once=True)
 
 
@@ -73,7 +73,7 @@ def slot_flips(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     return harmed(world, folder, peak_flops, ("slot",), once=True)
 
 
-def short(folder: Path, layout: str, **run: Any) -> Config:
+def short(folder: Path, layout: str, **run: Any) -> TrainingConfig:
     config = lasting(folder, layout, **run)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": 16, "evaluate_every": 0})})
 
@@ -81,7 +81,7 @@ def short(folder: Path, layout: str, **run: Any) -> Config:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_and_tensor_are_named_and_no_bit_differs(
     tmp_path: Path,
-    train: Callable[[Config], list[float]],  # noqa: F811
+    train: Callable[[TrainingConfig], list[float]],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     layout: str,
@@ -114,7 +114,7 @@ def test_rank_and_tensor_are_named_and_no_bit_differs(
 
 def test_norms_after_the_sum_would_name_all_ranks(
     tmp_path: Path,
-    train: Callable[[Config], list[float]],  # noqa: F811
+    train: Callable[[TrainingConfig], list[float]],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

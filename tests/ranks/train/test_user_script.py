@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-import weft
-from weft.lower.double import doubled
-from weft.world.world import World
+import shardwise
+from shardwise.lower.float64_mode import compute_in_float64
+from shardwise.world.world import World
 
 transformers = pytest.importorskip("transformers")
 Batch = dict[str, torch.Tensor]
@@ -106,13 +106,13 @@ def script(model: Any, training: Iterable[Batch], validation: Iterable[Batch]) -
 
 
 def whole_batches(world: World, layouts: list[str]) -> list[Any]:
-    """A loop without `weft.shard`: every rank calls the model with the whole batch, and computes the loss from all of its output."""
+    """A loop without `shardwise.shard`: every rank calls the model with the whole batch, and computes the loss from all of its output."""
     found = []
     for layout in layouts:
         torch.manual_seed(7)
-        net = weft.auto_parallelize(Normed().double(), images()[0], plan=f"{layout} precision=float64", world=world)
-        found.append((classified(net), weft.full_state_dict(net)))
-        if layout == "data=2" and weft.is_main:  # nothing travels: one rank may look at some samples by itself
+        net = shardwise.auto_parallelize(Normed().double(), images()[0], plan=f"{layout} precision=float64", world=world)
+        found.append((classified(net), shardwise.full_state_dict(net)))
+        if layout == "data=2" and shardwise.is_main:  # nothing travels: one rank may look at some samples by itself
             net.eval()
             with torch.no_grad():
                 net(images()[0][0][:3])
@@ -126,9 +126,9 @@ def divided(world: World, folder: str, layouts: list[str]) -> list[tuple[dict[st
         training, validation = loaders()
         model = transformers.GPT2LMHeadModel.from_pretrained(folder).double()
         batch = next(iter(DataLoader(texts(4, 0), 4)))  # type: ignore[arg-type, var-annotated]
-        model = weft.auto_parallelize(model, batch, plan=f"{layout} precision=float64", world=world)
-        told = script(model, weft.shard(training), weft.shard(validation))
-        found.append((told, weft.full_state_dict(model)))
+        model = shardwise.auto_parallelize(model, batch, plan=f"{layout} precision=float64", world=world)
+        told = script(model, shardwise.shard(training), shardwise.shard(validation))
+        found.append((told, shardwise.full_state_dict(model)))
     return found
 
 
@@ -147,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def serial(folder: str) -> tuple[dict[str, list[Any]], dict[str, torch.Tensor]]:
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).double()
-    with doubled(True):  # the library computes losses in float32
+    with compute_in_float64(True):  # the library computes losses in float32
         return script(model, *loaders()), model.state_dict()
 
 

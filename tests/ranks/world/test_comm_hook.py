@@ -1,4 +1,4 @@
-"""`weft.comm_hook` beside DDP's own all-reduce: the same gradients and weights in float64, with several buckets and `no_sync`."""
+"""`shardwise.comm_hook` beside DDP's own all-reduce: the same gradients and weights in float64, with several buckets and `no_sync`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
-from weft.errors import UsageError
-from weft.world.shared_memory import segment
-from weft.world.world import World
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.world.shared_memory import segment
+from shardwise.world.world import World
 
 NAMES = (
     "auto", "native", "butterfly", "ring", "tree", "double_tree", "recursive_doubling", "naive", "parameter_server", "hierarchical",
@@ -60,13 +60,13 @@ def beside(world: World, folder: str, names: Sequence[str] = NAMES, on_a_host: i
     """How many buckets each name's hook was given. `on_a_host`: so many neighbours believe to be on one host, and no others."""
     counts = []
     if on_a_host:
-        segment.host = lambda: f"host {world.rank // on_a_host}"
+        segment.host_identity = lambda: f"host {world.rank // on_a_host}"
     with torchs_group(world, folder):
         expected = trained(world.rank, DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB))
         assert expected[0].abs().max() > 0
         for name in names:
             model = DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB)
-            state, hook = weft.comm_hook(name)
+            state, hook = shardwise.comm_hook(name)
             start, seen = state.start, []
             state.start = lambda bucket, start=start, seen=seen: (seen.append(bucket.numel()), start(bucket))[1]
             model.register_comm_hook(state, hook)
@@ -99,7 +99,7 @@ def of_a_subgroup(world: World, folder: str) -> None:
         mine = pairs[world.rank % 2]
         expected = trained(world.rank, DistributedDataParallel(net(), process_group=mine))
         model = DistributedDataParallel(net(), process_group=mine)
-        model.register_comm_hook(*weft.comm_hook("ring", process_group=mine))
+        model.register_comm_hook(*shardwise.comm_hook("ring", process_group=mine))
         for a, b in zip(trained(world.rank, model), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
@@ -112,7 +112,7 @@ def unlike(world: World, folder: str) -> str:
     """Rank 1 asks for another algorithm."""
     with torchs_group(world, folder):
         model = DistributedDataParallel(copy.deepcopy(net()))
-        model.register_comm_hook(*weft.comm_hook("tree" if world.rank else "ring"))
+        model.register_comm_hook(*shardwise.comm_hook("tree" if world.rank else "ring"))
         try:
             trained(world.rank, model, steps=1)
         except Exception as error:
@@ -128,15 +128,15 @@ def test_hooks_that_differ_are_an_error_on_every_rank(ranks: Any, tmp_path: Path
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"comm_hook\('buterfly'\).*did you mean butterfly"):
-        weft.comm_hook("buterfly")
+        shardwise.comm_hook("buterfly")
     with pytest.raises(UsageError, match=r"call torch.distributed.init_process_group first"):
-        weft.comm_hook("ring")
+        shardwise.comm_hook("ring")
 
 
 def test_what_is_under_way_at_the_interpreters_end_ends_first() -> None:
     """A thread of torch's that comes back to an interpreter that is no more would abort the process."""
     script = (
-        "import time\nfrom weft.world.worker import Worker\nworker = Worker()\n"
+        "import time\nfrom shardwise.world.comm.worker import Worker\nworker = Worker()\n"
         "worker.do(lambda: (time.sleep(0.2), print('ended')))\nraise SystemExit(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.errors import RunError, UsageError
-from weft.plan.placement import piece
-from weft.world.pending import LostPeer
-from weft.world.world import World
+from shardwise.errors import RunError, UsageError
+from shardwise.plan.ir.placement import even_shard_range
+from shardwise.world.comm.pending import LostPeer
+from shardwise.world.world import World
 
 NAN = math.nan
 KINDS = ("shared_memory", "portable", "gloo")
@@ -23,11 +23,11 @@ KINDS = ("shared_memory", "portable", "gloo")
 
 def closed(world: World) -> tuple[str, int]:
     """Rank 0 closes a group with a message in it that nobody takes; the others' next call in it, its own, and descriptors left open."""
-    every, group = world.everyone, world.group((1, 0))
+    every, group = world.world_group, world.group((1, 0))
     every.barrier()
     before = len(os.listdir("/proc/self/fd"))
     for name in ("a", "b", "c"):
-        apart = every.apart(name)
+        apart = every.side_group(name)
         apart.barrier()
         apart.close()
     del apart
@@ -53,7 +53,7 @@ def closed(world: World) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_group_is_noticed_and_leaves_nothing(ranks: Any, kind: str) -> None:
-    (own, mine), (other, others) = ranks(closed, 2, env={"WEFT_TRANSPORT": kind})
+    (own, mine), (other, others) = ranks(closed, 2, env={"SHARDWISE_TRANSPORT": kind})
     assert own.startswith("False True")
     assert "was closed" in own
     assert other.startswith("True True rank 1 lost another rank in all_reduce")
@@ -64,7 +64,7 @@ def test_a_closed_group_is_noticed_and_leaves_nothing(ranks: Any, kind: str) -> 
 
 
 def edges(world: World) -> list[list[str]]:
-    group, me, n = world.everyone, world.rank, world.num_ranks
+    group, me, n = world.world_group, world.rank, world.num_ranks
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for op in ("max", "min"):
@@ -89,13 +89,13 @@ def edges(world: World) -> list[list[str]]:
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_is_no_number_stays_so_in_a_maximum(ranks: Any, kind: str, num_ranks: int) -> None:
-    for found in ranks(edges, num_ranks, env={"WEFT_TRANSPORT": kind}):
+    for found in ranks(edges, num_ranks, env={"SHARDWISE_TRANSPORT": kind}):
         assert all(one == ["nan", "2.0", "nan"] for one in found)
 
 
 def lazy(world: World) -> None:
     """Conjugates and negatives that torch has not written down yet, and types that gloo does not have, in every collective."""
-    group, me, n = world.everyone, world.rank, world.num_ranks
+    group, me, n = world.world_group, world.rank, world.num_ranks
 
     def given(rank: int) -> list[Tensor]:
         z = torch.tensor([1 + 2j, -3 + 4j, 5j, 7.0]) * (rank + 1)
@@ -134,13 +134,13 @@ def lazy(world: World) -> None:
 
 
 def span(length: int, num: int, index: int) -> tuple[int, int]:
-    start, size = piece(length, num, index)
+    start, size = even_shard_range(length, num, index)
     return start, start + size
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lazy_conjugates_and_negatives_arrive_as_they_read(ranks: Any, kind: str) -> None:
-    ranks(lazy, 3, env={"WEFT_TRANSPORT": kind})
+    ranks(lazy, 3, env={"SHARDWISE_TRANSPORT": kind})
 
 
 def short(world: World) -> None:
@@ -149,11 +149,11 @@ def short(world: World) -> None:
     for wait in (True, False):
         for op, wanted in (("sum", sum(every[1:], every[0])), ("max", torch.stack(every).amax(0)), ("min", torch.stack(every).amin(0))):
             x = every[world.rank].clone()
-            world.everyone.all_reduce(x, op, wait=wait).wait()  # type: ignore[arg-type]
+            world.world_group.all_reduce(x, op, wait=wait).wait()  # type: ignore[arg-type]
             assert x.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_whole_numbers_are_added_everywhere(ranks: Any, kind: str, num_ranks: int) -> None:
-    ranks(short, num_ranks, env={"WEFT_TRANSPORT": kind})
+    ranks(short, num_ranks, env={"SHARDWISE_TRANSPORT": kind})

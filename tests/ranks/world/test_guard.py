@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from weft.errors import RunError
-from weft.world import guard
+from shardwise.errors import RunError
+from shardwise.world import guard
 
 TOKEN = b"the same on all ranks"
 
@@ -72,13 +72,13 @@ def said(port: int, data: bytes) -> bytes:
 
 def guarded(port: int) -> int:
     listener = socket.create_server(("127.0.0.1", 0))
-    guard.serve(listener, TOKEN, port)
+    guard.serve_relay(listener, TOKEN, port)
     return int(listener.getsockname()[1])
 
 
 def test_bytes_come_through_unchanged(echo: int) -> None:
     data = bytes(range(256)) * 4096
-    assert said(guard.reach("127.0.0.1", guarded(echo), TOKEN, 10.0), data) == data
+    assert said(guard.connect_relay("127.0.0.1", guarded(echo), TOKEN, 10.0), data) == data
 
 
 CHANGES = {"flip": lambda x: x[:-1] + bytes([x[-1] ^ 1]), "half": lambda x: x[len(x) // 2 :]}
@@ -86,12 +86,12 @@ CHANGES = {"flip": lambda x: x[:-1] + bytes([x[-1] ^ 1]), "half": lambda x: x[le
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_what_is_forged_or_left_out_ends_the_connection(echo: int, how: str) -> None:
-    assert said(guard.reach("127.0.0.1", between(guarded(echo), lambda x: x), TOKEN, 10.0), b"step") == b"step"
-    assert said(guard.reach("127.0.0.1", between(guarded(echo), CHANGES[how]), TOKEN, 10.0), b"step") == b""
+    assert said(guard.connect_relay("127.0.0.1", between(guarded(echo), lambda x: x), TOKEN, 10.0), b"step") == b"step"
+    assert said(guard.connect_relay("127.0.0.1", between(guarded(echo), CHANGES[how]), TOKEN, 10.0), b"step") == b""
 
 
 def test_what_is_repeated_comes_once(echo: int) -> None:
-    way = guard.reach("127.0.0.1", between(guarded(echo), lambda x: x + x), TOKEN, 10.0)
+    way = guard.connect_relay("127.0.0.1", between(guarded(echo), lambda x: x + x), TOKEN, 10.0)
     with socket.create_connection(("127.0.0.1", way), 10) as one:
         one.sendall(b"step")
         heard = b""
@@ -101,12 +101,12 @@ def test_what_is_repeated_comes_once(echo: int) -> None:
 
 
 def test_another_token_is_told(echo: int) -> None:
-    with pytest.raises(RunError, match="does not have this rank's WEFT_TOKEN"):
-        guard.reach("127.0.0.1", guarded(echo), b"another on this rank", 10.0)
+    with pytest.raises(RunError, match="does not have this rank's SHARDWISE_TOKEN"):
+        guard.connect_relay("127.0.0.1", guarded(echo), b"another on this rank", 10.0)
 
 
 def test_nobody_there_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(RunError, match="nobody answers"):
-        guard.reach("127.0.0.1", port, TOKEN, 0.2)
+        guard.connect_relay("127.0.0.1", port, TOKEN, 0.2)

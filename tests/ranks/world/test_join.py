@@ -1,4 +1,4 @@
-"""Joining under torchrun's and SLURM's variables, with plain subprocesses: no launcher of weft takes part."""
+"""Joining under torchrun's and SLURM's variables, with plain subprocesses: no launcher of shardwise takes part."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import RunError, UsageError
+from shardwise.world.launch.join import agent_of, join
+from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.started import first_host
+from shardwise.world.recorder import process_state
+from shardwise.world.world import World
 from tests.support.processes import gone
-from weft.errors import RunError, UsageError
-from weft.world.join import agent_of, join
-from weft.world.launch import Launcher
-from weft.world.recorder import process_state
-from weft.world.started import first_host
-from weft.world.world import World
 
 CODE = """
 import sys, torch
-from weft.world.launch import world_from_environment
+from shardwise.world.launch.launch import world_from_environment
 world = world_from_environment("cpu")
 x = torch.tensor([float(world.rank + 1)])
 world.everyone.all_reduce(x)
@@ -92,11 +92,11 @@ def test_ranks_join_by_their_variables(variables: Callable[[int, int, int], dict
 
 def test_ranks_that_have_one_token_meet_and_others_do_not(port: int) -> None:
     def one(rank: int, token: str) -> subprocess.Popen[str]:
-        return start({**torchrun(rank, 2, port), "WEFT_TOKEN": token})
+        return start({**torchrun(rank, 2, port), "SHARDWISE_TOKEN": token})
 
     first, stranger = one(0, "the same on all ranks"), one(1, "another on this rank")
     _, err = stranger.communicate(timeout=120)  # first waits: the store is there all the while
-    assert f"127.0.0.1:{port} does not have this rank's WEFT_TOKEN" in err
+    assert f"127.0.0.1:{port} does not have this rank's SHARDWISE_TOKEN" in err
     second = one(1, "the same on all ranks")
     for rank, process in enumerate((first, second)):
         out, err = process.communicate(timeout=120)
@@ -104,7 +104,7 @@ def test_ranks_that_have_one_token_meet_and_others_do_not(port: int) -> None:
 
 
 def test_a_rank_without_the_token_reaches_nothing(port: int) -> None:
-    guarded = start({**torchrun(0, 2, port), "WEFT_TOKEN": "the same on all ranks"})
+    guarded = start({**torchrun(0, 2, port), "SHARDWISE_TOKEN": "the same on all ranks"})
     try:
         while guarded.poll() is None and not addresses(port):
             pass
@@ -118,8 +118,8 @@ def test_a_rank_without_the_token_reaches_nothing(port: int) -> None:
 
 
 def test_a_token_that_could_be_guessed_is_refused(port: int) -> None:
-    with pytest.raises(UsageError, match="WEFT_TOKEN has 4 characters"):
-        join({**torchrun(1, 2, port), "WEFT_TOKEN": "1234"}, "cpu")
+    with pytest.raises(UsageError, match="SHARDWISE_TOKEN has 4 characters"):
+        join({**torchrun(1, 2, port), "SHARDWISE_TOKEN": "1234"}, "cpu")
 
 
 def test_a_store_that_others_reach_is_not_served_without_a_token(port: int) -> None:
@@ -129,7 +129,7 @@ def test_a_store_that_others_reach_is_not_served_without_a_token(port: int) -> N
     open_to_all = {**torchrun(0, 2, port), "MASTER_ADDR": address}
     with pytest.raises(UsageError, match=f"rank 0 would serve the ranks' store on {address}, port {port}"):
         join(open_to_all, "cpu")
-    first, second = (start({**torchrun(n, 2, port), "MASTER_ADDR": address, "WEFT_TOKEN": "none"}) for n in range(2))
+    first, second = (start({**torchrun(n, 2, port), "MASTER_ADDR": address, "SHARDWISE_TOKEN": "none"}) for n in range(2))
     for rank, process in enumerate((first, second)):
         out, err = process.communicate(timeout=120)
         assert out == f"{rank} 2 {rank} 2 3.0\n", err
@@ -189,7 +189,7 @@ def test_wrong_variables_are_named(port: int, change: dict[str, str | None], sai
 
 
 def test_ranks_of_mpirun_on_several_hosts_are_told_what_they_need() -> None:
-    with pytest.raises(UsageError, match="WEFT_TRANSPORT=mpi"):
+    with pytest.raises(UsageError, match="SHARDWISE_TRANSPORT=mpi"):
         join({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "cpu")
 
 
@@ -227,7 +227,7 @@ time.sleep(120)
 """
 LASTING = """
 import os, time
-from weft.world.launch import world_from_environment
+from shardwise.world.launch.launch import world_from_environment
 world = world_from_environment("cpu")
 world.everyone.barrier()
 os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, beside the other worker

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.errors import ConfigError, Infeasible, RankError, RunError, UsageError
+from shardwise.world.comm import encoding
+from shardwise.world.launch.launch import ENGINE, Launcher, engine_modules, import_reference, launch
+from shardwise.world.recorder import RecordReader
+from shardwise.world.world import World
 from tests.support.processes import children_of, gone
-from weft.errors import ConfigError, Infeasible, RankError, RunError, UsageError
-from weft.world import encoding
-from weft.world.launch import ENGINE, Launcher, engine_modules, launch, reference
-from weft.world.recorder import Reader
-from weft.world.world import World
 
 IMPORT = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\nimport test_launch as t"
 
@@ -50,10 +50,10 @@ def test_a_closure_is_forked_from_here(ranks: Any) -> None:
     outside = torch.full((2,), 3.0)
 
     def closure(world: World, x: Any) -> Any:
-        world.everyone.all_reduce(outside)
+        world.world_group.all_reduce(outside)
         return float(outside[0]), x(4), torch.get_num_threads()
 
-    assert reference(closure) is None
+    assert import_reference(closure) is None
     # The argument cannot be sent, only inherited.
     assert launch(closure, 2, lambda n: n + 1) == [(6.0, 5, 1)] * 2
 
@@ -90,13 +90,13 @@ def test_wrong_numbers_are_refused(num_ranks: int, options: dict[str, Any]) -> N
 
 def fails(world: World, how: str, rank: int) -> None:
     """Rank `rank` fails while the others wait for it."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == rank:
         print("the last words of a rank", flush=True)
         match how:
             case "exception":
                 raise ValueError("seven is not even")
-            case "weft":
+            case "shardwise":
                 raise Infeasible("3 layers for 4 stages; use pipeline <= 3")
             case "chain":
                 try:
@@ -122,12 +122,12 @@ def fails(world: World, how: str, rank: int) -> None:
                 time.sleep(60)
             case "return":
                 return
-    world.everyone.all_reduce(torch.zeros(2, 3))
+    world.world_group.all_reduce(torch.zeros(2, 3))
 
 
 CASES = {
     "exception": "rank 1 failed: ValueError: seven is not even",
-    "weft": "rank 1 failed: 3 layers for 4 stages; use pipeline <= 3",
+    "shardwise": "rank 1 failed: 3 layers for 4 stages; use pipeline <= 3",
     "chain": "rank 1 failed: no such key",
     "kill": "rank 1 was killed by SIGKILL; if nobody killed it, the kernel did for want of memory",
     "term": "rank 1 was killed by SIGTERM",
@@ -152,7 +152,7 @@ def test_the_first_failure_is_named(ranks: Any, how: str) -> None:
         assert "Traceback" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(("how", "kind", "code"), [("weft", Infeasible, 3), ("chain", ConfigError, 2), ("exception", RankError, 4)])
+@pytest.mark.parametrize(("how", "kind", "code"), [("shardwise", Infeasible, 3), ("chain", ConfigError, 2), ("exception", RankError, 4)])
 def test_an_error_keeps_its_class_and_exit_code(ranks: Any, how: str, kind: type[Exception], code: int) -> None:
     with pytest.raises(kind) as caught:
         ranks(fails, 2, how, 0)
@@ -163,13 +163,13 @@ def test_an_error_keeps_its_class_and_exit_code(ranks: Any, how: str, kind: type
 
 def both_fail(world: World) -> None:
     """Rank 2 fails first; rank 0 by itself a moment later, before it is ended."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == 2:
         raise ValueError("first")
     if world.rank == 0:
         time.sleep(0.02)
         raise ValueError("second")
-    world.everyone.barrier()
+    world.world_group.barrier()
 
 
 def test_of_two_failures_the_earlier_is_named(ranks: Any) -> None:
@@ -179,7 +179,7 @@ def test_of_two_failures_the_earlier_is_named(ranks: Any) -> None:
 
 def slow_death(world: World) -> None:
     """Rank 1 loses its connections first and only then fails: the others' complaints come earlier than the cause."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == 1:
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -190,7 +190,7 @@ def slow_death(world: World) -> None:
                 continue
         time.sleep(0.4)
         raise ValueError("the cause")
-    world.everyone.barrier()
+    world.world_group.barrier()
 
 
 def test_a_lost_connection_is_never_the_first_cause(ranks: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_lost_connection_is_never_the_first_cause(ranks: Any) -> None:
 
 def tells_of_another(world: World) -> None:
     """Rank 0 ends a moment before rank 1, whose failure it tells of."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == 0:
         error = ConfigError("rank 1: it failed")
         error.second_hand = True
@@ -250,7 +250,7 @@ def hangs_in_a_step(world: World) -> None:
         with world.pace.step():
             if world.rank == 1 and step == 8:
                 time.sleep(600)
-            world.everyone.barrier()
+            world.world_group.barrier()
 
 
 def test_a_step_that_lasts_longer_than_those_before_it_is_a_hang(ranks: Any) -> None:
@@ -266,10 +266,10 @@ def test_swapped_collectives_are_shown_rank_by_rank(ranks: Any) -> None:
 
 def swapped(world: World) -> None:
     """Rank 0 sends before it receives what rank 1 never sends."""
-    world.everyone.barrier()
+    world.world_group.barrier()
     if world.rank == 0:
-        world.everyone.irecv(torch.zeros(3), 1, tag=5).wait()
-    world.everyone.barrier()
+        world.world_group.irecv(torch.zeros(3), 1, tag=5).wait()
+    world.world_group.barrier()
 
 
 def test_a_rank_that_returns_early_is_named(ranks: Any) -> None:
@@ -283,13 +283,13 @@ def test_a_rank_that_returns_early_is_named(ranks: Any) -> None:
 
 def test_the_folder_of_a_killed_launcher_goes_at_the_next_launch(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closure's ranks are forked from the launcher itself, so that nobody outlives it who could remove what it leaves."""
-    code = "import os, time, weft; weft.launch(lambda world: time.sleep(60), 2)"
+    code = "import os, time, shardwise; shardwise.launch(lambda world: time.sleep(60), 2)"
     dead = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 30
-    while not list(tmp_path.glob("weft-*/rank-1.log")) and time.monotonic() < until:
+    while not list(tmp_path.glob("shardwise-*/rank-1.log")) and time.monotonic() < until:
         time.sleep(0.05)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (left,) = tmp_path.glob("weft-*")
+    (left,) = tmp_path.glob("shardwise-*")
     try:
         ranks(nothing, 1)
         assert left.exists()  # its launcher lives
@@ -299,7 +299,7 @@ def test_the_folder_of_a_killed_launcher_goes_at_the_next_launch(ranks: Any, tmp
     until = time.monotonic() + 10  # its ranks hold the lock until they are gone, too
     while left.exists() and time.monotonic() < until:
         ranks(nothing, 1)
-    assert not list(tmp_path.glob("weft-*"))
+    assert not list(tmp_path.glob("shardwise-*"))
 
 
 def nothing(world: World) -> None:
@@ -308,8 +308,8 @@ def nothing(world: World) -> None:
 
 def told(world: World) -> str:
     """Rank 0 answers one question, and has returned when the second is asked."""
-    first = world.told(lambda: "chosen")
-    return first if world.rank == 0 else world.told(str)
+    first = world.broadcast_text(lambda: "chosen")
+    return first if world.rank == 0 else world.broadcast_text(str)
 
 
 def test_who_waits_for_a_choice_of_rank_0_hears_that_it_returned(ranks: Any) -> None:
@@ -329,9 +329,9 @@ def sleeps(world: World, seconds: float) -> None:
 def leaves_unread(world: World, untimed: bool) -> float:
     """A sum that nobody waits for while the rank works for long, and which is read then."""
     total = torch.ones(())
-    work = world.everyone.all_reduce(total, wait=False)
+    work = world.world_group.all_reduce(total, wait=False)
     if untimed:
-        work = work.untimed()
+        work = work.without_timing()
     time.sleep(3.5)
     work.wait()
     return float(total)
@@ -415,7 +415,7 @@ def test_launches_at_the_same_time_do_not_meet(launcher: Launcher) -> None:
 
 def sums(world: World, number: int) -> float:
     x = torch.tensor([float(world.rank + number)])
-    world.everyone.all_reduce(x)
+    world.world_group.all_reduce(x)
     return float(x)
 
 
@@ -438,8 +438,8 @@ def test_a_prepared_process_that_does_not_answer_is_named_and_replaced(monkeypat
         before = own.pid
         assert before is not None
         os.kill(before, signal.SIGSTOP)
-        monkeypatch.setattr("weft.world.launch.START_S", 0.5)
-        monkeypatch.setattr("weft.world.launch.KILL_S", 0.5)
+        monkeypatch.setattr("shardwise.world.launch.launch.START_S", 0.5)
+        monkeypatch.setattr("shardwise.world.launch.launch.KILL_S", 0.5)
         with pytest.raises(RunError, match=rf"process {before}\) started none of 2 within 0.5 s.*launch again"):
             own.launch(sums, 2, 0, threads=1)
         monkeypatch.undo()
@@ -501,8 +501,8 @@ def long_launch(folder: str, grace_s: float, forked: bool) -> None:
 
 def waits(world: World, folder: str) -> str:
     Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
-    world.everyone.barrier()
-    while not world.maximum([world.stopping])[0]:
+    world.world_group.barrier()
+    while not world.all_reduce_max([world.stopping])[0]:
         time.sleep(0.02)
     return "saved"
 
@@ -571,7 +571,7 @@ def test_a_signal_without_grace_ends_ranks_at_once(tmp_path: Path, number: signa
 
 def test_a_script_that_launches_at_its_top_level_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from weft.world.launch import launch\ndef f(world):\n    return world.rank\nprint(launch(f, 2))\n")
+    script.write_text("from shardwise.world.launch.launch import launch\ndef f(world):\n    return world.rank\nprint(launch(f, 2))\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
     script.write_text(script.read_text().replace("print(", "if __name__ == '__main__':\n    print("))
@@ -582,7 +582,7 @@ def test_a_script_that_launches_at_its_top_level_is_told_so(tmp_path: Path) -> N
 def test_the_record_outlives_the_ranks(ranks: Any, tmp_path: Path) -> None:
     with redirect_stdout(io.StringIO()), pytest.raises(RankError):
         ranks(fails, 2, "kill", 1, folder=tmp_path / "kept", generation=4)
-    reader = Reader(tmp_path / "kept" / "record")
+    reader = RecordReader(tmp_path / "kept" / "record")
     last = reader.status(0).last
     assert last is not None
     assert (last.generation, last.op, last.shape, last.group) == (4, "all_reduce", (2, 3), "0,1")
@@ -596,8 +596,8 @@ def _stuck(*given: Any, **named: Any) -> None:
 
 def test_a_rank_that_never_starts_is_named_with_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a lock does that was held when it was forked."""
-    monkeypatch.setattr("weft.world.prepared_rank.World", _stuck)
-    monkeypatch.setattr("weft.world.watch.STARTED_S", 0.5)
+    monkeypatch.setattr("shardwise.world.launch.prepared_rank.World", _stuck)
+    monkeypatch.setattr("shardwise.world.launch.watch.STARTED_S", 0.5)
     with pytest.raises(RankError, match=r"rank 0 did not start within 0\.5 s \(it is starting\)") as caught:
         launch(lambda world: world.rank, 2, show=False)
     assert "in _stuck" in str(caught.value)
@@ -606,7 +606,7 @@ def test_a_rank_that_never_starts_is_named_with_where_it_stands(monkeypatch: pyt
 def test_a_process_that_has_used_a_gpu_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for device in ("cpu", "cuda"):
-        with pytest.raises(UsageError, match=r"this process has used CUDA; .*weft verify.* from the top level of a module"):
+        with pytest.raises(UsageError, match=r"this process has used CUDA; .*shardwise verify.* from the top level of a module"):
             launch(lambda world: world.rank, 1, device=device)
 
 

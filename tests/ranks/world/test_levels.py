@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from weft.collectives import build
-from weft.errors import UsageError
-from weft.plan.choice import Choices
-from weft.world import private
-from weft.world.all_reduce import Sums
-from weft.world.group import SHARED
-from weft.world.levels import PART_BYTES
-from weft.world.world import World
+from shardwise.collectives import build
+from shardwise.errors import UsageError
+from shardwise.plan.ir.choice import AllReduceChoices
+from shardwise.world import private
+from shardwise.world.comm.all_reduce import CollectiveDispatcher
+from shardwise.world.comm.group import SHARED
+from shardwise.world.comm.levels import PART_BYTES
+from shardwise.world.world import World
 
 DTYPES = ("float32", "float64", "bfloat16", "int64")
 SIZES = (0, 1, 5, 4099, PART_BYTES // 2 + 7)  # the last goes in several parts, in every type but bfloat16
@@ -31,8 +31,10 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
     if world.rank not in ranks:
         return []
     group, n, me = world.group(ranks), len(ranks), ranks.index(world.rank)
-    chosen = Sums(group, Choices(above="hierarchical"), lambda collective, name, size: build(collective, name, size))
-    group.choose(chosen)
+    chosen = CollectiveDispatcher(
+        group, AllReduceChoices(default="hierarchical"), lambda collective, name, size: build(collective, name, size)
+    )
+    group.use_dispatcher(chosen)
     assert chosen.levels is not None
     for name in DTYPES:
         dtype = getattr(torch, name)
@@ -57,39 +59,39 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
             assert not buffer[1 + numel :].any()
             assert torch.equal(out, total[own * me : own * me + own])
             assert torch.equal(gathered, torch.cat([part[:own] for part in parts]))
-    parts_of = (chosen.levels.box, chosen.levels.rail)
+    parts_of = (chosen.levels.host_group, chosen.levels.rail)
     return [(str(part.ranks), SHARED if part.shares_memory else "gloo") for part in parts_of if part is not None and part.size > 1]
 
 
 def test_boxes_of_one_size_use_every_rail(ranks: Any) -> None:
-    told = ranks(sums, 4, (0, 1, 2, 3), env={"WEFT_TRANSPORT": "boxes=2"})
+    told = ranks(sums, 4, (0, 1, 2, 3), env={"SHARDWISE_TRANSPORT": "boxes=2"})
     assert told[0] == [("(0, 1)", SHARED), ("(0, 2)", "gloo")]
     assert told[3] == [("(2, 3)", SHARED), ("(1, 3)", "gloo")]
 
 
 def test_members_in_any_order(ranks: Any) -> None:
-    assert ranks(sums, 6, (5, 0, 1, 4, 2, 3), env={"WEFT_TRANSPORT": "boxes=3"})[5] == [("(5, 4, 3)", SHARED), ("(5, 0)", "gloo")]
+    assert ranks(sums, 6, (5, 0, 1, 4, 2, 3), env={"SHARDWISE_TRANSPORT": "boxes=3"})[5] == [("(5, 4, 3)", SHARED), ("(5, 0)", "gloo")]
 
 
 @pytest.mark.parametrize(("boxes", "num_ranks"), [("boxes=2,1", 3), ("boxes=1,3,2", 6)])
 def test_boxes_that_differ_have_leaders(ranks: Any, boxes: str, num_ranks: int) -> None:
-    told = ranks(sums, num_ranks, tuple(range(num_ranks)), env={"WEFT_TRANSPORT": boxes})
+    told = ranks(sums, num_ranks, tuple(range(num_ranks)), env={"SHARDWISE_TRANSPORT": boxes})
     assert sum(kind == "gloo" for one in told for _, kind in one) == boxes.count(",") + 1
 
 
 def test_a_group_inside_a_world_of_boxes(ranks: Any) -> None:
-    ranks(sums, 6, (1, 2, 4, 5), env={"WEFT_TRANSPORT": "boxes=3"})
+    ranks(sums, 6, (1, 2, 4, 5), env={"SHARDWISE_TRANSPORT": "boxes=3"})
 
 
 def test_a_group_of_one_box_in_a_world_of_several(ranks: Any) -> None:
-    assert ranks(sums, 4, (2, 3), env={"WEFT_TRANSPORT": "boxes=2"})[2] == [("(2, 3)", SHARED)]
+    assert ranks(sums, 4, (2, 3), env={"SHARDWISE_TRANSPORT": "boxes=2"})[2] == [("(2, 3)", SHARED)]
 
 
 def bytes_between(world: World) -> int:
     """Bytes that this rank's rail summed, of a sum of 4 MB."""
-    group = world.everyone
-    chosen = Sums(group, Choices(above="hierarchical"), build)
-    group.choose(chosen)
+    group = world.world_group
+    chosen = CollectiveDispatcher(group, AllReduceChoices(default="hierarchical"), build)
+    group.use_dispatcher(chosen)
     seen: list[int] = []
     assert chosen.levels is not None
     rail = chosen.levels.rail
@@ -101,18 +103,18 @@ def bytes_between(world: World) -> int:
 
 
 def test_only_a_share_goes_between_boxes(ranks: Any) -> None:
-    assert ranks(bytes_between, 4, env={"WEFT_TRANSPORT": "boxes=2"}) == [2_000_000] * 4
+    assert ranks(bytes_between, 4, env={"SHARDWISE_TRANSPORT": "boxes=2"}) == [2_000_000] * 4
 
 
 def test_one_box_is_the_transports_own(ranks: Any) -> None:
-    assert all(ranks(no_levels, 2, env={"WEFT_TRANSPORT": "shared_memory"}))
+    assert all(ranks(no_levels, 2, env={"SHARDWISE_TRANSPORT": "shared_memory"}))
 
 
 def no_levels(world: World) -> bool:
-    chosen = Sums(world.everyone, Choices(above="hierarchical"), build)
-    world.everyone.choose(chosen)
+    chosen = CollectiveDispatcher(world.world_group, AllReduceChoices(default="hierarchical"), build)
+    world.world_group.use_dispatcher(chosen)
     x = torch.full((7,), float(world.rank))
-    world.everyone.all_reduce(x, wait=False).wait()
+    world.world_group.all_reduce(x, wait=False).wait()
     return chosen.levels is None and bool(x.eq(1).all())
 
 

@@ -1,4 +1,4 @@
-"""What one rank of all does: `weft.is_main`, `weft.print`."""
+"""What one rank of all does: `shardwise.is_main`, `shardwise.print`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import weft
-from weft.world.world import World
+import shardwise
+from shardwise.world.world import World
 
 
 def told(world: World) -> tuple[bool, bool, str]:
     paper = io.StringIO()
-    weft.print("loss", 1.5, sep="=", end=";", file=paper)
-    return bool(weft.is_main), weft.is_main(), paper.getvalue()
+    shardwise.print("loss", 1.5, sep="=", end=";", file=paper)
+    return bool(shardwise.is_main), shardwise.is_main(), paper.getvalue()
 
 
 def test_rank_0_is_the_main_one_and_prints_alone(ranks: Callable[..., list[Any]]) -> None:

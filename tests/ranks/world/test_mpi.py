@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import UsageError
-from weft.world.join import join
+from shardwise.errors import UsageError
+from shardwise.world.launch.join import join
 
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 needs_mpi = pytest.mark.skipif(
@@ -21,10 +21,10 @@ needs_mpi = pytest.mark.skipif(
 
 CODE = """
 import torch
-import weft
-from weft.run.proof.verify import Options, verify_on_rank
-from weft.world.launch import world_from_environment
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.run.verify.verify import Options, verify_on_rank
+from shardwise.world.launch.launch import world_from_environment
+from shardwise.zoo.resolve import resolve
 
 world = world_from_environment("cpu")
 group, n, me = world.everyone, world.num_ranks, world.rank
@@ -46,7 +46,7 @@ assert got[0] == (me - 1) % n
 model = resolve("gpt-tiny:layers=2")
 for layout in ("data=2", "pipeline=2 microbatches=2", "tensor=2"):
     batch = model.batch(4)
-    plan = weft.plan(model, batch, layout=f"{layout} precision=float64", cluster="1xcpu-2")
+    plan = shardwise.plan(model, batch, layout=f"{layout} precision=float64", cluster="1xcpu-2")
     found = verify_on_rank(world, plan, model.make, batch, model.loss, options=Options(steps=1))
     assert found is None or found.ok, str(found)
 print(type(group._transport).__name__, "ok" if me or found.ok else "")
@@ -55,7 +55,7 @@ print(type(group._transport).__name__, "ok" if me or found.ok else "")
 
 def run(code: str, transport: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "RANK", "PMI", "OMPI"))}
-    env |= {"WEFT_TRANSPORT": transport, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env |= {"SHARDWISE_TRANSPORT": transport, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     assert MPIEXEC is not None
     return subprocess.run([MPIEXEC, "-n", "2", sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
@@ -69,7 +69,9 @@ def test_collectives_and_training_over_mpi() -> None:
 @needs_mpi
 def test_a_rank_that_fails_ends_all() -> None:
     """An exception on one rank, while the other waits for it in a collective."""
-    code = "from weft.world.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nworld.everyone.connect()\n"
+    code = (
+        "from shardwise.world.launch.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nworld.everyone.connect()\n"
+    )
     code += "if world.rank: raise ValueError('rank 1 fails')\nworld.everyone.all_reduce(torch.ones(1))\n"
     done = run(code, "mpi")
     assert done.returncode
@@ -78,7 +80,7 @@ def test_a_rank_that_fails_ends_all() -> None:
 
 @needs_mpi
 def test_without_asking_for_mpi_ranks_share_memory() -> None:
-    code = "from weft.world.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nx = torch.ones(1)\n"
+    code = "from shardwise.world.launch.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nx = torch.ones(1)\n"
     code += "world.everyone.all_reduce(x)\nprint(type(world.everyone._transport).__name__, int(x))\n"
     assert run(code, "").stdout.count("Channel 2\n") == 2
 
@@ -86,4 +88,4 @@ def test_without_asking_for_mpi_ranks_share_memory() -> None:
 def test_ranks_that_mpi_does_not_know_are_refused() -> None:
     """Without mpi4py by its name, with it because this process is no rank of two."""
     with pytest.raises(UsageError, match=r"mpi4py and an MPI library|start the ranks with mpirun"):
-        join({"RANK": "0", "WORLD_SIZE": "2", "WEFT_TRANSPORT": "mpi"}, "cpu")
+        join({"RANK": "0", "WORLD_SIZE": "2", "SHARDWISE_TRANSPORT": "mpi"}, "cpu")

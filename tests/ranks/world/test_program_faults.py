@@ -16,15 +16,15 @@ import pytest
 import torch
 from test_shared_memory import mapped_by_anyone
 
-from weft.collectives import build
-from weft.errors import RankError, RunError
-from weft.plan.choice import Choices
-from weft.world import private
-from weft.world.all_reduce import Sums
-from weft.world.pending import LostPeer
-from weft.world.recorder import Recorder
-from weft.world.running import Programs
-from weft.world.world import World
+from shardwise.collectives import build
+from shardwise.errors import RankError, RunError
+from shardwise.plan.ir.choice import AllReduceChoices
+from shardwise.world import private
+from shardwise.world.comm.all_reduce import CollectiveDispatcher
+from shardwise.world.comm.pending import LostPeer
+from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import World
 
 TIMEOUT_S = 2.0
 CULPRIT, NUM_RANKS = 1, 4
@@ -33,9 +33,9 @@ KINDS = ("gloo", "shared_memory")
 
 def at_step(step: int, what: str) -> None:
     """From now on this process does `what` when it comes to a step of a program."""
-    real = Recorder.step
+    real = CollectiveRecorder.set_step
 
-    def then(self: Recorder, at: int, peer: int, now: int) -> None:
+    def then(self: CollectiveRecorder, at: int, peer: int, now: int) -> None:
         real(self, at, peer, now)
         if now >= step:
             if what == "late":
@@ -43,7 +43,7 @@ def at_step(step: int, what: str) -> None:
             else:
                 os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
 
-    Recorder.step = then  # type: ignore[method-assign]
+    CollectiveRecorder.set_step = then  # type: ignore[method-assign]
 
 
 def fault(world: World, kind: str, what: str, step: int, name: str, folder: str) -> str:
@@ -59,14 +59,14 @@ def fault(world: World, kind: str, what: str, step: int, name: str, folder: str)
     said, began = "no error", time.monotonic()
     try:
         again = World(world.rank, world.num_ranks, private.file_store(f"{folder}/fault", NUM_RANKS), timeout_s=TIMEOUT_S, transport=kind)
-        group = again.everyone
+        group = again.world_group
         x = torch.ones(50_000)
         if name == "levels":
-            sums = Sums(group, Choices(above="hierarchical"), build)
+            sums = CollectiveDispatcher(group, AllReduceChoices(default="hierarchical"), build)
             assert sums.levels is not None
             start = sums.levels.all_reduce
         else:
-            running, program = Programs(group.runner), build("all_reduce", name, again.num_ranks)
+            running, program = ProgramRunner(group.runner), build("all_reduce", name, again.num_ranks)
 
             def start(x: torch.Tensor) -> Any:
                 return running.all_reduce(program, x)
@@ -124,8 +124,8 @@ def test_every_other_rank_is_told_in_levels(ranks: Any, what: str, tmp_path: Pat
 
 def unlike(world: World, kind: str, what: str) -> str:
     """Rank 2 calls something else, after a sum that went well."""
-    again, me = world.everyone, world.rank
-    running = Programs(again.runner)
+    again, me = world.world_group, world.rank
+    running = ProgramRunner(again.runner)
     ring, other = build("all_reduce", "ring", world.num_ranks), build("all_reduce", "tree", world.num_ranks)
     x = torch.ones(40)
     running.all_reduce(ring, x)
@@ -151,7 +151,7 @@ def unlike(world: World, kind: str, what: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["size", "type", "algorithm", "collective"])
 def test_calls_that_differ_are_an_error_on_every_rank(ranks: Any, kind: str, what: str) -> None:
-    for rank, said in enumerate(ranks(unlike, 3, kind, what, env={"WEFT_TRANSPORT": kind})):
+    for rank, said in enumerate(ranks(unlike, 3, kind, what, env={"SHARDWISE_TRANSPORT": kind})):
         others = "0, 1" if rank == 2 else "2"
         assert re.match(rf"rank {rank} is in \w+ of float\d\d \[\d+\] by \w+, and rank {others} in another collective, size", said), said
 
@@ -159,7 +159,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(ranks: Any, kind: str, wha
 def swapped(world: World, folder: str, kind: str) -> str:
     """Sizes that were both agreed on before, in another order on rank 1."""
     again = World(world.rank, 2, private.file_store(f"{folder}/swapped", 2), timeout_s=1.0, transport=kind)
-    running, ring = Programs(again.everyone.runner), build("all_reduce", "ring", 2)
+    running, ring = ProgramRunner(again.world_group.runner), build("all_reduce", "ring", 2)
     for size in (10, 12):
         running.all_reduce(ring, torch.ones(size))
     x = torch.full((12 if world.rank else 10,), 1.0)
@@ -178,7 +178,7 @@ def test_known_calls_in_another_order_never_meet(ranks: Any, kind: str, tmp_path
 
 
 def dies(world: World) -> None:
-    running, ring = Programs(world.everyone.runner), build("all_reduce", "ring", world.num_ranks)
+    running, ring = ProgramRunner(world.world_group.runner), build("all_reduce", "ring", world.num_ranks)
     x = torch.ones(1000)
     running.all_reduce(ring, x)
     if world.rank == CULPRIT:
@@ -189,4 +189,4 @@ def dies(world: World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launcher_tells_the_first_cause_and_where_the_others_are(ranks: Any, kind: str) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 was killed by SIGKILL.*rank 0.*all_reduce #\d+ float32 \[1000\] by ring, step \d"):
-        ranks(dies, 3, env={"WEFT_TRANSPORT": kind})
+        ranks(dies, 3, env={"SHARDWISE_TRANSPORT": kind})

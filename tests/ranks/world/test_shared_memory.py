@@ -21,15 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.errors import RankError, RunError
-from weft.world import private
-from weft.world.group import Group
-from weft.world.pending import LostPeer, is_lost
-from weft.world.shared_memory import library, native, segment
-from weft.world.shared_memory.meet import SharedMemory, _Buffers
-from weft.world.shared_memory.portable.channel import PortableChannel
-from weft.world.shared_memory.portable.slots import Streams
-from weft.world.world import World
+from shardwise.errors import RankError, RunError
+from shardwise.world import private
+from shardwise.world.comm.group import Group
+from shardwise.world.comm.pending import LostPeer, is_peer_loss
+from shardwise.world.shared_memory import library, native, segment
+from shardwise.world.shared_memory.portable.channel import PortableChannel
+from shardwise.world.shared_memory.portable.slots import ChunkStreams
+from shardwise.world.shared_memory.setup import SharedMemory, _SharedBufferFactory
+from shardwise.world.world import World
 
 KINDS = ("shared_memory", "portable")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8")
@@ -60,7 +60,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def over(world: World, kind: str) -> Group:
     """All ranks, over the transport that was asked for and no other."""
-    group = world.everyone
+    group = world.world_group
     group.connect()
     if world.num_ranks > 1:
         expected = native.NativeChannel if kind == "shared_memory" else PortableChannel
@@ -108,14 +108,14 @@ def all_sizes(world: World, kind: str, name: str, sizes: tuple[int, ...] = SIZES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_type_and_size_bit_for_bit(ranks: Any, kind: str, name: str) -> None:
-    ranks(all_sizes, 3, kind, name, env={"WEFT_TRANSPORT": kind})
+    ranks(all_sizes, 3, kind, name, env={"SHARDWISE_TRANSPORT": kind})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 5])
 def test_any_number_of_ranks(ranks: Any, kind: str, num_ranks: int) -> None:
-    ranks(all_sizes, num_ranks, kind, "float32", env={"WEFT_TRANSPORT": kind})
-    ranks(all_sizes, num_ranks, kind, "bfloat16", (1, 7, 1001, 300_007), env={"WEFT_TRANSPORT": kind})
+    ranks(all_sizes, num_ranks, kind, "float32", env={"SHARDWISE_TRANSPORT": kind})
+    ranks(all_sizes, num_ranks, kind, "bfloat16", (1, 7, 1001, 300_007), env={"SHARDWISE_TRANSPORT": kind})
 
 
 def mixed(world: World, kind: str, seed: int, count: int) -> None:
@@ -187,7 +187,7 @@ def mixed(world: World, kind: str, seed: int, count: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 5])
 def test_hundreds_of_mixed_operations(ranks: Any, kind: str, num_ranks: int) -> None:
-    ranks(mixed, num_ranks, kind, num_ranks, 300, env={"WEFT_TRANSPORT": kind})
+    ranks(mixed, num_ranks, kind, num_ranks, 300, env={"SHARDWISE_TRANSPORT": kind})
 
 
 def crossed(world: World, kind: str) -> list[float]:
@@ -201,7 +201,7 @@ def crossed(world: World, kind: str) -> list[float]:
         works += [pair.irecv(z, pair.index ^ 1, tag=2), pair.isend(torch.full((size,), float(world.rank)), pair.index ^ 1, tag=2)]
         for work in works if world.rank else works[::-1]:
             work.wait()
-        assert all(work.done for work in works)
+        assert all(work.is_done for work in works)
         found += [float(x[-1]), float(y[-1]), float(z[-1])]
         assert x.eq(3).all()
         assert y.eq(7).all()
@@ -211,7 +211,7 @@ def crossed(world: World, kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_waiting_is_free(ranks: Any, kind: str) -> None:
-    assert ranks(crossed, 2, kind, env={"WEFT_TRANSPORT": kind}) == [[3.0, 7.0, 1.0] * 2, [3.0, 7.0, 0.0] * 2]
+    assert ranks(crossed, 2, kind, env={"SHARDWISE_TRANSPORT": kind}) == [[3.0, 7.0, 1.0] * 2, [3.0, 7.0, 0.0] * 2]
 
 
 def many_jobs(world: World, kind: str) -> None:
@@ -230,7 +230,7 @@ def many_jobs(world: World, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_sums_than_places(ranks: Any, kind: str) -> None:
-    ranks(many_jobs, 3, kind, env={"WEFT_TRANSPORT": kind})
+    ranks(many_jobs, 3, kind, env={"SHARDWISE_TRANSPORT": kind})
 
 
 def long_messages(world: World, kind: str) -> None:
@@ -251,7 +251,7 @@ def long_messages(world: World, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_longer_than_the_ring(ranks: Any, kind: str) -> None:
-    ranks(long_messages, 2, kind, env={"WEFT_TRANSPORT": kind})
+    ranks(long_messages, 2, kind, env={"SHARDWISE_TRANSPORT": kind})
 
 
 def fault(world: World, kind: str, what: str, folder: str) -> str:
@@ -302,7 +302,7 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing(ranks: Any, kind: str, wha
     for said in (told[0], told[2]):
         assert said.startswith("True ")
         assert "remote process exited: rank 1 (process" in said
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "weft" in name}
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "shardwise" in name}
     assert not mapped_by_anyone()
 
 
@@ -317,7 +317,7 @@ def dies(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launcher_tells_the_first_cause(ranks: Any, kind: str) -> None:
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL"):
-        ranks(dies, 3, kind, env={"WEFT_TRANSPORT": kind})
+        ranks(dies, 3, kind, env={"SHARDWISE_TRANSPORT": kind})
     assert not mapped_by_anyone()
 
 
@@ -337,19 +337,19 @@ def mapped_by_anyone() -> list[int]:
     found = []
     for pid, parent in parents.items():
         with suppress(OSError):
-            if (parent == 1 or ours(pid)) and pid != os.getpid() and "memfd:weft" in Path(f"/proc/{pid}/maps").read_text():
+            if (parent == 1 or ours(pid)) and pid != os.getpid() and "memfd:shardwise" in Path(f"/proc/{pid}/maps").read_text():
                 found.append(pid)
     return found
 
 
 def late(world: World, kind: str, folder: str) -> str:
     again = World(world.rank, 2, private.file_store(f"{folder}/late", 2), timeout_s=0.5, transport=kind)
-    again.everyone.barrier()
+    again.world_group.barrier()
     if world.rank:
         time.sleep(1.5)
         return ""
     try:
-        again.everyone.all_reduce(torch.ones(3))
+        again.world_group.all_reduce(torch.ones(3))
     except LostPeer as error:
         return str(error)
     return "no error"
@@ -363,7 +363,7 @@ def test_a_late_rank_is_named(ranks: Any, kind: str, tmp_path: Path) -> None:
 def late_or_stopped(world: World, kind: str, what: str, call: str, folder: str) -> str:
     """What a rank is told while rank 1 comes late or is stopped; rank 2 comes a little after rank 0, and so gives up later."""
     again = World(world.rank, 3, private.file_store(f"{folder}/{what}-{call}", 3), timeout_s=1.0, transport=kind)
-    group, said = again.everyone, "no error"
+    group, said = again.world_group, "no error"
     buffer = group.shared_buffer(300_000, torch.float32) if call == "shared" else torch.ones(300_000)
     group.barrier()
     if world.rank == 1 and what == "late":
@@ -422,7 +422,7 @@ def unlike(world: World, kind: str, what: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["size", "type", "operation", "collective", "shared size", "exchange", "message"])
 def test_calls_that_differ_are_an_error_on_every_rank(ranks: Any, kind: str, what: str) -> None:
-    for said in ranks(unlike, 2, kind, what, env={"WEFT_TRANSPORT": kind}):
+    for said in ranks(unlike, 2, kind, what, env={"SHARDWISE_TRANSPORT": kind}):
         assert "differs from another rank's" in said
 
 
@@ -439,12 +439,12 @@ def waiting(world: World, kind: str) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_waiting_burns_no_core(ranks: Any, kind: str) -> None:
-    assert max(ranks(waiting, 3, kind, env={"WEFT_TRANSPORT": kind})) < 0.3
+    assert max(ranks(waiting, 3, kind, env={"SHARDWISE_TRANSPORT": kind})) < 0.3
 
 
 def test_more_ranks_than_cores(ranks: Any) -> None:
     num_ranks = len(os.sched_getaffinity(0)) + 5
-    ranks(mixed, num_ranks, "shared_memory", 1, 100, env={"WEFT_TRANSPORT": "shared_memory"})
+    ranks(mixed, num_ranks, "shared_memory", 1, 100, env={"SHARDWISE_TRANSPORT": "shared_memory"})
 
 
 def freed(world: World, kind: str) -> list[int]:
@@ -453,7 +453,7 @@ def freed(world: World, kind: str) -> list[int]:
 
     def count() -> int:
         group.barrier()
-        return Path("/proc/self/maps").read_text().count("memfd:weft")
+        return Path("/proc/self/maps").read_text().count("memfd:shardwise")
 
     found = [count()]
     buffer = group.shared_buffer(20_000, torch.float32)
@@ -473,7 +473,7 @@ def freed(world: World, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dropped_buffer_returns_its_memory(ranks: Any, kind: str) -> None:
-    for found in ranks(freed, 3, kind, env={"WEFT_TRANSPORT": kind}):
+    for found in ranks(freed, 3, kind, env={"SHARDWISE_TRANSPORT": kind}):
         assert found[0] == found[3]
         assert found[1] == found[2] == found[0] + 3
 
@@ -483,8 +483,8 @@ def differing(world: World, folder: str) -> list[str]:
     store = private.file_store(f"{folder}/differing", 3)
     again = World(world.rank, 3, store, transport="portable" if world.rank == 1 else "shared_memory")
     x = torch.ones(3)
-    again.everyone.all_reduce(x)
-    return [type(again.everyone._transport).__name__, str(float(x[0]))]
+    again.world_group.all_reduce(x)
+    return [type(again.world_group._transport).__name__, str(float(x[0]))]
 
 
 def test_ranks_agree_on_what_all_can(ranks: Any, tmp_path: Path) -> None:
@@ -506,13 +506,13 @@ def test_a_member_that_ends_before_its_memory_is_mapped_is_lost(kind: str, index
     other = subprocess.Popen(["true"])
     other.wait()
     place = f"{other.pid}:3:4096"
-    said = {"host": segment.host(), "kind": "native" if memory.native is not None else "portable", "pid": other.pid}
+    said = {"host": segment.host_identity(), "kind": "native" if memory.native is not None else "portable", "pid": other.pid}
     told = {f"can/{1 - index}": json.dumps(said), "place": json.dumps([place, ""]), f"mapped/{1 - index}": '""'}
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="remote process exited") as caught:
         memory.open(Told(told), index, (0, 1))
-    assert is_lost(caught.value)
-    buffers = _Buffers(SimpleNamespace(index=index, size=2), Told({f"buffer/0/{1 - index}": json.dumps(place)}))  # type: ignore[arg-type]
+    assert is_peer_loss(caught.value)
+    buffers = _SharedBufferFactory(SimpleNamespace(index=index, size=2), Told({f"buffer/0/{1 - index}": json.dumps(place)}))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="remote process exited"):
         buffers(4, torch.float32)
     del caught
@@ -531,23 +531,23 @@ def test_without_a_compiler_there_is_a_reason_and_no_error(tmp_path: Path) -> No
 def skipping(world: World, kind: str) -> None:
     """The transport with a barrier that is skipped: a reader does not wait for the writer."""
     if kind == "portable":
-        arrived = Streams._arrived
+        arrived = ChunkStreams._next_chunk
 
-        def hasty(self: Streams, rank: int, kind: int, number: int, size: int) -> Any:
+        def hasty(self: ChunkStreams, rank: int, kind: int, number: int, size: int) -> Any:
             memory = self._memory
-            get, memory.get = memory.get, lambda at: 1 << 40  # type: ignore[method-assign]
+            get, memory.read_counter = memory.read_counter, lambda at: 1 << 40  # type: ignore[method-assign]
             try:
                 return arrived(self, rank, kind, number, size)
             finally:
-                memory.get = get  # type: ignore[method-assign]
+                memory.read_counter = get  # type: ignore[method-assign]
 
-        Streams._arrived = hasty  # type: ignore[method-assign]
+        ChunkStreams._next_chunk = hasty  # type: ignore[method-assign]
     else:
-        library.FLAGS = (*library.FLAGS, "-DWEFT_TWIN_SKIPS_THE_BARRIER")
+        library.FLAGS = (*library.FLAGS, "-DSHARDWISE_TWIN_SKIPS_THE_BARRIER")
     all_sizes(world, kind, "float32", (1001,) * 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_barrier_is_seen(ranks: Any, kind: str) -> None:
     with pytest.raises(RankError):
-        ranks(skipping, 3, kind, env={"WEFT_TRANSPORT": kind})
+        ranks(skipping, 3, kind, env={"SHARDWISE_TRANSPORT": kind})

@@ -1,4 +1,5 @@
-"""Real agents of torchrun, two on this machine as if on two hosts, whose workers are `weft train`: others go on without what is killed."""
+"""Real agents of torchrun, two on this machine as if on two hosts, whose workers are `shardwise train`: others go on without what is
+killed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.train.metrics import read_metrics
+from shardwise.train.metrics import read_metrics
 
 STEPS, AT = 600, 10
 CONFIG = """
@@ -50,11 +51,11 @@ class Agents:
         others = ("SLURM", "MASTER", "TORCHELASTIC", "PMI", "OMPI")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         paths = os.pathsep.join([str(Path(__file__).parents[3] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = kept | {"OMP_NUM_THREADS": "1", "WEFT_TRANSPORT": "gloo", "WEFT_TOKEN": "of this test alone", "PYTHONPATH": paths}
+        env = kept | {"OMP_NUM_THREADS": "1", "SHARDWISE_TRANSPORT": "gloo", "SHARDWISE_TOKEN": "of this test alone", "PYTHONPATH": paths}
         self.agents = []
         for node in range(2):
             words = [word.format(node=node, port=port) for word in ("--nnodes=2", "--nproc-per-node=1", *options)]
-            command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "weft", "train", str(folder / "train.toml")]
+            command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "shardwise", "train", str(folder / "train.toml")]
             with (folder / f"agent-{node}.txt").open("w") as said:
                 self.agents.append(subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=folder))
 

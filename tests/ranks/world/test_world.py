@@ -13,22 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
-from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.errors import Infeasible, RankError, UsageError
-from weft.plan.placement import piece
-from weft.world import private
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
+from shardwise.errors import Infeasible, RankError, UsageError
+from shardwise.plan.ir.placement import even_shard_range
+from shardwise.world import private
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 
 
 def loops(world: World, folder: str) -> list[int]:
     """How the threads are scheduled that a gloo group has: its device's loop, and those that carry collectives out."""
-    again, before = World(world.rank, 2, private.file_store(f"{folder}/loops", 2), transport="gloo"), private.threads()
-    again.everyone.all_reduce(torch.ones(4))
-    return sorted(map(os.sched_getscheduler, private.threads() - before))
+    again, before = World(world.rank, 2, private.file_store(f"{folder}/loops", 2), transport="gloo"), private.thread_ids()
+    again.world_group.all_reduce(torch.ones(4))
+    return sorted(map(os.sched_getscheduler, private.thread_ids() - before))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has batch threads")
@@ -43,12 +43,12 @@ def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def mine(x: Tensor, dim: int, world: World) -> Tensor:
     """This rank's piece; along dimension 1 and later it is not contiguous."""
-    return x.narrow(dim, *piece(x.shape[dim], world.num_ranks, world.rank))
+    return x.narrow(dim, *even_shard_range(x.shape[dim], world.num_ranks, world.rank))
 
 
 def collectives(world: World, name: str) -> None:
     dtype = getattr(torch, name)
-    group, n, rank = world.everyone, world.num_ranks, world.rank
+    group, n, rank = world.world_group, world.num_ranks, world.rank
 
     def summand(i: int) -> Tensor:
         return (whole(5, 7) + i).to(dtype) if dtype is not torch.bool else (whole(5, 7) + i).remainder(4).eq(0)
@@ -107,9 +107,9 @@ def test_collectives_equal_their_closed_forms(ranks: Any, name: str, num_ranks: 
 def narrow_sum(world: World) -> list[float]:
     # 256 + 1 is no bfloat16: added one after the other in bfloat16 the ones are lost.
     x = torch.tensor([256.0 if world.rank == 0 else 1.0], dtype=torch.bfloat16)
-    world.everyone.all_reduce(x)
+    world.world_group.all_reduce(x)
     y = torch.tensor([256.0 if world.rank == 0 else 1.0] * 3, dtype=torch.bfloat16)
-    return [float(x), float(world.everyone.reduce_scatter(y))]
+    return [float(x), float(world.world_group.reduce_scatter(y))]
 
 
 def test_bfloat16_sums_are_rounded_once(ranks: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_group_needs_its_members_only(ranks: Any) -> None:
 
 def messages(world: World) -> None:
     """Both ways at once, several under way, tags out of order, equal tags in order."""
-    group, other = world.everyone, 1 - world.rank
+    group, other = world.world_group, 1 - world.rank
     sends = [group.isend(torch.full((2, 3), 10.0 * world.rank + i).t(), other, tag=i) for i in range(4)]
     sends += [group.isend(torch.full((1,), 100 + i), other, tag=9) for i in range(3)]
     rooms = {i: torch.zeros(2, 3).t() for i in (3, 1, 0, 2)}
@@ -168,7 +168,7 @@ def two_generations(world: World, folder: str) -> list[float]:
     for generation in (0, 1):
         again = World(world.rank, 2, store, generation=generation)
         x = torch.tensor([float(world.rank + 10 * generation)])
-        again.everyone.all_reduce(x)
+        again.world_group.all_reduce(x)
         found.append(float(x))
     return found
 
@@ -180,12 +180,12 @@ def test_generations_do_not_mix(ranks: Any, tmp_path: Path) -> None:
 def stale(world: World, folder: str) -> str:
     """Without a generation of its own, a second attempt would read the first one's addresses: the broken twin of the test above."""
     store = private.file_store(f"{folder}/stale", 2)
-    World(world.rank, 2, store).everyone.barrier()
+    World(world.rank, 2, store).world_group.barrier()
     # Rank 0 comes first and finds the address that rank 1 had. It connects to it, or waits for rank 1: gloo decides by the ports.
     for _ in range(12):
         time.sleep(0.1 * world.rank)
         try:
-            World(world.rank, 2, store, timeout_s=1.0).everyone.barrier()
+            World(world.rank, 2, store, timeout_s=1.0).world_group.barrier()
         except Exception as error:
             return type(error).__name__
     return ""
@@ -198,7 +198,7 @@ def test_one_generation_twice_fails(ranks: Any, tmp_path: Path) -> None:
 
 
 def agreed(world: World) -> list[int]:
-    return world.maximum([world.rank, -world.rank, 7 if world.rank == 1 else -1])
+    return world.all_reduce_max([world.rank, -world.rank, 7 if world.rank == 1 else -1])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -214,12 +214,12 @@ def told(world: World) -> list[str]:
     def refuse() -> str:
         raise Infeasible("9 layers and 10 stages")
 
-    said = [world.told(choose)]
+    said = [world.broadcast_text(choose)]
     try:
-        world.told(refuse)
+        world.broadcast_text(refuse)
     except Infeasible as error:
         said.append(str(error))
-    return [*said, world.told(lambda: "third")]
+    return [*said, world.broadcast_text(lambda: "third")]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -229,9 +229,9 @@ def test_rank_0_chooses_for_all_and_fails_for_all(ranks: Any, num_ranks: int) ->
 
 def plans(world: World) -> list[str]:
     """Machines that would lead each rank to a plan of its own: slow links on rank 0, fast ones on the others."""
-    link = Link(1e-3, 1e6) if world.rank == 0 else Link(1e-9, 1e13)
+    link = NetworkLink(1e-3, 1e6) if world.rank == 0 else NetworkLink(1e-9, 1e13)
     core = Device("core", "cpu", (("float32", 1e9),), 8e9, 2e10)
-    engine = weft.parallelize("gpt-tiny", 8, cluster=Cluster("mine", core, (Level("node", 2, link),)), world=world, seed=0)
+    engine = shardwise.parallelize("gpt-tiny", 8, cluster=Cluster("mine", core, (ClusterLevel("node", 2, link),)), world=world, seed=0)
     return [str(engine.plan.layout), str(engine.step(resolve("gpt-tiny").batch(8)).loss)]
 
 
@@ -241,7 +241,7 @@ def test_ranks_that_measured_other_machines_train_under_one_plan(ranks: Any) -> 
 
 
 def wrong_calls(world: World) -> list[str]:
-    group = world.everyone
+    group = world.world_group
     said = []
     for call in (
         lambda: group.all_gather(torch.zeros(3), 0, 4),
@@ -266,7 +266,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent(ranks: Any) -> None:
 def test_a_world_of_one_needs_nothing() -> None:
     world = World()
     x = torch.arange(6.0).reshape(2, 3)
-    group = world.everyone
+    group = world.world_group
     group.all_reduce(x)
     group.barrier()
     assert torch.equal(group.all_gather(x, 1), x)

@@ -13,19 +13,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardwise.errors import Infeasible, UsageError
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.axis_problem import OperatorStrategy
+from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
+from shardwise.model.sharding.propagate import planned_dims, propagate
+from shardwise.model.sharding.sharding import Prices, Sharding, Shards
+from shardwise.plan.ir.placement import Placement, R, is_shard
 from tests.support.placements_oracle.budget import Budget, Bytes, held, pieces
 from tests.support.placements_oracle.highs import Solution, least_bytes, solve
 from tests.support.placements_oracle.linear import Programme, programme
 from tests.support.placements_oracle.price import Cost, price
 from tests.support.placements_oracle.repeats import representatives
 from tests.support.placements_oracle.tables import DEFERRED, Axis, Tables, tables
-from weft.errors import Infeasible, UsageError
-from weft.model.graph import Graph
-from weft.model.sharding.axis_problem import Choice
-from weft.model.sharding.axis_values import Given, Others
-from weft.model.sharding.propagate import given_dims, propagate
-from weft.model.sharding.sharding import Prices, Sharding, Shards
-from weft.plan.placement import Placement, R, is_shard
 
 __all__ = ["Assignment", "Budget", "Bytes", "Cost", "Solved", "exceptions", "solve_placements"]
 
@@ -106,7 +106,7 @@ def solve_placements(
         UsageError: an unknown axis.
         LayoutError: shards that the graph does not have.
 
-    >>> from weft.model.graph import Operator, Ref, Tensor, Variable
+    >>> from shardwise.model.graph import Operator, Ref, Tensor, Variable
     >>> shape = {"x": (64, 4096), "w": (4096, 4096), "y": (64, 4096), "loss": ()}
     >>> tensors = {name: Tensor(dims, "float32") for name, dims in shape.items()}
     >>> linear = Operator("y", "aten.linear.default", (Ref("x"), Ref("w")), (), ("y",), "a/linear")
@@ -129,12 +129,12 @@ def solve_placements(
         before = {a: sizes[a] for a in ("data", *order[:i]) if sizes.get(a, 1) > 1}
         so_far = propagate(graph, before, found, prices=prices, sequence=sequence, labels=labels) if before else None
         price_of = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        fixed = given_dims(graph, axis, sizes[axis], found)
-        others = Others(taken_by(graph, so_far), ranks=prod(before.values()), replicas=before.get("data", 1))
-        problem = Axis(graph, axis, sizes[axis], price_of, Given(fixed), others, sequence=sequence)
+        fixed = planned_dims(graph, axis, sizes[axis], found)
+        others = OtherAxes(taken_by(graph, so_far), num_ranks=prod(before.values()), num_replicas=before.get("data", 1))
+        problem = Axis(graph, axis, sizes[axis], price_of, FixedShards(fixed), others, sequence=sequence)
         if axis in batch_cut:
-            problem.meanings = None
-        ways = {} if so_far is None else pieces(graph, so_far.forms, before)
+            problem.weight_label_meanings = None
+        ways = {} if so_far is None else pieces(graph, so_far.placements, before)
         divided = {} if so_far is None else _divided(so_far, before)
         later = prod(sizes[a] for a in order[i + 1 :])  # axes that come later may divide all of it
         limits = replace(budget, size_bytes=budget.size_bytes * later)
@@ -143,7 +143,7 @@ def solve_placements(
         memory = held(one.tables, budget, ways, divided, one.chosen, one.stored)
         named = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
         found[axis] = tuple((name, form.dim) for v, name in named.items() if is_shard(form := one.stored.get(v, R)))
-        labels[axis] = {op.site: one.choice(op.name).word for op in graph.operators}
+        labels[axis] = {op.site: one.choice(op.name).plan_name for op in graph.operators}
         counts = (len(graph.operators), len(one.tables.kinds), len(one.programme.costs), len(one.programme.rows))
         solved.append(Solved(axis, sizes[axis], cost, answer.bound, answer.proven, *counts, time.perf_counter() - began))
     sharding = propagate(graph, sizes, found, prices=prices, sequence=sequence, labels=labels)
@@ -159,7 +159,7 @@ class _One:
     chosen: tuple[int, ...]
     stored: Mapping[str, Placement]
 
-    def choice(self, operator: str) -> Choice:
+    def choice(self, operator: str) -> OperatorStrategy:
         kind = self.tables.kind_of[operator]
         return self.tables.kinds[kind].choices[self.chosen[kind]]
 
@@ -214,7 +214,9 @@ def _start(table: Tables, built: Programme, one: _One) -> dict[int, float]:
     for kind, columns in zip(table.kinds, built.choices, strict=True):
         chosen = one.choice(kind.operators[0])
         for column, choice in zip(columns, kind.choices, strict=True):
-            found[column] = float(choice.word == chosen.word and (DEFERRED in choice.makes) == (DEFERRED in chosen.makes))
+            found[column] = float(
+                choice.plan_name == chosen.plan_name and (DEFERRED in choice.output_placements) == (DEFERRED in chosen.output_placements)
+            )
     return found
 
 
@@ -238,7 +240,9 @@ def exceptions(graph: Graph, sizes: Mapping[str, int], placement: Assignment, *,
 
 
 def _same(a: Sharding, b: Sharding, name: str, axis: str) -> bool:
-    return a.ops[name][axis] == b.ops[name][axis] and [row[axis] for row in a.needs[name]] == [row[axis] for row in b.needs[name]]
+    return a.labels[name][axis] == b.labels[name][axis] and [row[axis] for row in a.input_placements[name]] == [
+        row[axis] for row in b.input_placements[name]
+    ]
 
 
 def taken_by(graph: Graph, sharding: Sharding | None) -> dict[str, set[int]]:
@@ -246,12 +250,12 @@ def taken_by(graph: Graph, sharding: Sharding | None) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     if sharding is None:
         return found
-    for value, forms in sharding.forms.items():
+    for value, forms in sharding.placements.items():
         for form in forms.values():
             if is_shard(form):
                 found.setdefault(value, set()).add(form.dim)
     for op in graph.operators:
-        for value, needs in zip(op.inputs, sharding.needs[op.name], strict=True):
+        for value, needs in zip(op.inputs, sharding.input_placements[op.name], strict=True):
             for need in needs.values():
                 if is_shard(need):
                     found.setdefault(value, set()).add(need.dim)
@@ -268,7 +272,7 @@ def _check(sizes: Mapping[str, int], batch_cut: Collection[str]) -> None:
 
 
 def _divided(sharding: Sharding, sizes: Mapping[str, int]) -> dict[str, int]:
-    return {name: prod(n for axis, n in sizes.items() if cut.get(axis)) for name, cut in sharding.ops.items()}
+    return {name: prod(n for axis, n in sizes.items() if cut.get(axis)) for name, cut in sharding.labels.items()}
 
 
 def _read(table: Tables, built: Programme, answer: Solution) -> _One:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.errors import UsageError
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.axis_problem import OperatorStrategy
+from shardwise.model.work import MATMUL_KINDS
+from shardwise.plan.ir.placement import Placement, R, is_shard
 from tests.support.placements_oracle.tables import Tables
-from weft.errors import UsageError
-from weft.model.graph import Graph
-from weft.model.sharding.axis_problem import Choice
-from weft.model.work import MATMUL_KINDS
-from weft.plan.placement import Placement, R, is_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Term:
 
 def state_of(tables: Tables, budget: Budget, value: str, ways: Mapping[str, int]) -> Bytes:
     """Bytes of one whole parameter or buffer with what belongs to it; `ways`: pieces into which other axes cut values."""
-    variable = tables.axis.placed[value]
+    variable = tables.axis.state[value]
     by = ways.get(value, 1)
     if value not in tables.parameters:
         return Bytes(variable.tensor.size_bytes / by)
@@ -101,9 +101,9 @@ def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapp
         at = tables.kind_of[op.name]
         choices = tables.kinds[at].choices
         narrow = half and work.kind in (*MATMUL_KINDS, "activation")
-        for value in work.keeps:
-            root = inventory.root.get(value, value)
-            if root in inventory.held and not (narrow and root in inventory.grads):
+        for value in work.saved:
+            root = inventory.storage_root.get(value, value)
+            if root in inventory.persistent_values and not (narrow and root in inventory.grads):
                 continue
             keeper = Keeper(at, tuple(is_shard(_form(op.inputs, op.outputs, choice, value)) for choice in choices))
             kept.setdefault((root, narrow), {})[keeper] = None
@@ -121,10 +121,10 @@ def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapp
     return tuple(Term(size, count, keepers) for (size, keepers), count in found.items() if size > 0)
 
 
-def _form(inputs: Sequence[str], outputs: Sequence[str], choice: Choice, value: str) -> Placement:
+def _form(inputs: Sequence[str], outputs: Sequence[str], choice: OperatorStrategy, value: str) -> Placement:
     if value in inputs:
-        return choice.needs[inputs.index(value)] or R
-    return choice.makes[outputs.index(value)]
+        return choice.input_placements[inputs.index(value)] or R
+    return choice.output_placements[outputs.index(value)]
 
 
 def held(
@@ -138,7 +138,7 @@ def held(
     """Bytes of one solution: the choice of every kind, and where parameters and buffers lie (whole where `stored` lacks them)."""
     n = tables.axis.n
     parts = [0.0, 0.0, 0.0]
-    for value in tables.axis.placed:
+    for value in tables.axis.state:
         state = state_of(tables, budget, value, ways)
         by = n if is_shard(stored.get(value, R)) else 1
         for i, size in enumerate((state.parameters, state.gradients, state.optimizer)):

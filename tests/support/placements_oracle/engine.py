@@ -4,7 +4,7 @@ HiGHS 1.15 was seen never to return from presolve, past its own time limit, on p
 return cannot be ended, and a process can. So what is solved with presolve runs apart: the process carries an alarm that ends it even
 where the one that began it is gone. Where it did not answer, the same is solved there again without presolve, which keeps its limit.
 
-This file imports nothing of weft's, since it is also the script that the process runs: arrays on standard input, arrays on standard
+This file imports nothing of shardwise's, since it is also the script that the process runs: arrays on standard input, arrays on standard
 output (numpy's format, without pickle).
 """
 

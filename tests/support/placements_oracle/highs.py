@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwise.errors import Infeasible
 from tests.support.placements_oracle.engine import IMPOSSIBLE, NOTHING, solve_apart, solve_here
 from tests.support.placements_oracle.linear import Programme, Terms
-from weft.errors import Infeasible
 
 SMALL = 400  # columns below which presolve saves nothing, so that they are solved here without it
 SPAN = 1e4  # costs are scaled to about this size, and so are bytes, since the solver's tolerances are absolute

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.plan.ir.placement import D, Placement, is_shard
 from tests.support.placements_oracle.budget import Budget, Term, state_of, terms
 from tests.support.placements_oracle.tables import DEFERRED, INFINITE, SUMMED, Flow, Tables, Word
-from weft.plan.placement import D, Placement, is_shard
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
 
@@ -58,7 +58,7 @@ def programme(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: 
     for flow in tables.flows:
         seen.update(flow.values)
         _flow(built, tables, budget, ways, flow)
-    for value in tables.axis.placed:
+    for value in tables.axis.state:
         if value not in seen:  # read by nothing, and whole
             built.fixed_bytes += state_of(tables, budget, value, ways).total
     for term in terms(tables, budget, ways, divided):
@@ -124,7 +124,7 @@ def _store(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, 
     possible = [(form, cost) for form, cost in zip(flow.source.forms, flow.source.store_s, strict=True) if cost < INFINITE]
     columns = [built.column(cost * many, whole=len(possible) > 1) for _, cost in possible]
     built.row(1.0, 1.0, [(column, 1.0) for column in columns])
-    if value in tables.axis.placed:
+    if value in tables.axis.state:
         built.stores[value] = [(form, column) for (form, _), column in zip(possible, columns, strict=True)]
         size = sum(state_of(tables, budget, v, ways).total for v in flow.values)
         built.bytes += [(column, size / (tables.axis.n if is_shard(form) else 1)) for form, column in built.stores[value]]

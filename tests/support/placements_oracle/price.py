@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.plan.ir.placement import Placement, R
 from tests.support.placements_oracle.tables import Tables
-from weft.plan.placement import Placement, R
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,18 @@ def price(tables: Tables, chosen: Sequence[int], stored: Mapping[str, Placement]
     operators_s = moves_s = 0.0
     held: dict[str, frozenset[Placement]] = {}
     for v in graph.variables:
-        given = tables.axis.start(v.value) or (R,)
+        given = tables.axis.initial_placements(v.value) or (R,)
         held[v.value] = frozenset((stored.get(v.value, given[0]),))
     read = {value for flow in tables.flows for value in flow.values}
-    states_s = sum(moves.stored(value, next(iter(held[value]))) for value in tables.axis.placed if value in read)
+    states_s = sum(moves.stored(value, next(iter(held[value]))) for value in tables.axis.state if value in read)
     for op in graph.operators:
         kind = tables.kind_of[op.name]
         choice = tables.kinds[kind].choices[chosen[kind]]
         operators_s += choice.cost_s
-        for value, need in zip(op.inputs, choice.needs, strict=True):
+        for value, need in zip(op.inputs, choice.input_placements, strict=True):
             if need is not None:
                 seconds, held[value] = moves.read(value, held[value], (need,))
                 moves_s += seconds
-        for value, form in zip(op.outputs, choice.makes, strict=True):
+        for value, form in zip(op.outputs, choice.output_placements, strict=True):
             held[value] = frozenset((form,))
     return Cost(operators_s, moves_s, states_s)

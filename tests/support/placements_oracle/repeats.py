@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.errors import LayoutError
-from weft.model.graph import Graph
-from weft.model.sharding.fold import operator_classes
+from shardwise.errors import LayoutError
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.fold import operator_classes
 
 WEIGHTED = 2  # operators with a weight matrix that a block has at least
 NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
-from weft.cost.memory.memory import Inventory
-from weft.model.graph import Graph, Operator, written_buffers
-from weft.model.sharding.axis_problem import AxisProblem, Choice
-from weft.plan.placement import D, Interned, Placement, R, Shard
+from shardwise.cost.memory.memory import Inventory
+from shardwise.model.graph import Graph, Operator, written_buffers
+from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
+from shardwise.plan.ir.placement import D, Interned, Placement, R, Shard
 
 Word = tuple[Placement, ...]  # the forms in which one operator reads one value, each once; () where any will do
 INFINITE = float("inf")
@@ -50,8 +50,8 @@ class Axis(AxisProblem):
         return Inventory.of(self.graph)
 
     def compute_s(self, op: Operator) -> float:
-        work, fixed = self.inventory.works[op.name], self.fixed_bytes(op)
-        return self.longer_s(op, work.flops, work.bytes, fixed) + self.longer_s(op, work.backward_flops, work.backward_bytes, 2 * fixed)
+        work, fixed = self.inventory.works[op.name], self.weight_bytes(op)
+        return self.roofline_s(op, work.flops, work.bytes, fixed) + self.roofline_s(op, work.backward_flops, work.backward_bytes, 2 * fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Kind:
     """Operators that are placed alike: their names, and the choices that are left after pruning."""
 
     operators: tuple[str, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[OperatorStrategy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ class Moves:
         """What the price of moving a value depends on."""
         if value not in self._like:
             tensor = self.axis.graph.tensors[value]
-            cuttable = tuple(dim for dim in range(len(tensor.shape)) if self.axis.cuttable(value, dim))
-            placed = value in self.axis.placed
-            self._like[value] = (tensor.size_bytes, value in self.axis.asked, value in self.still, placed, cuttable)
+            cuttable = tuple(dim for dim in range(len(tensor.shape)) if self.axis.can_shard(value, dim))
+            placed = value in self.axis.state
+            self._like[value] = (tensor.size_bytes, value in self.axis.differentiable, value in self.still, placed, cuttable)
         return self._like[value]
 
     def seconds(self, value: str, source: Placement, target: Placement) -> float:
@@ -150,11 +150,11 @@ class Moves:
 
     def stored(self, value: str, form: Placement) -> float:
         """Seconds a step of a parameter or buffer that lies in `form`, the sum of its gradient for DEFERRED; infinite where it cannot."""
-        found = self.axis.place(value, D if form is DEFERRED else R if form is SUMMED else form)
+        found = self.axis.stored_placement(value, D if form is DEFERRED else R if form is SUMMED else form)
         return INFINITE if found is None else found[1]
 
     def _price(self, value: str, source: Placement, target: Placement) -> float:
-        return INFINITE if value in self.still else self.axis.exact_s(value, source, target)
+        return INFINITE if value in self.still else self.axis.redistribute_with_copies_s(value, source, target)
 
 
 def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
@@ -170,7 +170,7 @@ def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
         if value in made:
             op, i = made[value]
             at = kind_of[op.name]
-            source = Source(at, tuple(choice.makes[i] for choice in kinds[at].choices))
+            source = Source(at, tuple(choice.output_placements[i] for choice in kinds[at].choices))
         else:
             source = _start(axis, moves, value)
         key = (moves.like(value), source, readers)
@@ -182,11 +182,11 @@ def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
 
 def _kinds(axis: Axis, moves: Moves, representative: Mapping[str, str]) -> tuple[tuple[Kind, ...], dict[str, int]]:
     groups: dict[tuple[object, ...], list[str]] = {}
-    choices: dict[tuple[object, ...], list[Choice]] = {}
+    choices: dict[tuple[object, ...], list[OperatorStrategy]] = {}
     for op in axis.graph.operators:
         key = (representative.get(op.name, op.name), *_decides(axis, moves, op))
         if key not in choices:
-            choices[key] = prune(axis.choices(op))
+            choices[key] = prune(axis.strategies(op))
         groups.setdefault(key, []).append(op.name)
     kinds = tuple(Kind(tuple(names), tuple(choices[key])) for key, names in groups.items())
     return kinds, {name: i for i, kind in enumerate(kinds) for name in kind.operators}
@@ -194,19 +194,23 @@ def _kinds(axis: Axis, moves: Moves, representative: Mapping[str, str]) -> tuple
 
 def _decides(axis: Axis, moves: Moves, op: Operator) -> tuple[object, ...]:
     """What, besides what repetition compares, decides on an operator's choices and their prices."""
-    meaning = None if axis.meanings is None else axis.meanings[op.name]
+    meaning = None if axis.weight_label_meanings is None else axis.weight_label_meanings[op.name]
     values = tuple((moves.like(value), value in axis.grads) for value in (*op.inputs, *op.outputs))
-    fixed = () if axis.fixed is None else tuple(axis.fixed.get(value) for value in op.inputs)
+    fixed = () if axis.planned_dims is None else tuple(axis.planned_dims.get(value) for value in op.inputs)
     return meaning, values, fixed
 
 
-def prune(choices: list[Choice]) -> list[Choice]:
+def prune(choices: list[OperatorStrategy]) -> list[OperatorStrategy]:
     """Those that no other dominates: one that makes the same, needs the same or less, and is cheaper (or first)."""
 
-    def dominates(a: Choice, b: Choice) -> bool:
-        return a.makes == b.makes and a.cost_s <= b.cost_s and all(x is None or x == y for x, y in zip(a.needs, b.needs, strict=True))
+    def dominates(a: OperatorStrategy, b: OperatorStrategy) -> bool:
+        return (
+            a.output_placements == b.output_placements
+            and a.cost_s <= b.cost_s
+            and all(x is None or x == y for x, y in zip(a.input_placements, b.input_placements, strict=True))
+        )
 
-    kept: list[Choice] = []
+    kept: list[OperatorStrategy] = []
     for choice in choices:
         if not any(dominates(other, choice) for other in kept):
             kept = [other for other in kept if not dominates(choice, other)]
@@ -230,17 +234,17 @@ def _deferring(axis: Axis, kinds: tuple[Kind, ...], uses: Mapping[str, tuple[Use
             found.append(kind)
             continue
         alike = len(made) == 1 and len({tuple(uses.get(value, ()) for value in op.outputs) for op in ops}) == 1
-        choices: list[Choice] = []
+        choices: list[OperatorStrategy] = []
         for choice in kind.choices:
             if choice.label:
                 choices.append(choice)
                 continue
             floats = [value in axis.grads for value in ops[0].outputs]
-            whole = tuple(SUMMED if alike and is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
-            deferred = tuple(DEFERRED if is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
-            rows = zip(ops[0].inputs, choice.needs, strict=True)
+            whole = tuple(SUMMED if alike and is_float else form for form, is_float in zip(choice.output_placements, floats, strict=True))
+            deferred = tuple(DEFERRED if is_float else form for form, is_float in zip(choice.output_placements, floats, strict=True))
+            rows = zip(ops[0].inputs, choice.input_placements, strict=True)
             needs = tuple(D if need is R and value in axis.grads else need for value, need in rows)
-            choices += [replace(choice, makes=whole), replace(choice, makes=deferred, needs=needs)]
+            choices += [replace(choice, output_placements=whole), replace(choice, output_placements=deferred, input_placements=needs)]
         found.append(replace(kind, choices=tuple(choices)))
     return tuple(found)
 
@@ -259,7 +263,7 @@ def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> 
             if key not in known:
                 words = []
                 for choice in kinds[at].choices:
-                    needs = [choice.needs[i] for i in places]
+                    needs = [choice.input_placements[i] for i in places]
                     words.append(tuple(dict.fromkeys(need for need in needs if need is not None)))
                 known[key] = Use(at, tuple(places), tuple(words))
             found.setdefault(value, {})[known[key]] = None
@@ -267,11 +271,11 @@ def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> 
 
 
 def _start(axis: Axis, moves: Moves, value: str) -> Source:
-    given = axis.start(value)
-    if value not in axis.placed:
+    given = axis.initial_placements(value)
+    if value not in axis.state:
         return Source(forms=given or (R,), store_s=(0.0,))
     dims = range(len(axis.graph.tensors[value].shape))
-    cut = tuple(Shard(dim) for dim in dims if axis.cuttable(value, dim)) if given is None else ()
+    cut = tuple(Shard(dim) for dim in dims if axis.can_shard(value, dim)) if given is None else ()
     forms = ((SUMMED, DEFERRED) if value in axis.grads else (R,)) + cut if given in (None, (R,)) else given
     assert forms is not None
     return Source(forms=forms, store_s=tuple(moves.stored(value, form) for form in forms))

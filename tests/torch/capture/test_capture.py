@@ -15,33 +15,33 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import weft
-from weft.capture.capture import Captured, capture, taken
-from weft.capture.nesting import leaves
-from weft.errors import Infeasible, ModelError
-from weft.lower.kernels.randomness import Draw
-from weft.lower.local import Lowering, lower
-from weft.model.gradients import learned
-from weft.model.graph import writes_buffer
-from weft.model.sharding.propagate import propagate
-from weft.model.stages.stages import split
-from weft.run.build import Source
+import shardwise
+from shardwise.capture.capture import CapturedGraph, capture, forward_arguments
+from shardwise.capture.nesting import named_leaves
+from shardwise.errors import Infeasible, ModelError
+from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.local import Lowering, lower
+from shardwise.model.gradients import parameters_with_gradient
+from shardwise.model.graph import writes_buffer
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.stages.stages import split
+from shardwise.run.rank_model.build import ModelSource
 
 
-def captured_and_run(model: nn.Module, batch: Any, loss: Any = None) -> tuple[Captured, Tensor]:
+def captured_and_run(model: nn.Module, batch: Any, loss: Any = None) -> tuple[CapturedGraph, Tensor]:
     """The captured graph, and its loss on one rank with the module's own parameters and buffers."""
-    captured = Source.of(model).capture(batch, loss, None)
+    captured = ModelSource.from_model(model).capture(batch, loss, None)
     graph = captured.graph
     sharding = propagate(graph, {})
-    local = lower(split(graph, ())[0], Lowering(graph, sharding, {}, torch.device("cpu"), Draw()))
+    local = lower(split(graph, ())[0], Lowering(graph, sharding, {}, torch.device("cpu"), DrawState()))
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {v.value: named[v.name] for v in (*graph.parameters, *graph.buffers)}
-    values.update({v.value: dict(leaves(batch))[v.name] for v in graph.inputs})
+    values.update({v.value: dict(named_leaves(batch))[v.name] for v in graph.inputs})
     values.update(captured.constants)
     return captured, local.module(*(values[v] for v in local.variables))[0]
 
 
-def equal_to_eager(model: nn.Module, batch: Any, loss: Any = None) -> Captured:
+def equal_to_eager(model: nn.Module, batch: Any, loss: Any = None) -> CapturedGraph:
     """Assert that loss, gradients, and what parameters and buffers then hold are those of the module run eagerly."""
     held = {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
     want = model(*batch) if loss is None else loss(model(*batch), batch)
@@ -101,14 +101,14 @@ def test_names_are_the_models() -> None:
 
 
 def test_a_tied_parameter_is_one_with_two_names() -> None:
-    graph = Source.of(Tied).capture((IDS,), None, None).graph
+    graph = ModelSource.from_model(Tied).capture((IDS,), None, None).graph
     assert {v.name: v.aliases for v in graph.parameters if v.aliases} == {"emb.weight": ("out.weight",)}
     assert len(graph.consumers()[graph.parameters[0].value]) == 2 or any(v.aliases for v in graph.parameters)
 
 
 def test_sites_do_not_depend_on_the_batch() -> None:
     def sites(size: int) -> list[str]:
-        return [op.site for op in Source.of(Tied).capture((IDS,), None, size).graph.operators]
+        return [op.site for op in ModelSource.from_model(Tied).capture((IDS,), None, size).graph.operators]
 
     assert sites(2) == sites(4) == sites(12)
     assert len(set(sites(2))) == len(sites(2)), "one site, one operator"
@@ -116,7 +116,7 @@ def test_sites_do_not_depend_on_the_batch() -> None:
 
 
 def test_the_batch_size_asked_for_is_the_graphs() -> None:
-    graph = Source.of(Tied).capture((IDS,), None, 10).graph
+    graph = ModelSource.from_model(Tied).capture((IDS,), None, 10).graph
     assert graph.batch_size == 10
     assert graph.inputs[0].tensor.shape == (10, 6)
 
@@ -130,7 +130,7 @@ def test_a_batch_of_dicts_keeps_its_paths() -> None:
         def forward(self, first: Tensor, rest: dict[str, Tensor]) -> Tensor:
             return (first * self.w).sum() + rest["b"].mean()
 
-    graph = Source.of(Two).capture({"first": torch.zeros(4, 3), "rest": {"b": torch.zeros(4)}}, None, None).graph
+    graph = ModelSource.from_model(Two).capture({"first": torch.zeros(4, 3), "rest": {"b": torch.zeros(4)}}, None, None).graph
     assert [v.name for v in graph.inputs] == ["first", "rest.b"]
 
 
@@ -153,7 +153,7 @@ class Masked(nn.Module):
     ],
 )
 def test_a_model_gets_of_a_batch_what_its_forward_takes(model: nn.Module, batch: Any, passed: Any) -> None:
-    assert taken(model, batch) == passed
+    assert forward_arguments(model, batch) == passed
 
 
 def test_buffers_that_the_model_writes_are_written() -> None:
@@ -296,7 +296,7 @@ class Listed(nn.Module):
 @pytest.mark.parametrize("kind", [Branch, Listed])
 def test_what_depends_on_data_is_refused_with_the_reason(kind: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match=r"torch\.export cannot follow the model: \w+"):
-        Source.of(kind).capture((torch.ones(4, 3),), None, None)
+        ModelSource.from_model(kind).capture((torch.ones(4, 3),), None, None)
 
 
 class Counting(nn.Module):
@@ -352,7 +352,7 @@ class Late(nn.Module):
 )
 def test_what_a_first_call_makes_and_later_ones_read_is_refused_where_calls_differ(kind: str, said: str) -> None:
     """What was made stayed in the model, which then could not be built: `kept was made by another block`."""
-    model = Source.of(lambda: Late(kind))
+    model = ModelSource.from_model(lambda: Late(kind))
     with pytest.raises(ModelError, match=said):
         model.capture((torch.ones(4, 3),), None, None)
 
@@ -361,7 +361,7 @@ def test_what_trials_of_a_model_make_is_no_part_of_it_afterwards() -> None:
     """A statistic of the first batch stayed from the trial, so that parts of the batch seemed to train what the whole does."""
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     with pytest.raises(Infeasible, match="it writes kept while it runs, by the samples that it sees"):
-        weft.plan(lambda: Late("batch"), (x,), cluster="1xcpu-2", layout="data=2")
+        shardwise.plan(lambda: Late("batch"), (x,), cluster="1xcpu-2", layout="data=2")
 
 
 class Packed(nn.Module):
@@ -388,7 +388,7 @@ class Packed(nn.Module):
 )
 def test_what_depends_on_data_is_named_by_its_line_or_by_what_it_makes(kind: type[nn.Module], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        Source.of(kind).capture((torch.ones(4, 3),), None, None)
+        ModelSource.from_model(kind).capture((torch.ones(4, 3),), None, None)
 
 
 class Counted(nn.Module):
@@ -408,7 +408,7 @@ class Counted(nn.Module):
 def test_what_follows_from_numbers_alone_may_be_asked_for_its_value() -> None:
     equal_to_eager(Counted(unknown=False).double(), (torch.ones(4, 3, dtype=torch.float64),))
     with pytest.raises(ModelError, match=r"int\(mask\.sum"):
-        Source.of(lambda: Counted(unknown=True)).capture((torch.ones(4, 3),), None, None)
+        ModelSource.from_model(lambda: Counted(unknown=True)).capture((torch.ones(4, 3),), None, None)
 
 
 def test_distributions_and_mapped_functions_are_captured() -> None:
@@ -428,25 +428,25 @@ def test_distributions_and_mapped_functions_are_captured() -> None:
 def test_a_parameter_that_is_none_of_the_models_is_refused() -> None:
     centres = nn.Parameter(torch.ones(2))
     with pytest.raises(ModelError, match=r"a parameter of shape \[2\] is read that is none of the model's"):
-        Source.of(nn.Linear(3, 2)).capture((torch.ones(4, 3),), lambda output, batch: (output - centres).square().mean(), None)
+        ModelSource.from_model(nn.Linear(3, 2)).capture((torch.ones(4, 3),), lambda output, batch: (output - centres).square().mean(), None)
 
 
 def test_a_compiled_module_is_refused() -> None:
     for model in (torch.jit.script(nn.Linear(3, 2)), nn.Sequential(torch.jit.script(nn.Linear(3, 2)))):
         with pytest.raises(ModelError, match=r"is compiled by torch\.jit"):
-            Source.of(model)
+            ModelSource.from_model(model)
 
 
 def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
     with pytest.raises(ModelError, match=r"must be a scalar tensor, got a tensor of shape \[4, 2\]"):
-        Source.of(lambda: nn.Linear(3, 2)).capture((torch.ones(4, 3),), None, None)
+        ModelSource.from_model(lambda: nn.Linear(3, 2)).capture((torch.ones(4, 3),), None, None)
     with pytest.raises(ModelError, match="must be a scalar tensor, got"):
-        Source.of(lambda: nn.Linear(3, 2)).capture((torch.ones(4, 3),), lambda output, batch: 1.0, None)
+        ModelSource.from_model(lambda: nn.Linear(3, 2)).capture((torch.ones(4, 3),), lambda output, batch: 1.0, None)
 
 
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(ModelError, match="samples in dimension 0"):
-        Source.of(lambda: nn.Linear(3, 2)).capture((3,), None, None)
+        ModelSource.from_model(lambda: nn.Linear(3, 2)).capture((3,), None, None)
 
 
 def test_39_billion_parameters_are_captured_in_two_gigabytes() -> None:
@@ -454,7 +454,7 @@ def test_39_billion_parameters_are_captured_in_two_gigabytes() -> None:
 import resource
 import torch
 from torch import nn
-from weft.run.build import Source
+from shardwise.run.rank_model.build import Source
 
 class Block(nn.Module):
     def __init__(self, d):
@@ -504,10 +504,10 @@ def test_a_parameter_that_the_model_writes_is_written() -> None:
                 self.w.clamp_(-1, 1)
             return (x * self.w).sum()
 
-    graph = Source.of(Clamped).capture((torch.ones(4, 3),), None, None).graph
+    graph = ModelSource.from_model(Clamped).capture((torch.ones(4, 3),), None, None).graph
     (op,) = (op for op in graph.operators if writes_buffer(op, {graph.parameters[0].value: None}))
     assert op.target == "aten.clamp_.default"
-    assert learned(graph) == {graph.parameters[0].value}
+    assert parameters_with_gradient(graph) == {graph.parameters[0].value}
 
 
 def test_what_autocast_makes_of_a_weight_is_learned() -> None:
@@ -523,11 +523,11 @@ def test_what_autocast_makes_of_a_weight_is_learned() -> None:
                     y = y + self.layer(x)
             return y.float().sum()
 
-    graph = Source.of(Narrow).capture((torch.ones(4, 3),), None, None).graph
+    graph = ModelSource.from_model(Narrow).capture((torch.ones(4, 3),), None, None).graph
     products = [op for op in graph.operators if op.target == "aten.linear.default"]
     assert [op.autocast for op in products] == ["cpu:bfloat16"] * 2
     assert {graph.tensors[op.outputs[0]].dtype for op in products} == {"bfloat16"}
-    assert len(learned(graph)) == 2
+    assert len(parameters_with_gradient(graph)) == 2
     wide = graph.cast("float64")
     assert {t.dtype for t in wide.tensors.values()} == {"float64"}
     assert not any(op.autocast for op in wide.operators)
@@ -569,4 +569,4 @@ class Masked(nn.Module):
 
 def test_every_operator_has_a_site_of_its_own() -> None:
     graph = capture(Masked(), {"x": torch.ones(8, 4)}).graph
-    assert len(graph.sites) == len(graph.operators)
+    assert len(graph.index_of_site) == len(graph.operators)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.lower.kernels import ring as rings
-from weft.lower.kernels.ring import Ring
-from weft.model.dims.sequences import in_zigzag, sequences
-from weft.plan.placement import pieces, zigzag
-from weft.run.build import Source
+from shardwise.lower.kernels import ring as rings
+from shardwise.lower.kernels.ring import Ring
+from shardwise.model.dims.sequence_dims import can_use_zigzag, find_sequence_dims
+from shardwise.plan.ir.placement import even_shard_ranges, zigzag_ranges
+from shardwise.run.rank_model.build import ModelSource
 
 Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -57,18 +57,18 @@ class Masked(nn.Module):
 def test_a_mask_that_hides_what_comes_later_is_seen(name: str) -> None:
     mask, is_causal = MASKS[name]
     batch = torch.randn(2, 12, 8), torch.ones(2, 12, dtype=torch.bool)
-    graph = Source.of(lambda: Masked(mask)).capture(batch, None, 2).graph
-    assert in_zigzag(graph, graph.rules, sequences(graph, graph.rules)) is is_causal
+    graph = ModelSource.from_model(lambda: Masked(mask)).capture(batch, None, 2).graph
+    assert can_use_zigzag(graph, graph.rules, find_sequence_dims(graph, graph.rules)) is is_causal
 
 
 def _scores(at: Any, mask: Tensor) -> list[int]:
     """What each rank computes in a ring: parts of queries and keys in which anything is seen."""
     ring = Ring(None, at, at, causal=False)
-    parts = [[part for owner in mine for part in owner] for mine in ring.parts]
+    parts = [[part for owner in mine for part in owner] for mine in ring.tiles]
     starts = [[range(a, b) for a, b in mine] for mine in at]
     rows = [torch.tensor([i for one in mine for i in one]) for mine in starts]
     return [
-        sum(part.rows * part.columns for part in mine if rings._lets(rings._of_mask(part, mask[..., of, :])).any())
+        sum(part.rows * part.columns for part in mine if rings._is_visible(rings._mask_of_tile(part, mask[..., of, :])).any())
         for mine, of in zip(parts, rows, strict=True)
     ]
 
@@ -79,7 +79,7 @@ def test_causal_attention_with_padding_is_as_much_work_for_every_rank() -> None:
     at = torch.arange(64)
     for padding in (at < torch.tensor([[[[64]]], [[[53]]]]), at >= torch.tensor([[[[0]]], [[[11]]]])):
         mask = (at <= at.unsqueeze(-1)) & padding
-        balanced = _scores(zigzag(64, 4), mask)
+        balanced = _scores(zigzag_ranges(64, 4), mask)
         assert max(balanced) - min(balanced) <= 8 * 8
-        in_order = _scores(tuple((one,) for one in pieces(64, 4)), mask)
+        in_order = _scores(tuple((one,) for one in even_shard_ranges(64, 4)), mask)
         assert in_order == [256, 512, 768, 1024]

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from weft.capture.init import Deferred, fake_copy, materialize, materialize_real
-from weft.capture.init.value_bounds import bounds_of
-from weft.errors import ModelError
+from shardwise.capture.initialization import DeferredInit, fake_copy, materialize_shards, take_real_shards
+from shardwise.capture.initialization.value_bounds import bounds_of
+from shardwise.errors import ModelError
 
 Make = Callable[[], nn.Module]
 
@@ -28,17 +28,17 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
-def difference(make: Make, seed: int = 3, spoil: Callable[[Deferred], None] = lambda deferred: None) -> list[str]:
+def difference(make: Make, seed: int = 3, spoil: Callable[[DeferredInit], None] = lambda deferred: None) -> list[str]:
     """Names that differ between plain and deferred construction; "random state" where that does."""
     torch.manual_seed(seed)
     plain = tensors_of(make())
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = make()
     assert all(deferred.is_fake(t) or not isinstance(t, nn.Parameter) for t in net.parameters())
     spoil(deferred)
-    got = materialize(deferred, net, lambda name, full: full)
+    got = materialize_shards(deferred, net, lambda name, full: full)
     assert list(got) == list(plain)
     wrong = [n for n, t in plain.items() if t.dtype != got[n].dtype or not torch.equal(t.nan_to_num(), got[n].nan_to_num())]
     return wrong + ["random state"] * (not torch.equal(torch.get_rng_state(), state))
@@ -185,9 +185,9 @@ def test_equals_plain_construction_of_hugging_face_models(name: str) -> None:
 
 
 def test_broken_twin_is_noticed() -> None:
-    def skip_a_draw(deferred: Deferred) -> None:
+    def skip_a_draw(deferred: DeferredInit) -> None:
         stream = next(iter(deferred.recording.streams.values()))
-        stream.before[3] = 2
+        stream.positions_before[3] = 2
 
     assert difference(PLAIN["encoder"], spoil=skip_a_draw)
 
@@ -235,38 +235,38 @@ def test_pieces_are_slices_and_own_their_memory() -> None:
     torch.manual_seed(1)
     plain = tensors_of(nn.TransformerEncoder(block(8), 2))
     torch.manual_seed(1)
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = nn.TransformerEncoder(block(8), 2)
-    pieces = materialize(deferred, net, lambda name, full: full.tensor_split(2)[1] if "linear" in name else None)
+    pieces = materialize_shards(deferred, net, lambda name, full: full.tensor_split(2)[1] if "linear" in name else None)
     assert pieces.keys() == {name for name in plain if "linear" in name}
     for name, piece in pieces.items():
         assert torch.equal(piece, plain[name].tensor_split(2)[1])
         assert piece.untyped_storage().nbytes() == piece.nbytes
-    again = materialize(deferred, net, lambda name, full: full[:1], dtype=torch.float64)
+    again = materialize_shards(deferred, net, lambda name, full: full[:1], dtype=torch.float64)
     assert all(torch.equal(again[name], t[:1].double()) for name, t in plain.items())
-    real = materialize_real(nn.Sequential(nn.BatchNorm1d(2)), lambda name, full: full if name != "0.bias" else None, dtype=torch.float64)
+    real = take_real_shards(nn.Sequential(nn.BatchNorm1d(2)), lambda name, full: full if name != "0.bias" else None, dtype=torch.float64)
     assert {name: t.dtype for name, t in real.items()} == {
         "0.weight": torch.float64, "0.running_mean": torch.float64, "0.running_var": torch.float64, "0.num_batches_tracked": torch.int64,
     }  # fmt: skip
 
 
 def test_take_is_called_once_for_a_tied_parameter() -> None:
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = Tied()
     names: list[str] = []
-    materialize(deferred, net, lambda name, full: names.append(name))  # type: ignore[func-returns-value]
+    materialize_shards(deferred, net, lambda name, full: names.append(name))  # type: ignore[func-returns-value]
     assert names == ["embed.weight"]
 
 
 def test_random_state_belongs_to_the_user_between_block_and_materialize() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = nn.Linear(30, 30)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
-    materialize(deferred, net, lambda name, full: None)
+    materialize_shards(deferred, net, lambda name, full: None)
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -320,13 +320,13 @@ def test_memory_is_that_of_a_few_tensors(after: Callable[[nn.Module], None] | No
     assert difference(make) == []
     full = width * width * 4
     with Live() as live:
-        with Deferred() as deferred:
+        with DeferredInit() as deferred:
             net = make()
-        pieces = materialize(deferred, net, lambda name, tensor: tensor[:1])
+        pieces = materialize_shards(deferred, net, lambda name, tensor: tensor[:1])
     kept = sum(piece.nbytes for piece in pieces.values())
     assert live.peak < kept + 12 * full < layers * full
     with Live() as everything:
-        kept_all = materialize(deferred, net, lambda name, tensor: tensor)
+        kept_all = materialize_shards(deferred, net, lambda name, tensor: tensor)
     assert everything.peak >= layers * full  # the meter sees a rank that keeps all
     assert len(kept_all) == 2 * layers
 
@@ -345,7 +345,7 @@ class Big(nn.Module):
 @pytest.mark.parametrize("init", [nn.init.normal_, nn.init.trunc_normal_])
 def test_39_billion_parameters_are_built_without_drawing_one(init: Callable[..., object]) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = Big(init)
     assert sum(p.numel() for p in net.parameters()) > 39e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6  # KiB
@@ -382,10 +382,10 @@ def test_requests_for_a_device_are_built_on_the_cpu() -> None:
     torch.manual_seed(2)
     plain = tensors_of(make())
     torch.manual_seed(2)
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = make("cuda")
     assert {p.device.type for p in net.parameters()} == {"cpu"}
-    assert all(torch.equal(t, plain[name]) for name, t in materialize(deferred, net, lambda name, full: full).items())
+    assert all(torch.equal(t, plain[name]) for name, t in materialize_shards(deferred, net, lambda name, full: full).items())
 
 
 def test_tensors_from_outside_keep_their_value_at_the_time() -> None:
@@ -405,10 +405,10 @@ def test_tensors_from_outside_keep_their_value_at_the_time() -> None:
     plain = {name: t.clone() for name, t in tensors_of(make()).items()}
     expected = target.clone()
     outside.copy_(torch.arange(6.0))
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = make()
     assert torch.equal(target, expected)
-    for name, t in materialize(deferred, net, lambda name, full: full).items():
+    for name, t in materialize_shards(deferred, net, lambda name, full: full).items():
         assert torch.equal(t, plain[name]), name
 
 
@@ -425,40 +425,40 @@ def test_weights_loaded_in_the_block(tmp_path: Path, assign: bool) -> None:
 
 
 def test_what_cannot_be_deferred_is_named() -> None:
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ModelError, match=r"weight is on the meta device.*weft\.parallelize"):
-        materialize(deferred, net, lambda name, full: full)
-    with Deferred():
+    with pytest.raises(ModelError, match=r"weight is on the meta device.*shardwise\.parallelize"):
+        materialize_shards(deferred, net, lambda name, full: full)
+    with DeferredInit():
         other = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="weight was made by another block"):
-        materialize(deferred, other, lambda name, full: full)
+        materialize_shards(deferred, other, lambda name, full: full)
     outside = torch.zeros(2)
-    with pytest.raises(ModelError, match=r"aten\.normal_.*outside"), Deferred():
+    with pytest.raises(ModelError, match=r"aten\.normal_.*outside"), DeferredInit():
         outside.normal_()
-    library = torch.library.Library("weft_test_deferred", "DEF")
+    library = torch.library.Library("shardwise_test_deferred", "DEF")
     library.define("odd(Tensor x) -> Tensor")
     library.define("odd_(Tensor(a!) x) -> Tensor")
     library.define("nowhere(Tensor(a!) x) -> ()")
     library.impl("odd", lambda x: x + 1, "CPU")
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = nn.BatchNorm1d(2)
-        net.weight.data = torch.ops.weft_test_deferred.odd(net.weight.data)  # no shape rule, but a value
+        net.weight.data = torch.ops.shardwise_test_deferred.odd(net.weight.data)  # no shape rule, but a value
         with pytest.raises(ModelError, match=r"odd_.*cannot be deferred"):
-            torch.ops.weft_test_deferred.odd_(net.bias.data)
-    assert materialize(deferred, net, lambda name, full: full)["weight"].tolist() == [2.0, 2.0]
-    with Deferred() as deferred:
+            torch.ops.shardwise_test_deferred.odd_(net.bias.data)
+    assert materialize_shards(deferred, net, lambda name, full: full)["weight"].tolist() == [2.0, 2.0]
+    with DeferredInit() as deferred:
         net = nn.LayerNorm(2)
-        torch.ops.weft_test_deferred.nowhere(net.weight.data)
+        torch.ops.shardwise_test_deferred.nowhere(net.weight.data)
     with pytest.raises(ModelError, match=r"nowhere.*cannot be replayed"):
-        materialize(deferred, net, lambda name, full: full)
+        materialize_shards(deferred, net, lambda name, full: full)
 
 
 def test_fake_copy_takes_no_memory_and_leaves_the_module_alone() -> None:
     net = nn.Sequential(Tied(), nn.Linear(512, 512), nn.BatchNorm1d(3))
     net.listed = [nn.Parameter(torch.ones(1000)), torch.ones(1000)]
     before = {name: t.clone() for name, t in tensors_of(net).items()}
-    mode = Deferred().fake_mode
+    mode = DeferredInit().fake_mode
     originals: dict[int, torch.Tensor] = {}
     with Live() as live:
         twin = fake_copy(net, mode, originals)

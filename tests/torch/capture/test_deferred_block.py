@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.capture.init import Deferred, building, realize
-from weft.errors import ModelError, UsageError
+from shardwise.capture.initialization import DeferredInit, deferred_model, materialize_module
+from shardwise.errors import ModelError, UsageError
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ class Tied(nn.Module):
 
 
 def test_a_block_is_entered_once() -> None:
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         torch.zeros(1)
     with pytest.raises(UsageError, match="once"), deferred:
         pass
@@ -31,14 +31,14 @@ def test_a_block_is_entered_once() -> None:
 
 def test_plain_attributes_have_values() -> None:
     torch.manual_seed(0)
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         scale = torch.rand(3).mul(2)[1:]
-    assert torch.equal(deferred.value(scale), torch.rand(3).mul(2)[1:])
+    assert torch.equal(deferred.real_value(scale), torch.rand(3).mul(2)[1:])
 
 
 def test_roots_and_building() -> None:
     found: list[nn.Module] = []
-    with building(lambda model, deferred: found.append(model)):
+    with deferred_model(lambda model, deferred: found.append(model)):
         encoder = nn.Linear(2, 2)
         nn.Sequential(nn.Linear(3, 3))  # thrown away
         net = nn.Sequential(encoder, nn.ReLU())
@@ -46,19 +46,22 @@ def test_roots_and_building() -> None:
         loss = nn.CrossEntropyLoss()
     assert found == [net]
     assert loss.weight is None
-    with pytest.raises(ModelError, match=r"2 models were built in the block \(Linear, Bilinear\)"), building(lambda *_: found.clear()):
+    with (
+        pytest.raises(ModelError, match=r"2 models were built in the block \(Linear, Bilinear\)"),
+        deferred_model(lambda *_: found.clear()),
+    ):
         pair = nn.Linear(2, 2), nn.Bilinear(2, 2, 2)
     assert len(pair) == 2
-    with pytest.raises(ModelError, match="no model was built"), building(lambda *_: found.clear()):
+    with pytest.raises(ModelError, match="no model was built"), deferred_model(lambda *_: found.clear()):
         pass
-    with pytest.raises(KeyError), building(lambda *_: found.clear()):
+    with pytest.raises(KeyError), deferred_model(lambda *_: found.clear()):
         raise KeyError
     assert found == [net]
 
 
 def test_a_model_that_lies_where_one_thrown_away_lay_is_seen() -> None:
     kept: list[nn.Module] = []
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         for _ in range(100):
             thrown_away = id(nn.Sequential(nn.Linear(2, 2)))
             kept.append(nn.Sequential(nn.Linear(2, 2)))
@@ -78,9 +81,9 @@ def test_realize_gives_a_module_that_computes_the_same() -> None:
     torch.manual_seed(4)
     plain = make()
     torch.manual_seed(4)
-    with Deferred() as deferred:
+    with DeferredInit() as deferred:
         net = make()
-    assert realize(deferred, net) is net
+    assert materialize_module(deferred, net) is net
     assert net[0].head.weight is net[0].embed.weight
     assert type(net[1].weight) is nn.Parameter
     assert net[1].weight.is_expert
@@ -93,7 +96,7 @@ def test_realize_gives_a_module_that_computes_the_same() -> None:
 
 def test_generator_survives_an_error_in_the_block() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), Deferred():
+    with pytest.raises(ZeroDivisionError), DeferredInit():
         nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1 // 0))
     assert torch.equal(torch.get_rng_state(), before)
     assert type(nn.Linear(2, 2).weight) is nn.Parameter

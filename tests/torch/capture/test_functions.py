@@ -10,22 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.support import function_models as models
 import pytest
 import torch
 from test_capture import equal_to_eager
 from torch import Tensor, nn
 from torch.autograd import Function
 
-import weft
+import shardwise
+from shardwise.errors import LayoutError, ModelError
+from shardwise.model.gradients import parameters_with_gradient
+from shardwise.model.graph import Operator
+from shardwise.model.work import operator_flops, operator_work
+from shardwise.ops import Rule
+from shardwise.plan.ir.placement import Shard
+from shardwise.run.rank_model.build import ModelSource
+from tests.support import function_models as models
 from tests.support.rule_cases import Case, check, choices, difference, function_case
-from weft.errors import LayoutError, ModelError
-from weft.model.gradients import learned
-from weft.model.graph import Operator
-from weft.model.work import operator_flops, work
-from weft.ops import Rule
-from weft.plan.placement import Shard
-from weft.run.build import Source
 
 
 def real(*shape: int) -> Tensor:
@@ -119,7 +119,7 @@ def test_a_wrong_rule_is_caught(make: Callable[[], Case], wrong: Rule, monkeypat
             continue  # the pieces are right, and only what is made of them is not
         with pytest.raises(LayoutError, match=f"{op.function.name} computes something else on shards"):
             difference(made, {"tensor": (2, choice)})
-    monkeypatch.setattr("weft.lower.special.check_cut", lambda *given: None)
+    monkeypatch.setattr("shardwise.lower.operator_lowering.check_cut", lambda *given: None)
     assert all(difference(made, {"tensor": (2, choice)}) for choice in tried)
 
 
@@ -137,8 +137,8 @@ def cut_is_right(made: Case, choice: Any) -> bool:
 
 def function_rule(op: Operator) -> Rule:
     """The rule that is followed, whatever the operator has."""
-    from weft.capture.functions import call_of, function_of
-    from weft.model.graph import Tensor as Spec
+    from shardwise.capture.autograd_functions import call_of, function_of
+    from shardwise.model.graph import Tensor as Spec
 
     shapes = {"Distance": (X, X), "Product": (X, W, (18,))}.get(op.function.name, (X,))
     return function_of(call_of(op.function), tuple(Spec(s, "float64") for s in shapes), {})[0].rule
@@ -182,16 +182,16 @@ class Calling(nn.Module):
 
 
 def captured(forward: Callable[[Any, Tensor], Tensor]) -> Any:
-    return Source.of(Calling(forward)).capture((real(8, 6),), None, None).graph
+    return ModelSource.from_model(Calling(forward)).capture((real(8, 6),), None, None).graph
 
 
 def test_a_parameter_that_is_given_no_gradient_stays_as_it_is() -> None:
     """As in plain PyTorch, where its .grad is None and no optimizer touches it."""
-    graph = Source.of(models.make("looked")[0]).capture(models.make("looked")[1], None, None).graph
+    graph = ModelSource.from_model(models.make("looked")[0]).capture(models.make("looked")[1], None, None).graph
     functions = [op for op in graph.operators if op.function is not None]
-    assert {op.function.learns for op in functions} == {(True, False)}
+    assert {op.function.requires_grad for op in functions} == {(True, False)}
     alone = captured(lambda m, x: models.Looked.apply(m.layer(x), m.other(x)).sum())
-    assert {v.name for v in alone.parameters if v.value in learned(alone)} == {"layer.weight", "layer.bias"}
+    assert {v.name for v in alone.parameters if v.value in parameters_with_gradient(alone)} == {"layer.weight", "layer.bias"}
 
 
 def test_what_does_not_add_up_is_told() -> None:
@@ -208,17 +208,17 @@ def test_what_a_function_costs_is_what_it_does() -> None:
     n, d, h = models.N, models.D, models.H
     graph = captured_model("product")
     op = next(op for op in graph.operators if op.function is not None)
-    done = work(graph)[op.name]
+    done = operator_work(graph)[op.name]
     # The batch has a gradient to ask for, too: the function does not know that nobody will.
     assert (operator_flops(op, graph.tensors), done.backward_flops, done.kind) == (2 * n * d * h, 4 * n * d * h, "linear")
-    assert done.keeps == op.inputs[:2]
+    assert done.saved == op.inputs[:2]
     assert done.extra_bytes == 0
     graph = captured_model("softmax")
     op = next(op for op in graph.operators if op.function is not None)
-    assert work(graph)[op.name].keeps == op.outputs
+    assert operator_work(graph)[op.name].saved == op.outputs
     graph = captured_model("two")
     op = next(op for op in graph.operators if op.function is not None)
-    assert work(graph)[op.name].keeps == op.inputs
+    assert operator_work(graph)[op.name].saved == op.inputs
 
 
 def test_what_lies_there_in_backward_is_counted() -> None:
@@ -230,7 +230,7 @@ def test_what_lies_there_in_backward_is_counted() -> None:
 
 def captured_model(name: str) -> Any:
     model, batch = models.make(name)
-    return Source.of(model).capture(batch, None, None).graph
+    return ModelSource.from_model(model).capture(batch, None, None).graph
 
 
 def test_what_is_kept_in_the_context_and_no_value_of_the_graph_is_counted() -> None:
@@ -246,8 +246,8 @@ def test_what_is_kept_in_the_context_and_no_value_of_the_graph_is_counted() -> N
 
     graph = captured(lambda m, x: Keeping.apply(m.layer(x)).sum())
     op = next(op for op in graph.operators if op.function is not None)
-    assert work(graph)[op.name].keeps == ()
-    assert work(graph)[op.name].extra_bytes == 8 * 5 * 8
+    assert operator_work(graph)[op.name].saved == ()
+    assert operator_work(graph)[op.name].extra_bytes == 8 * 5 * 8
 
 
 def test_equal_calls_are_one_and_others_are_told_apart() -> None:
@@ -271,7 +271,7 @@ def test_code_that_takes_another_way_at_a_size_is_not_cut_there() -> None:
 
     made = function_case(Small, real(12, 6))
     assert "x0.0" in cut(made), "pieces of 6 and 2 are the whole's"
-    for choice in (c for c in choices(made, 4) if c.needs == (Shard(0),)):
+    for choice in (c for c in choices(made, 4) if c.input_placements == (Shard(0),)):
         with pytest.raises(LayoutError, match=r"computes something else on shards of \[3, 6\], as under tensor=4"):
             difference(made, {"tensor": (4, choice)})
 
@@ -312,7 +312,7 @@ def test_numbers_that_a_function_draws_are_the_same_for_what_is_whole() -> None:
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x + torch.rand(x.shape[1], dtype=x.dtype)
 
-    assert (function_case(Noisy, real(*X)).op.function.draws, cut(function_case(Noisy, real(*X)))) == (True, {"x0.0", "x0.1"})
+    assert (function_case(Noisy, real(*X)).op.function.is_random, cut(function_case(Noisy, real(*X)))) == (True, {"x0.0", "x0.1"})
     assert cut(function_case(OneForAll, real(*X))) == {"x0.1"}
 
 
@@ -395,7 +395,7 @@ def counts(ctx: Any, x: Tensor) -> Tensor:
 )  # fmt: skip
 def test_what_no_graph_holds_is_refused_by_name(forward: Callable[[Any, Tensor], Tensor], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        Source.of(Calling(forward)).capture((real(8, 6),), None, None)
+        ModelSource.from_model(Calling(forward)).capture((real(8, 6),), None, None)
 
 
 class Halved(Function):
@@ -426,7 +426,7 @@ def test_a_function_that_draws_trains_and_draws_anew_in_each_step(recompute: str
     """The gradient is the mask that made the loss, also where forward is run again; the same seed draws the same masks."""
 
     def masks(seed: int) -> list[Tensor]:
-        engine = weft.parallelize(Halving, (torch.ones(4, 1),), plan=f"data=1 recompute={recompute}", optimizer="sgd", seed=seed)
+        engine = shardwise.parallelize(Halving, (torch.ones(4, 1),), plan=f"data=1 recompute={recompute}", optimizer="sgd", seed=seed)
         found = []
         for _ in range(2):
             result = engine.forward_backward((torch.ones(4, 1),))
@@ -479,6 +479,6 @@ def test_pieces_on_which_the_code_fails_are_refused_as_a_layout() -> None:
             return x * torch.sigmoid(1.702 * x)
 
     made = function_case(Even, real(12, 6))
-    for choice in (c for c in choices(made, 4) if c.needs == (Shard(0),)):
+    for choice in (c for c in choices(made, 4) if c.input_placements == (Shard(0),)):
         with pytest.raises(LayoutError, match=r"computes something else on shards of \[3, 6\]"):
             difference(made, {"tensor": (4, choice)})

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.capture.capture import Captured, _equal_captures
-from weft.capture.kept import kept, written
-from weft.capture.kept.fingerprint import CannotTell, fingerprint
-from weft.capture.kept.store import Store
-from weft.errors import ModelError
-from weft.run.build import Source
+from shardwise.capture.cache import cached_capture, serialization
+from shardwise.capture.cache.fingerprint import NotFingerprintable, fingerprint
+from shardwise.capture.cache.store import CaptureStore
+from shardwise.capture.capture import CapturedGraph, _equal_captures
+from shardwise.errors import ModelError
+from shardwise.run.rank_model.build import ModelSource
 
 SOURCE = """
 import os
@@ -49,7 +49,7 @@ Pair = namedtuple("Pair", "first second")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "cache" / "captures"
     sys.modules.pop("kept_net", None)
 
@@ -73,10 +73,10 @@ def digest(net: nn.Module, more: object = None) -> str:
 
 def test_the_second_start_traces_nothing_and_gets_the_same(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, batch = module_of(tmp_path).Net, (torch.randn(4, 4),)
-    first = Source.of(net).capture(batch, None, 4, outputs=True)
+    first = ModelSource.from_model(net).capture(batch, None, 4, outputs=True)
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr("weft.run.build.capture", lambda *_, **__: pytest.fail("it was traced again"))
-    again = Source.of(module_of(tmp_path).Net).capture(batch, None, 4, outputs=True)
+    monkeypatch.setattr("shardwise.run.rank_model.build.capture", lambda *_, **__: pytest.fail("it was traced again"))
+    again = ModelSource.from_model(module_of(tmp_path).Net).capture(batch, None, 4, outputs=True)
     assert again.graph == first.graph
     assert _equal_captures(again, first)
     assert again.structure.shape == first.structure.shape
@@ -103,8 +103,10 @@ def test_a_changed_line_misses(cache: Path, tmp_path: Path, old: str, new: str) 
 
 def test_a_changed_line_is_traced_again(cache: Path, tmp_path: Path) -> None:
     batch = (torch.randn(4, 4),)
-    Source.of(module_of(tmp_path).Net).capture(batch, None, 4, outputs=True)
-    changed = Source.of(module_of(tmp_path, SOURCE.replace("* self.slope", "+ self.slope")).Net).capture(batch, None, 4, outputs=True)
+    ModelSource.from_model(module_of(tmp_path).Net).capture(batch, None, 4, outputs=True)
+    changed = ModelSource.from_model(module_of(tmp_path, SOURCE.replace("* self.slope", "+ self.slope")).Net).capture(
+        batch, None, 4, outputs=True
+    )
     assert changed.graph.operators[-1].target.startswith("aten.add")
     assert len(list(cache.iterdir())) == 2
 
@@ -150,7 +152,7 @@ def test_a_function_of_torch_that_the_user_replaces_misses(cache: Path, tmp_path
 )
 def test_what_cannot_be_told_is_not_kept(cache: Path, tmp_path: Path, line: str) -> None:
     text = SOURCE.replace("def forward(self, x):\n", f"def forward(self, x):\n        {line}\n")
-    with pytest.raises(CannotTell):
+    with pytest.raises(NotFingerprintable):
         digest(module_of(tmp_path, text).Net())
 
 
@@ -165,35 +167,35 @@ def test_values_of_tensors_that_are_no_parameters_count(cache: Path, tmp_path: P
 def test_another_batch_is_another_capture(cache: Path, asked: Any) -> None:
     made: list[int] = []
 
-    def make() -> Captured:
+    def make() -> CapturedGraph:
         made.append(1)
-        return Source(net, None)._capture(given, None, 4, True)
+        return ModelSource(net, None)._capture(given, None, 4, True)
 
     net, given = nn.Linear(4, 2), (torch.randn(4, 4),)
-    kept(net, None, given, 1, make)
-    kept(net, None, given, 1, make)
+    cached_capture(net, None, given, 1, make)
+    cached_capture(net, None, given, 1, make)
     assert len(made) == 1
     given = asked
     net = net.to(asked[0].dtype)
-    kept(net, None, given, 1, make)
+    cached_capture(net, None, given, 1, make)
     same = asked[0].shape == (4, 4) and asked[0].dtype is torch.float32
     assert len(made) == (1 if same else 2)
 
 
 def test_spoilt_bytes_are_not_read(cache: Path, tmp_path: Path) -> None:
     net, batch = module_of(tmp_path).Net, (torch.randn(4, 4),)
-    first = Source.of(net).capture(batch, None, 4, outputs=True)
+    first = ModelSource.from_model(net).capture(batch, None, 4, outputs=True)
     (file,) = cache.iterdir()
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
-    assert Store(cache).read(file.name) is None
-    assert Source.of(net).capture(batch, None, 4, outputs=True).graph == first.graph
-    assert Store(cache).read(file.name) is not None  # written anew
+    assert CaptureStore(cache).read(file.name) is None
+    assert ModelSource.from_model(net).capture(batch, None, 4, outputs=True).graph == first.graph
+    assert CaptureStore(cache).read(file.name) is not None  # written anew
 
 
 def test_old_files_make_room(tmp_path: Path) -> None:
-    store = Store(tmp_path / "captures", most_bytes=4000)
+    store = CaptureStore(tmp_path / "captures", max_bytes=4000)
     for i in range(8):
         store.write(str(i), bytes(900))
         os.utime(store.folder / str(i), (i, i))
@@ -206,16 +208,16 @@ def test_old_files_make_room(tmp_path: Path) -> None:
 
 
 def test_off_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_CACHE", "off")
-    assert Store.usual() is None
+    monkeypatch.setenv("SHARDWISE_CACHE", "off")
+    assert CaptureStore.from_environment() is None
 
 
 @pytest.mark.parametrize("structure", [Pair(torch.ones(2), None), {"a": [torch.ones(1), 2.5]}, (1, "x", float("inf"))])
 def test_outputs_of_other_classes_come_back(structure: Any) -> None:
-    captured = Source(nn.Linear(4, 2), None)._capture((torch.randn(4, 4),), None, 4, True)
-    data = written.dump(replace(captured, structure=structure))
+    captured = ModelSource(nn.Linear(4, 2), None)._capture((torch.randn(4, 4),), None, 4, True)
+    data = serialization.dump(replace(captured, structure=structure))
     assert data is not None
-    again = written.load(data)
+    again = serialization.load(data)
     assert again is not None
     assert type(again.structure) is type(structure)
     assert repr(again.structure).count("tensor") == repr(structure).count("tensor")
@@ -241,7 +243,7 @@ class _Own(nn.Module):
 
 
 def test_functions_of_the_users_own_are_not_written(cache: Path) -> None:
-    assert Source.of(_Own).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
+    assert ModelSource.from_model(_Own).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
     assert not cache.exists()
 
 
@@ -255,7 +257,7 @@ class _Unsorted:
 def test_what_cannot_be_looked_at_is_captured_as_without_a_folder(cache: Path) -> None:
     net = nn.Linear(4, 2)
     net.table = _Unsorted()  # type: ignore[assignment]
-    assert Source.of(net).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
+    assert ModelSource.from_model(net).capture((torch.randn(4, 4),), None, 4, outputs=True).graph.operators
     assert not cache.exists()
 
 
@@ -263,4 +265,4 @@ def test_a_sparse_buffer_is_refused_by_the_capture_and_nothing_before(cache: Pat
     net = nn.Linear(4, 2)
     net.register_buffer("table", torch.eye(4).to_sparse_csr())
     with pytest.raises(ModelError, match="make it dense"):
-        Source.of(net).capture((torch.randn(4, 4),), None, 4, outputs=True)
+        ModelSource.from_model(net).capture((torch.randn(4, 4),), None, 4, outputs=True)

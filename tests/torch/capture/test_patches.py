@@ -19,20 +19,20 @@ from test_untraceable import Model, X, averages, hooked, moved_weights, new_para
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.capture import patched
-from weft.capture.fakes import FakeMode, fake_mode
-from weft.capture.patches import PATCHES
-from weft.errors import ModelError
-from weft.model.graph import Graph
-from weft.run.build import Source
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.capture import patching
+from shardwise.capture.fakes import FakeMode, fake_mode
+from shardwise.capture.patches import PATCHES
+from shardwise.errors import ModelError
+from shardwise.model.graph import Graph
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
-FOLDER = Path(weft.__file__).parent / "capture" / "patches"
+FOLDER = Path(shardwise.__file__).parent / "capture" / "patches"
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "patch"))
 FIELDS = re.compile(r"\A.+?\n\nTorch: .+?\nWanted: .+?\nTest: (?P<test>\S+)\nUntil: (?P<until>\S.*)\n?\Z", re.DOTALL)
-OLDEST = "2.11"  # that weft runs with
+OLDEST = "2.11"  # that shardwise runs with
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -50,13 +50,13 @@ def test_a_patch_says_what_it_is_for_and_by_which_test(path: Path) -> None:
     file, _, name = fields(path)["test"].partition("::")
     assert (ROOT / file).is_file(), file
     assert not name or f"def {name}(" in (ROOT / file).read_text(), name
-    assert sum(import_module(f"weft.capture.patches.{path.stem}").PATCH is patch for patch in PATCHES) == 1
+    assert sum(import_module(f"shardwise.capture.patches.{path.stem}").PATCH is patch for patch in PATCHES) == 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_patch_goes_when_the_oldest_torch_needs_it_no_more(path: Path) -> None:
     until = fields(path)["until"]
-    assert until == "not known" or version(until) > version(OLDEST), f"no torch that weft runs with needs {path.name}: it goes"
+    assert until == "not known" or version(until) > version(OLDEST), f"no torch that shardwise runs with needs {path.name}: it goes"
 
 
 def test_the_oldest_torch_is_that_of_the_package() -> None:
@@ -65,7 +65,7 @@ def test_the_oldest_torch_is_that_of_the_package() -> None:
 
 
 def graph_of(forward: Callable[[Any, Tensor], Tensor]) -> Graph:
-    return Source.of(lambda: Model(forward)).capture((X.float(),), None, None).graph
+    return ModelSource.from_model(lambda: Model(forward)).capture((X.float(),), None, None).graph
 
 
 def words(forward: Callable[[Any, Tensor], Tensor]) -> set[str]:
@@ -78,7 +78,7 @@ def refused(forward: Callable[[Any, Tensor], Tensor], said: str) -> None:
 
 
 def exported(model: nn.Module, *given: Any) -> Any:
-    with patched.tracing():
+    with patching.patched_for_export():
         return torch.export.export(model, given, strict=False)
 
 
@@ -125,7 +125,7 @@ def causal_masks() -> None:
             mask = x.new_zeros(4, 4).masked_fill(x[0, 0, :4] > 9, 1.0)
             return self.body(x, mask=mask).square().sum()  # type: ignore[no-any-return]
 
-    Source.of(Attends).capture((torch.ones(2, 4, 6),), None, None)
+    ModelSource.from_model(Attends).capture((torch.ones(2, 4, 6),), None, None)
 
 
 def class_losses() -> None:
@@ -137,7 +137,11 @@ def class_losses() -> None:
 
 
 def complex_parameters() -> None:
-    graph = Source.of(lambda: nn.Linear(6, 5, dtype=torch.complex64)).capture((X.cfloat(),), lambda y, _: y.abs().sum(), None).graph
+    graph = (
+        ModelSource.from_model(lambda: nn.Linear(6, 5, dtype=torch.complex64))
+        .capture((X.cfloat(),), lambda y, _: y.abs().sum(), None)
+        .graph
+    )
     assert {v.tensor.dtype for v in graph.parameters} == {"float32"}
 
 
@@ -145,7 +149,7 @@ def contiguous() -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         return model.layer(x).sum() + x[:, 1:].contiguous().sum()  # type: ignore[no-any-return]
 
-    source = Source.of(lambda: Model(forward))
+    source = ModelSource.from_model(lambda: Model(forward))
     one, more = ([op.target for op in source.capture((X.float(),), None, samples).graph.operators] for samples in (1, 3))
     assert one == more
     assert "aten.contiguous.default" in one
@@ -164,7 +168,7 @@ def ctc() -> None:
 
 
 def cuda_driver() -> None:
-    with patched.tracing():
+    with patching.patched_for_export():
         assert FakeMode.avoid_device_init is type(fake_mode()).avoid_device_init
 
 
@@ -191,12 +195,14 @@ def embedding_bag() -> None:
 def experts() -> None:
     pytest.importorskip("transformers.integrations.moe")
     model = resolve(f"hf:{ROOT / 'tests' / 'torch' / 'hf_experts' / 'mixtral.json'}")
-    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
-    assert any(op.target.startswith("weft.of_experts") for op in graph.operators)
+    graph = ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None).graph
+    assert any(op.target.startswith("shardwise.of_experts") for op in graph.operators)
 
 
 def float64_numbers() -> None:
-    captured = Source.of(lambda: Model(lambda model, x: (model.layer(x) * torch.tensor(0.1)).sum())).capture((X.float(),), None, None)
+    captured = ModelSource.from_model(lambda: Model(lambda model, x: (model.layer(x) * torch.tensor(0.1)).sum())).capture(
+        (X.float(),), None, None
+    )
     assert [c.item() for c in captured.constants.values()] == [0.1]
 
 
@@ -292,7 +298,7 @@ def test_torch_does_not_do_it_by_itself(name: str, monkeypatch: pytest.MonkeyPat
     """Where it does, the patch can go; its docstring says with which version."""
     until = fields(FOLDER / f"{name}.py")["until"]
     does = until != "not known" and version(torch.__version__) >= version(until)
-    patch = import_module(f"weft.capture.patches.{name}").PATCH
-    monkeypatch.setattr(patched, "PATCHES", tuple(other for other in PATCHES if other is not patch))
+    patch = import_module(f"shardwise.capture.patches.{name}").PATCH
+    monkeypatch.setattr(patching, "PATCHES", tuple(other for other in PATCHES if other is not patch))
     with contextlib.nullcontext() if does else pytest.raises((AssertionError, ModelError, RuntimeError, pytest.fail.Exception)):
         CASES[name]()

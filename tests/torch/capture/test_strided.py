@@ -9,7 +9,7 @@ import torch
 from test_capture import equal_to_eager
 from torch import Tensor, nn
 
-from weft.model.storage.strided import Steps, as_windows
+from shardwise.model.strides.strided_views import Steps, as_strided_steps
 
 
 def run(x: Tensor, steps: Steps) -> Tensor:
@@ -44,7 +44,7 @@ def test_windows_read_what_as_strided_reads() -> None:
             continue
         tried += 1
         dims = [tuple(zip(a, b, strict=True)) for a, b in ((x.shape, x.stride()), (sizes, strides))]
-        steps = as_windows(*dims)
+        steps = as_strided_steps(*dims)
         if steps is not None:
             found += 1
             assert torch.equal(run(x, steps), x.as_strided(sizes, strides)), (x.shape, x.stride(), sizes, strides)
@@ -61,7 +61,7 @@ def test_windows_read_what_as_strided_reads() -> None:
     ],
 )
 def test_what_is_no_window_is_left_alone(source: tuple[tuple[int, int], ...], wanted: tuple[tuple[int, int], ...]) -> None:
-    steps = as_windows(source, wanted)
+    steps = as_strided_steps(source, wanted)
     x = torch.arange(64.0).as_strided([n for n, _ in source], [s for _, s in source])
     want = x.as_strided([n for n, _ in wanted], [s for _, s in wanted])
     assert steps is None or torch.equal(run(x, steps), want)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import weft
-from weft.capture.state import changes, set_state, state_of
-from weft.errors import ModelError
-from weft.run.build import Source
+import shardwise
+from shardwise.capture.module_state import changed_attributes, set_state, state_of
+from shardwise.errors import ModelError
+from shardwise.run.rank_model.build import ModelSource
 
 Forward = Callable[[Any, Tensor], Tensor]
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
@@ -158,7 +158,7 @@ def written_by_a_list(model: Any, x: Tensor) -> Tensor:
     return model.layer(x).sum()  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("weft_tests::halve", mutates_args=("x",))
+@torch.library.custom_op("shardwise_tests::halve", mutates_args=("x",))
 def _halve(x: Tensor) -> None:
     x.mul_(0.5)
 
@@ -211,7 +211,7 @@ def unclear_write(model: Any, x: Tensor) -> Tensor:
 def test_what_a_graph_cannot_hold_is_refused_by_name(forward: Forward, said: str) -> None:
     for model in (lambda: Model(forward), Model(forward)):
         with pytest.raises(ModelError, match=said):
-            Source.of(model).capture((X.float(),), None, None)
+            ModelSource.from_model(model).capture((X.float(),), None, None)
 
 
 def table_made_once(model: Any, x: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def test_what_is_made_of_constants_at_first_and_kept_in_an_attribute_is_captured
         equal_to_eager(model, (X,))
 
 
-@torch.library.custom_op("weft_tests::cubed", mutates_args=())
+@torch.library.custom_op("shardwise_tests::cubed", mutates_args=())
 def _cubed(x: Tensor) -> Tensor:
     return x**3
 
@@ -264,10 +264,10 @@ def test_an_operator_with_a_registered_backward_is_captured() -> None:
         return _cubed(model.layer(x)).sum()  # type: ignore[no-any-return]
 
     graph = equal_to_eager(Model(custom).double(), (X,)).graph
-    assert "weft_tests.cubed.default" in [op.target for op in graph.operators]
+    assert "shardwise_tests.cubed.default" in [op.target for op in graph.operators]
 
 
-@torch.library.custom_op("weft_tests::relu", mutates_args=())
+@torch.library.custom_op("shardwise_tests::relu", mutates_args=())
 def _named_alike(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
@@ -281,7 +281,7 @@ def test_an_operator_of_somebody_elses_is_not_taken_for_torchs_of_that_name() ->
         return _named_alike(model.layer(x)).square().sum()  # type: ignore[no-any-return]
 
     graph = equal_to_eager(Model(custom).double(), (X,)).graph
-    assert graph.rules[next(op.name for op in graph.operators if op.target == "weft_tests.relu.default")] is None
+    assert graph.rules[next(op.name for op in graph.operators if op.target == "shardwise_tests.relu.default")] is None
 
 
 def attention_in_full_precision(model: Any, x: Tensor) -> Tensor:
@@ -297,11 +297,11 @@ def test_hooks_of_parameters_and_modules_are_refused() -> None:
     model = Model(plain)
     model.layer.weight.register_hook(lambda grad: grad * 0.5)
     with pytest.raises(ModelError, match=r"parameter layer\.weight has a gradient hook"):
-        Source.of(model).capture((X.float(),), None, None)
+        ModelSource.from_model(model).capture((X.float(),), None, None)
     model = Model(plain)
     model.layer.register_full_backward_hook(lambda module, given, made: None)
     with pytest.raises(ModelError, match="BackwardHookFunction, whose backward is Python code"):
-        Source.of(model).capture((X.float(),), None, None)
+        ModelSource.from_model(model).capture((X.float(),), None, None)
     model = Model(plain)
     model.layer.register_forward_hook(lambda module, given, made: made * 2)
     equal_to_eager(model.double(), (X,))
@@ -390,7 +390,7 @@ def test_a_capture_leaves_the_module_as_it_was() -> None:
     model = Model(logging)
     before = state_of(model)
     captured_and_run(model.double(), (X,))
-    assert not changes(before, state_of(model))
+    assert not changed_attributes(before, state_of(model))
     assert (model.count, model.known, model.last) == (0, {"a": 1}, None)
 
 
@@ -398,7 +398,7 @@ def collecting(model: Any, x: Tensor) -> Tensor:
     """Hangs a hook on a part when it is first called, and remembers that it did, as transformers does to collect hidden states."""
     if not getattr(model, "hooked", False):
         model.layer.register_forward_hook(lambda module, given, made: model.kept.append(made))
-        model.hooked = True
+        model.hooked_modules = True
     model.kept = []
     model.layer(x)
     assert len(model.kept) == 1, "the hook hangs there twice"
@@ -406,7 +406,7 @@ def collecting(model: Any, x: Tensor) -> Tensor:
 
 
 def test_hooks_that_a_call_hangs_on_are_put_back_with_the_rest() -> None:
-    source = Source.of(lambda: Model(collecting))  # which is traced itself, not a copy
+    source = ModelSource.from_model(lambda: Model(collecting))  # which is traced itself, not a copy
     for size in (8, 4):
         source.capture((X.float(),), None, size)
 
@@ -423,7 +423,7 @@ def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> Non
 
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(ModelError, match=f"parameter weight is {name}, and precision=float32 trains weights of float32"):
-        weft.parallelize(make, batch, loss=loss, plan="data=1", seed=0)
+        shardwise.parallelize(make, batch, loss=loss, plan="data=1", seed=0)
 
 
 def test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were() -> None:
@@ -438,7 +438,7 @@ def test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they
     torch.manual_seed(0)
     plain = make()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    engine = weft.parallelize(make, (x,), loss=loss, optimizer={"name": "adamw", "lr": 1e-2}, plan="data=1", seed=0)
+    engine = shardwise.parallelize(make, (x,), loss=loss, optimizer={"name": "adamw", "lr": 1e-2}, plan="data=1", seed=0)
     for _ in range(3):
         want = loss(plain(x), None)
         optimizer.zero_grad()
@@ -451,7 +451,7 @@ def test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they
         assert state[name].dtype is torch.complex64
         assert torch.allclose(state[name], p.detach(), rtol=1e-4, atol=1e-6)
     with pytest.raises(ModelError, match="parameter w is complex, and the model writes it while it runs"):
-        weft.parallelize(HeldComplex, (x,), loss=loss, plan="data=1", seed=0)
+        shardwise.parallelize(HeldComplex, (x,), loss=loss, plan="data=1", seed=0)
 
 
 class HeldComplex(nn.Module):
@@ -470,7 +470,7 @@ def test_state_is_compared_and_put_back() -> None:
     before = state_of(model)
     model.count, model.known["c"], model.extra = 3, 1, 5
     model.seen.append(2)
-    assert changes(before, state_of(model)) == ["count", "extra", "known", "seen"]
+    assert changed_attributes(before, state_of(model)) == ["count", "extra", "known", "seen"]
     set_state(model, before)
-    assert not changes(before, state_of(model))
+    assert not changed_attributes(before, state_of(model))
     assert (model.count, model.seen, model.known, hasattr(model, "extra")) == (0, [1], {"a": 1}, False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import run
+from shardwise.cli import run
 
 CONFIG = """[model]
 name = "gpt-tiny"
@@ -136,7 +136,7 @@ ROWS = (
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_bad_input(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WEFT_DEBUG", raising=False)
+    monkeypatch.delenv("SHARDWISE_DEBUG", raising=False)
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "mine.txt").write_text("0F0 0B0")
     old, new = row.change or ("", "")
@@ -147,7 +147,7 @@ def test_bad_input(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str], 
     captured = capfd.readouterr()
     assert code == row.exit_code, captured.err
     assert "Traceback" not in captured.err
-    assert "fault in weft" not in captured.err
+    assert "fault in shardwise" not in captured.err
     for fragment in row.says:
         assert fragment in captured.err
     found = json.loads(captured.out)

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 import typer
 
+from shardwise import cli
+from shardwise.cli import app, run
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import LayoutCandidate, MemoryBreakdown, Plan, Prediction
+from shardwise.plan.plan_file import write_plan
 from tests.support import cli_examples
-from weft import cli
-from weft.cli import app, run
-from weft.plan.layout import Layout
-from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.plan_file import write_plan
 
-MEMORY = Memory(parameters=4e6, gradients=4e6, optimizer=8e6, activations=2e7)
+MEMORY = MemoryBreakdown(parameters=4e6, gradients=4e6, optimizer=8e6, activations=2e7)
 PREDICTION = Prediction(0.5, 0.4, 1e12, MEMORY, (("compute", 0.4), ("gradients", 0.1)))
 
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
     layout = Layout(data=2)
-    candidates = (Candidate(layout, PREDICTION), Candidate(Layout(data=4), None, "4 ranks on 2 cores"))
+    candidates = (LayoutCandidate(layout, PREDICTION), LayoutCandidate(Layout(data=4), None, "4 ranks on 2 cores"))
     plan = Plan(layout, "[red]<b>net</b>[/red]", "here", 8, prediction=PREDICTION, reasons=(("data", "2 > 1"),), candidates=candidates)
     path = tmp_path / "plan.toml"
     write_plan(plan, path)
@@ -47,7 +47,7 @@ def verbs() -> list[list[str]]:
 def test_help_shows_an_example_that_parses(verb: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*verb, "--help"]) == 0
     shown = cli_examples.find(capfd.readouterr().out)
-    assert shown, f"weft {' '.join(verb)} --help shows no example"
+    assert shown, f"shardwise {' '.join(verb)} --help shows no example"
     for words in shown:
         assert words[: len(verb)] == verb
         cli_examples.require_understood(words)
@@ -82,7 +82,7 @@ def test_what_else_prints_goes_to_standard_error(tmp_path: Path, plan_file: Path
     """Also what a child process or C code prints: it holds file descriptor 1."""
     code = (
         "import os, sys\n"
-        "from weft.cli.output import output\n"
+        "from shardwise.cli.output import output\n"
         "with output(True) as out:\n"
         "    print('from python'); os.system('echo from a child'); out.text('for a person'); out.answer({'x': float('inf')})\n"
         "print('after')\n"
@@ -113,13 +113,13 @@ def test_a_fault_of_our_own_is_said_to_be_one(capfd: pytest.CaptureFixture[str],
     def broken(*_: object) -> None:
         raise KeyError("gone")
 
-    monkeypatch.setattr("weft.schedules.build", broken)
-    monkeypatch.delenv("WEFT_DEBUG", raising=False)
+    monkeypatch.setattr("shardwise.schedules.build", broken)
+    monkeypatch.delenv("SHARDWISE_DEBUG", raising=False)
     words = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
     assert run(words) == 4
     assert "Traceback" not in (shown := capfd.readouterr().err)
     assert "KeyError" in shown
-    monkeypatch.setenv("WEFT_DEBUG", "1")
+    monkeypatch.setenv("SHARDWISE_DEBUG", "1")
     assert run(words) == 4
     assert "Traceback" in capfd.readouterr().err
 
@@ -128,13 +128,13 @@ def test_an_interrupt_ends_cleanly(capfd: pytest.CaptureFixture[str], monkeypatc
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.schedules.build", interrupted)
+    monkeypatch.setattr("shardwise.schedules.build", interrupted)
     assert run(["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]) == 130
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_help_does_not_load_torch() -> None:
-    code = "import sys; from weft.cli import run; run(['--help']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from shardwise.cli import run; run(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -149,11 +149,11 @@ def test_a_page_about_a_plan(plan_file: Path, tmp_path: Path, capfd: pytest.Capt
 
 
 def test_names_with_markup_are_shown_as_they_are(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from weft.cli.output import output
-    from weft.plan.plan_file import read_plan
-    from weft.report.tables import plan_tables
+    from shardwise.cli.output import open_output
+    from shardwise.plan.plan_file import read_plan
+    from shardwise.report.tables import plan_tables
 
-    with output(False) as out:
+    with open_output(False) as out:
         for table in plan_tables(read_plan(plan_file)):
             out.table(table)
     shown = capfd.readouterr().out
@@ -166,16 +166,16 @@ def test_a_folder_that_cannot_be_written_is_named(plan_file: Path, capfd: pytest
     assert str(plan_file / "page.html") in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[str(Path(sys.executable).with_name("weft"))], [sys.executable, "-m", "weft"]])
+@pytest.mark.parametrize("command", [[str(Path(sys.executable).with_name("shardwise"))], [sys.executable, "-m", "shardwise"]])
 def test_the_entry_point_is_installed(command: list[str]) -> None:
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env={**os.environ})
-    assert re.fullmatch(r"weft \d+\.\d+\.\d+\n", done.stdout)
+    assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\n", done.stdout)
 
 
 @pytest.mark.parametrize(("verb", "collects"), [("plan", False), ("train", True)])
 def test_a_process_that_plans_once_leaves_the_collector_off(verb: str, collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(sys, "argv", ["weft", verb])
+    monkeypatch.setattr(sys, "argv", ["shardwise", verb])
     monkeypatch.setattr(cli, "run", lambda words: seen.append(gc.isenabled()) or 0)
     monkeypatch.setattr(gc, "freeze", lambda: seen.append("what is left at the end is not looked through"))
     try:

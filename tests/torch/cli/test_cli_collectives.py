@@ -1,4 +1,4 @@
-"""`weft collectives`: its numbers are the closed forms, and the links are the cluster's."""
+"""`shardwise collectives`: its numbers are the closed forms, and the links are the cluster's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from weft.cli import run
-from weft.cluster.cluster import Cluster
-from weft.collectives import ALGORITHMS
-from weft.simulate.wires import wires
+from shardwise.cli import run
+from shardwise.cluster.cluster import Cluster
+from shardwise.collectives import ALGORITHMS
+from shardwise.simulate.wires import cluster_wires
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -45,7 +45,7 @@ def test_boxes_make_the_hierarchy_win(capfd: pytest.CaptureFixture[str]) -> None
 
 def test_wires_are_the_cluster_s_links() -> None:
     machines = Cluster.parse("2xdgx-a100-80")
-    between, inside, outside = wires(machines), machines.levels[0].link, machines.levels[1].link
+    between, inside, outside = cluster_wires(machines), machines.levels[0].link, machines.levels[1].link
     assert between(0, 7).byte_s == pytest.approx(1 / (inside.bandwidth_bytes_per_s * inside.efficiency))
     assert between(0, 7).shared == ()
     assert between(0, 8).byte_s == pytest.approx(outside.ports / (outside.bandwidth_bytes_per_s * outside.efficiency))
@@ -67,7 +67,7 @@ def test_closed_forms_take_over_where_programs_end(capfd: pytest.CaptureFixture[
     """The same answer for 32 ranks by running programs and by forms."""
     words = ["compare", "--ranks", "32", "--bytes", "1GB", "--cluster", "4xdgx-a100-80"]
     by_programs = answer(words, capfd)
-    monkeypatch.setattr("weft.cli.collectives.MOST_RUN", 8)
+    monkeypatch.setattr("shardwise.cli.collectives.MAX_SIMULATED_RANKS", 8)
     by_forms = answer(words, capfd)
     both = [{row["algorithm"]: row for row in found["algorithms"]} for found in (by_programs, by_forms)]
     assert set(both[0]) == set(both[1])
@@ -134,7 +134,7 @@ def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["compare", "-o", "picture.pdf"], ".svg or .png"),
         (["draw", "ring", "-o", "no/such/folder.svg"], "choose a folder that can be written to"),
         (["compare", "--bytes", "0"], "a byte or more"),
-        (["compare", "--collective", "halo"], "nothing to compare; weft collectives draw exchange"),
+        (["compare", "--collective", "halo"], "nothing to compare; shardwise collectives draw exchange"),
     ],
 )
 def test_bad_input(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.cli.changes import apply, moved_along, neighbours, parse_changes
-from weft.cli.setting import Setting, named
-from weft.cluster.cluster import Cluster
-from weft.cluster.resize import resized
-from weft.errors import Infeasible, UsageError
-from weft.plan.layout import Layout
-from weft.plan.patterns import expand
-from weft.plan.plan_file import read_plan
+from shardwise.cli import run
+from shardwise.cli.changes import apply_changes, neighbouring_layouts, parse_changes, refit_layout
+from shardwise.cli.pricing_context import PricingContext, name_with_sequence
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.resize import resize_cluster
+from shardwise.errors import Infeasible, UsageError
+from shardwise.plan.ir.patterns import expand_patterns
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan_file import read_plan
 
 MODEL, MACHINES, BATCH = "gpt-125m:layers=4", "2xp4d.24xlarge", 64
 
@@ -40,8 +40,8 @@ def test_a_plan_says_equal_layers_once_and_means_all_of_them(plan_file: Path) ->
     plan = read_plan(plan_file)
     cuts = dict(plan.shards)["tensor"]
     assert any("layers.*." in name for name, _ in cuts)
-    names = Setting(MODEL, Cluster.parse(MACHINES), BATCH).names
-    written_out = expand(cuts, names)
+    names = PricingContext(MODEL, Cluster.parse(MACHINES), BATCH).variable_names
+    written_out = expand_patterns(cuts, names)
     assert len(written_out) > 2 * len(cuts)
     assert {name for name, _ in written_out} <= set(names)
 
@@ -210,21 +210,21 @@ def test_estimates_of_nothing(words: list[str], said: str, capfd: pytest.Capture
 )
 def test_what_hangs_on_a_change_moves_along(wanted: dict[str, int | str], ranks: int, batch: int, expected: str) -> None:
     old = Layout(data=8, tensor=8, microbatches=4)
-    layout, _ = moved_along(old, wanted, ranks, 1024, batch)
+    layout, _ = refit_layout(old, wanted, ranks, 1024, batch)
     assert layout == Layout.parse(expected)
     assert layout.num_ranks == ranks
 
 
 def test_sizes_that_do_not_divide_are_said() -> None:
     with pytest.raises(Infeasible, match="do not divide into tensor=3"):
-        moved_along(Layout(data=8), {"tensor": 3}, 8, 8, 8)
+        refit_layout(Layout(data=8), {"tensor": 3}, 8, 8, 8)
     with pytest.raises(Infeasible, match="batch of 10"):
-        moved_along(Layout(data=8), {}, 16, 8, 10)
+        refit_layout(Layout(data=8), {}, 16, 8, 10)
 
 
 def test_neighbours_keep_the_devices_and_differ(plan_file: Path) -> None:
     plan = read_plan(plan_file)
-    found = neighbours(plan, 16)
+    found = neighbouring_layouts(plan, 16)
     assert len({layout for _, layout in found}) == len(found) > 8
     assert all(layout != plan.layout for _, layout in found)
     for name, layout in found:
@@ -233,9 +233,9 @@ def test_neighbours_keep_the_devices_and_differ(plan_file: Path) -> None:
 
 def test_a_change_of_machines_keeps_what_was_traced(plan_file: Path) -> None:
     plan = read_plan(plan_file)
-    setting = Setting(MODEL, Cluster.parse(MACHINES), BATCH)
+    setting = PricingContext(MODEL, Cluster.parse(MACHINES), BATCH)
     graph = setting.graph
-    other, layout, moved = apply(plan, setting, parse_changes(["gpus=8"]))
+    other, layout, moved = apply_changes(plan, setting, parse_changes(["gpus=8"]))
     assert other.graph is graph
     assert (layout.num_ranks, moved) == (8, "data 4 to 2, microbatches 4 to 8")
 
@@ -254,7 +254,7 @@ def test_a_change_of_machines_keeps_what_was_traced(plan_file: Path) -> None:
     ],
 )
 def test_more_and_fewer_devices(text: str, count: int, devices: int, price: float) -> None:
-    found = resized(Cluster.parse(text), count)
+    found = resize_cluster(Cluster.parse(text), count)
     assert found.num_devices == devices
     assert found.price_per_hour == pytest.approx(price)
 
@@ -272,13 +272,13 @@ def test_a_part_of_a_machine_is_a_cluster_by_its_name() -> None:
 
 def test_devices_that_are_no_whole_machines() -> None:
     with pytest.raises(UsageError, match="use 16 or 24"):
-        resized(Cluster.parse("8xp3.16xlarge"), 20)
+        resize_cluster(Cluster.parse("8xp3.16xlarge"), 20)
 
 
 def test_a_sequence_becomes_part_of_the_name() -> None:
-    assert named("gpt-39b", None) == ("gpt-39b", None)
-    assert named("gpt-39b:layers=2", 64) == ("gpt-39b:layers=2,sequence=64", None)
-    assert named("net.py:make", 64) == ("net.py:make", 64)
+    assert name_with_sequence("gpt-39b", None) == ("gpt-39b", None)
+    assert name_with_sequence("gpt-39b:layers=2", 64) == ("gpt-39b:layers=2,sequence=64", None)
+    assert name_with_sequence("net.py:make", 64) == ("net.py:make", 64)
 
 
 CLUSTER = """name = "mine"
@@ -336,7 +336,7 @@ def test_a_plan_keeps_the_order_of_the_parts_of_a_cluster_file(tmp_path: Path, c
         names = [one.name for one in Cluster.parse(f"{tmp_path}/both.toml:{order}").parts]
         assert "+".join(names) == order
     with pytest.raises(UsageError, match="several kinds"):
-        resized(Cluster.parse(f"{tmp_path}/both.toml"), 4)
+        resize_cluster(Cluster.parse(f"{tmp_path}/both.toml"), 4)
 
 
 def test_planning_asks_a_batch_for_no_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`weft schedule`, `weft schedules` and `weft check` as a program sees them."""
+"""`shardwise schedule`, `shardwise schedules` and `shardwise check` as a program sees them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.plan.schedule_sizes import SCHEDULES
-from weft.plan.timeline import Timeline
-from weft.schedules import build
+from shardwise.cli import run
+from shardwise.plan.ir.schedule_sizes import SCHEDULES
+from shardwise.plan.ir.timeline import Timeline
+from shardwise.schedules import build
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 
@@ -170,12 +170,12 @@ def test_all_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("weft.cli.schedules.LONG", 1)
+    monkeypatch.setattr("shardwise.cli.schedules.SLOW_FORWARDS", 1)
     found = answer(capfd, "schedules", *SIZES)
     assert len(found["schedules"]) == len(SCHEDULES)
     assert run(["schedules", *SIZES]) == 0
     said = capfd.readouterr().err.splitlines()
-    assert said == [f"weft: {name}, {i} of {len(SCHEDULES)}" for i, name in enumerate(SCHEDULES, 1)]
+    assert said == [f"shardwise: {name}, {i} of {len(SCHEDULES)}" for i, name in enumerate(SCHEDULES, 1)]
 
 
 @pytest.mark.parametrize(

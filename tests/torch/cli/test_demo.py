@@ -1,4 +1,4 @@
-"""`weft demo`: into which folder it trains, and that it ends with that one's page. Training itself is `weft train`'s."""
+"""`shardwise demo`: into which folder it trains, and that it ends with that one's page. Training itself is `shardwise train`'s."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli import demo, operands, run, train
-from weft.cluster.cluster import Cluster
+from shardwise.cli import demo, operands, run, train
+from shardwise.cluster.cluster import Cluster
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[A
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(operands, "load_cluster", lambda text, out: Cluster.parse("1xcpu-2"))
     monkeypatch.setattr(train, "run", training)
-    monkeypatch.setattr(demo, "show_end", lambda folder, out: seen["shown"].append(folder))
+    monkeypatch.setattr(demo, "show_results", lambda folder, out: seen["shown"].append(folder))
     return seen
 
 

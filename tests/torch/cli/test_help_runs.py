@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from shardwise.cli import app, run
 from tests.support import cli_examples, doc_blocks
-from weft.cli import app, run
 
 ROOT = Path(__file__).parents[3]
 # What users have before they type an example: made by this verb's, or by what stands here.
@@ -48,8 +48,8 @@ def test_examples_of_help_texts_work(tmp_path: Path, capfd: pytest.CaptureFixtur
     for words in examples(capfd):
         if words[0] not in FIRST:
             _complete(tmp_path)
-        status, said = doc_blocks.run_words(["weft", *words], tmp_path)
-        assert status == 0, f"weft {' '.join(words)} ended with {status}\n{said}"
+        status, said = doc_blocks.run_words(["shardwise", *words], tmp_path)
+        assert status == 0, f"shardwise {' '.join(words)} ended with {status}\n{said}"
 
 
 def _complete(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`weft launch`: the same training over ssh, SLURM and Ray with stand-ins that run here, and the files for other systems."""
+"""`shardwise launch`: the same training over ssh, SLURM and Ray with stand-ins that run here, and the files for other systems."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 import yaml
 
-from weft.cli import run
-from weft.cli.elsewhere import manifests, slurm
-from weft.cli.elsewhere import ssh as over_ssh
-from weft.cli.elsewhere.job import Job, job_of
-from weft.errors import ConfigError, RunError, UsageError
+from shardwise.cli import run
+from shardwise.cli.launchers import manifests, slurm
+from shardwise.cli.launchers import ssh as over_ssh
+from shardwise.cli.launchers.job import LaunchJob, parse_job
+from shardwise.errors import ConfigError, RunError, UsageError
 
 CONFIG = """
 [model]
@@ -85,7 +85,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def launched(*words: str, limit_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "weft", "launch", *words], capture_output=True, text=True, timeout=limit_s)
+    return subprocess.run([sys.executable, "-m", "shardwise", "launch", *words], capture_output=True, text=True, timeout=limit_s)
 
 
 def steps_of(tmp_path: Path) -> list[dict[str, Any]]:
@@ -133,31 +133,31 @@ def test_a_ray_cluster_trains(config: Path, tmp_path: Path) -> None:
 def test_one_host_that_fails_ends_the_others(tools: Path, tmp_path: Path) -> None:
     """The other host's command would run for a minute; it ends when nobody holds its input."""
     code = "import sys\nif sys.argv[3] == '1':\n    sys.exit(4)\nsys.stdin.readline()\nsys.stdin.read()\n"
-    (tmp_path / "weft.py").write_text(code)
-    job = Job(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
+    (tmp_path / "shardwise.py").write_text(code)
+    job = LaunchJob(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
     assert over_ssh.run(job, ["node1", "node2"]) == 4
 
 
 def test_one_host_that_is_lost_does_not_end_the_others(tools: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They have the token, which is no word of a command, and end by themselves."""
-    (tmp_path / "weft.py").write_text("import sys, time\nassert len(sys.stdin.readline()) == 33\ntime.sleep(2)\n")
-    job = Job(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
+    (tmp_path / "shardwise.py").write_text("import sys, time\nassert len(sys.stdin.readline()) == 33\ntime.sleep(2)\n")
+    job = LaunchJob(("train", "x.toml"), 2, 1, folder=str(tmp_path), python=sys.executable)
     assert over_ssh.run(job, ["node1", "node9"]) == 0
     assert "host node9 is lost (exit code 255); the others go on" in capfd.readouterr().err
-    assert over_ssh.run(Job(("train", "x.toml"), 1, 1, folder=str(tmp_path), python=sys.executable), ["node9"]) == 255
+    assert over_ssh.run(LaunchJob(("train", "x.toml"), 1, 1, folder=str(tmp_path), python=sys.executable), ["node9"]) == 255
 
 
 @pytest.mark.parametrize(("layout", "hosts", "word"), [("data=3", 2, "3 ranks"), ("data=2", 4, "2 ranks")])
 def test_ranks_that_do_not_fit_the_hosts_are_refused(config: Path, layout: str, hosts: int, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        job_of(["train", str(config), f"plan.layout={layout}"], hosts, 0)
+        parse_job(["train", str(config), f"plan.layout={layout}"], hosts, 0)
 
 
 def test_a_plan_for_machines_that_are_not_there_is_refused(config: Path, tools: Path) -> None:
     words = ["train", str(config), "plan.cluster=8xdgx-h100", "plan.layout=data=64"]
     with pytest.raises(ConfigError, match="the job has 2 machines: give 8"):
-        job_of(words, 2, 0)
-    assert job_of(words, 0, 0).hosts == 8
+        parse_job(words, 2, 0)
+    assert parse_job(words, 0, 0).num_hosts == 8
     assert run(["launch", "--ssh", "node1,node2", "--", *words]) == 2
     assert not (tools / "hosts").exists()
 
@@ -165,37 +165,37 @@ def test_a_plan_for_machines_that_are_not_there_is_refused(config: Path, tools: 
 def test_slurm_that_has_fewer_nodes_is_asked_first(tools: Path, config: Path) -> None:
     (tools / "sinfo").write_text("#!/bin/sh\necho 3\necho 1\n")
     (tools / "sinfo").chmod(stat.S_IRWXU)
-    job = job_of(["train", str(config), "plan.cluster=8xdgx-h100", "plan.layout=data=64"], 0, 0)
+    job = parse_job(["train", str(config), "plan.cluster=8xdgx-h100", "plan.layout=data=64"], 0, 0)
     with pytest.raises(ConfigError, match="8 nodes, and SLURM has 4"):
         slurm.check_nodes(job)
 
 
 def test_what_sbatch_refuses_is_said(tools: Path, config: Path) -> None:
-    job = job_of(["train", str(config), "plan.cluster=dgx-h100", "plan.layout=data=8"], 0, 0)
+    job = parse_job(["train", str(config), "plan.cluster=dgx-h100", "plan.layout=data=8"], 0, 0)
     with pytest.raises(RunError, match="Invalid generic resource"):
-        slurm.submit(job, Path(job.run_folder).parent / "job.sh")
+        slurm.submit_job(job, Path(job.run_folder).parent / "job.sh")
 
 
 def test_without_sbatch_the_remedy_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="write the script alone with -o"):
-        slurm.submit(job_of(["train", str(config)], 1, 0), Path("job.sh"))
+        slurm.submit_job(parse_job(["train", str(config)], 1, 0), Path("job.sh"))
 
 
 @pytest.mark.parametrize("words", [[], ["plan", "x"], ["train"]])
 def test_other_commands_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError, match=r"train CONFIG\.toml"):
-        job_of(words, 1, 1)
+        parse_job(words, 1, 1)
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["a", ""], ["-oProxyCommand=x", "b"], ["a"]])
 def test_hosts_are_names_each_once(names: list[str], tools: Path) -> None:
     with pytest.raises(UsageError):
-        over_ssh.run(Job(("train", "x"), 2, 1), names)
+        over_ssh.run(LaunchJob(("train", "x"), 2, 1), names)
 
 
 def test_a_plan_that_is_chosen_there_is_for_all_ranks(config: Path) -> None:
-    job = job_of(["train", str(config), "plan.layout=", 'plan.constrain=["tensor<=2", "ranks<=2"]'], 2, 3)
+    job = parse_job(["train", str(config), "plan.layout=", 'plan.constrain=["tensor<=2", "ranks<=2"]'], 2, 3)
     assert job.num_ranks == 6
     assert job.words[-1] == 'plan.constrain=["tensor<=2", "ranks=6"]'
 
@@ -279,8 +279,8 @@ _TASK = {
 
 
 def test_a_kubernetes_job_has_a_pod_for_each_host(config: Path) -> None:
-    job = job_of(["train", str(config), "plan.cluster=2xdgx-h100", "plan.layout=data=16"], 0, 0)
-    secret, service, batch = yaml.safe_load_all(manifests.kubernetes(job))
+    job = parse_job(["train", str(config), "plan.cluster=2xdgx-h100", "plan.layout=data=16"], 0, 0)
+    secret, service, batch = yaml.safe_load_all(manifests.kubernetes_manifest(job))
     jsonschema.validate(batch, _JOB)
     assert (service["kind"], service["spec"]["clusterIP"], service["metadata"]["name"]) == ("Service", "None", job.name)
     pod = batch["spec"]["template"]
@@ -296,19 +296,19 @@ def test_a_kubernetes_job_has_a_pod_for_each_host(config: Path) -> None:
 
 
 def test_a_skypilot_task_has_its_devices_by_its_own_names(config: Path) -> None:
-    job = job_of(["train", str(config), "plan.cluster=2xdgx-a100-80", "plan.layout=data=16"], 0, 0)
-    task = yaml.safe_load(manifests.skypilot(job))
+    job = parse_job(["train", str(config), "plan.cluster=2xdgx-a100-80", "plan.layout=data=16"], 0, 0)
+    task = yaml.safe_load(manifests.skypilot_task(job))
     jsonschema.validate(task, _TASK)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:8")
     assert "$SKYPILOT_NODE_RANK" in task["run"]
 
 
-def test_each_hosts_command_is_one_that_weft_takes(tmp_path: Path) -> None:
+def test_each_hosts_command_is_one_that_shardwise_takes(tmp_path: Path) -> None:
     """As a shell reads it: the ranks get every word as it was given."""
-    (tmp_path / "weft.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    (tmp_path / "shardwise.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     words = ("train", "a b.toml", 'plan.constrain=["ranks=2"]', "x=$HOME")
-    job = Job(words, 2, 1, python=sys.executable, threads=3)
-    text = job.on_host("$INDEX", "10.0.0.1", held=True)
+    job = LaunchJob(words, 2, 1, python=sys.executable, threads_per_rank=3)
+    text = job.host_command("$INDEX", "10.0.0.1", ends_with_input=True)
     done = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, env={"INDEX": "1", "PYTHONPATH": str(tmp_path)})
     where = "--host 1 --hosts 2 --ranks 1 --threads 3 --address 10.0.0.1 --port 29400 --held --"
     assert json.loads(done.stdout) == ["launch", *where.split(), *words]

@@ -16,36 +16,44 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.capture.capture import capture
-from weft.cluster import doctor as doctor_module
-from weft.cluster.block import FEW, TRANSFORMER
-from weft.cluster.cluster import Cluster, Speed
-from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import here, kept, probe, sampling, waits
-from weft.cluster.probe.here import BUSY, MESSAGE_RANKS
-from weft.cluster.probe.kept import BUSY_S, SETTLED_S, VERSION
-from weft.cluster.probe.machine import fingerprint
-from weft.cluster.probe.operators import Layers, operators
-from weft.cluster.probe.rank import measure_alone, measure_rank, pace
-from weft.cluster.probe.sampling import SURE, Case, Patience, Setting, interval, sample, spread
-from weft.cost.devices.compute import Rates, block_work
-from weft.cost.network.collectives import algorithms, choose
-from weft.cost.network.network import Group
-from weft.model.work import Work, work
+from shardwise.capture.capture import capture
+from shardwise.cluster import doctor as doctor_module
+from shardwise.cluster.block import LARGE_BLOCK, SMALL_BLOCK
+from shardwise.cluster.cluster import Cluster, Speed
+from shardwise.cluster.doctor import check_machine, check_writable
+from shardwise.cluster.probe import cache, measure, probe, sampling, waits
+from shardwise.cluster.probe.cache import BUSY_S, SETTLED_S, VERSION
+from shardwise.cluster.probe.machine import machine_fingerprint
+from shardwise.cluster.probe.measure import BUSY_NOTE, MESSAGE_RANKS
+from shardwise.cluster.probe.operators import ProbeLayers, operator_cases
+from shardwise.cluster.probe.rank import measure_alone, measure_pace, measure_rank
+from shardwise.cluster.probe.sampling import (
+    CONFIDENCE,
+    ProbeCase,
+    ProbeSetting,
+    SamplingBudget,
+    median_interval,
+    median_spread,
+    sample_cases,
+)
+from shardwise.cost.devices.compute import RankRates, block_work
+from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
+from shardwise.cost.network.network import RankGroup
+from shardwise.model.work import OperatorWork, operator_work
 
 
 @pytest.fixture(scope="module")
 def measured(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
     """What the session has measured of this machine, and where it is stored, apart from what other tests read."""
     path = tmp_path_factory.mktemp("cache") / "cluster.toml"
-    shutil.copyfile(home / ".cache" / "weft" / "cluster.toml", path)
+    shutil.copyfile(home / ".cache" / "shardwise" / "cluster.toml", path)
     return Cluster.parse(str(path)), path
 
 
 def test_this_machine_is_a_cluster(tmp_path: Path) -> None:
     cluster = probe(path=tmp_path / "deep" / "cluster.toml")
     assert cluster.name == "here"
-    assert cluster.fingerprint == fingerprint(VERSION)
+    assert cluster.fingerprint == machine_fingerprint(VERSION)
     assert dict(cluster.speed(1).flops)["float32"] > 1e8
     if cluster.kind.shares_hosts:
         assert cluster.table("all_reduce", 2) is not None
@@ -58,7 +66,7 @@ def test_this_machine_is_a_cluster(tmp_path: Path) -> None:
                 assert cluster.table(name, count) is not None, (name, count)
         # What is chosen by these figures is a choice among the algorithms, whatever the machine was doing meanwhile.
         for transport in ("", "gloo"):
-            assert set(choose(cluster, Group(4), transport).names) <= set(algorithms(cluster, Group(4), transport))
+            assert set(choose_algorithms(cluster, RankGroup(4), transport).names) <= set(algorithm_times(cluster, RankGroup(4), transport))
         assert {(s.ranks, s.threads) for s in cluster.speeds} >= {(1, 1)}
 
 
@@ -68,8 +76,8 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
     def fail(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(kept, "measure_here", fail)
-    monkeypatch.setattr(kept, "num_waiting", lambda: 99.0)  # what was measured while busy is measured again once idle
+    monkeypatch.setattr(cache, "measure_here", fail)
+    monkeypatch.setattr(cache, "num_waiting_processes", lambda: 99.0)  # what was measured while busy is measured again once idle
     assert probe(path=path) == cluster
     assert Cluster.parse(str(path)) == cluster
     for broken in (path.read_text().replace(cluster.fingerprint, "0" * 16), "not TOML at all", ""):
@@ -79,8 +87,8 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
 
 
 def test_a_pause_of_the_system_is_no_size_s_time() -> None:
-    assert here._rising({16: 9e-3, 64: 2e-3, 4: 1e-3}) == ((4.0, 1e-3), (16.0, 2e-3), (64.0, 2e-3))
-    assert here._rising({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
+    assert measure._monotone_points({16: 9e-3, 64: 2e-3, 4: 1e-3}) == ((4.0, 1e-3), (16.0, 2e-3), (64.0, 2e-3))
+    assert measure._monotone_points({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
 
 
 @dataclass
@@ -104,14 +112,14 @@ class Watched:
 @pytest.fixture
 def watched(measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     made = Watched(measured[0], tmp_path / "cluster.toml")
-    monkeypatch.setattr(kept, "measure_here", made.measure)
-    monkeypatch.setattr(kept, "num_waiting", lambda: made.waiting)
+    monkeypatch.setattr(cache, "measure_here", made.measure)
+    monkeypatch.setattr(cache, "num_waiting_processes", lambda: made.waiting)
     return made
 
 
 def test_what_a_busy_machine_gave_is_used_for_minutes(watched: Watched) -> None:
     """Commands in a row would otherwise each measure for seconds, where a neighbour comes and goes."""
-    busy = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source=f"measured {BUSY}"))
+    busy = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source=f"measured {BUSY_NOTE}"))
     assert probe(path=watched.path) == probe(path=watched.path) == busy
     assert watched.times == 1
     watched.age(2 * BUSY_S)
@@ -134,7 +142,7 @@ def test_a_machine_that_computes_at_another_speed_is_measured_again(
         pytest.skip("GPUs keep their speed")
     idle = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source="measured"))
     then = dict(idle.speed(1, 1).rates)["pulse"]
-    monkeypatch.setattr(kept, "pace", lambda stored: now * then / stored)
+    monkeypatch.setattr(cache, "measure_pace", lambda stored: now * then / stored)
     probe(path=watched.path)
     assert probe(path=watched.path) == idle
     assert watched.times == 1, "it has just been measured"
@@ -150,7 +158,7 @@ def test_a_machine_that_computes_at_another_speed_is_measured_again(
 def test_the_pace_is_the_part_of_the_speed_that_is_asked_about() -> None:
     """Ten times as many pulses a second as there were is a tenth of the pace, whatever the machine does meanwhile."""
     threads = torch.get_num_threads()
-    paces = [(pace(1.0), pace(10.0)) for _ in range(5)]
+    paces = [(measure_pace(1.0), measure_pace(10.0)) for _ in range(5)]
     assert torch.get_num_threads() == threads
     assert median(one / ten for one, ten in paces) == pytest.approx(10.0, rel=0.5)
 
@@ -165,8 +173,8 @@ def test_processes_that_ask_at_the_same_time_measure_once(
         time.sleep(0.2)
         return measured[0]
 
-    monkeypatch.setattr(kept, "measure_here", slow)
-    monkeypatch.setattr(kept, "num_waiting", lambda: 99.0)
+    monkeypatch.setattr(cache, "measure_here", slow)
+    monkeypatch.setattr(cache, "num_waiting_processes", lambda: 99.0)
     with ThreadPoolExecutor(3) as pool:  # every call opens the file of the lock by itself, as processes do
         found = list(pool.map(lambda _: probe(path=tmp_path / "cluster.toml"), range(3)))
     assert found == [measured[0]] * 3
@@ -193,12 +201,12 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
             def launch(self, function: object, *_: object) -> object:
                 return ranks if function is measure_rank else [table]
 
-        monkeypatch.setattr("weft.world.launch.Launcher", lambda **_: Told())
-        monkeypatch.setattr(here, "num_waiting", lambda: 0.0)
-        return here._of_processor("mark", True).device.source
+        monkeypatch.setattr("shardwise.world.launch.launch.Launcher", lambda **_: Told())
+        monkeypatch.setattr(measure, "num_waiting_processes", lambda: 0.0)
+        return measure._measure_processor("mark", True).device.source
 
     assert measured(0.97) == "measured"
-    assert f"{BUSY} (ranks got 60% of their cores)" in measured(0.6)
+    assert f"{BUSY_NOTE} (ranks got 60% of their cores)" in measured(0.6)
 
 
 def test_what_meeting_adds_is_what_sums_do_not_explain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,39 +224,39 @@ def test_rounds_end_where_every_median_is_known(monkeypatch: pytest.MonkeyPatch)
     given = {"calm": [1.0] * 6, "wild": wild, "late": [1.0, 2.0, 1.0, 1.0, 1.0, 1.0]}
     calls: list[str] = []
 
-    def told(case: Case, device: torch.device) -> float:
+    def told(case: ProbeCase, device: torch.device) -> float:
         calls.append(case.name)
         return given[case.name][calls.count(case.name) - 1]
 
-    monkeypatch.setattr(sampling, "_slice", told)
+    monkeypatch.setattr(sampling, "_time_case", told)
 
-    def rounds(patience: Patience, elsewhere: float = 0.0) -> dict[str, int]:
+    def rounds(patience: SamplingBudget, elsewhere: float = 0.0) -> dict[str, int]:
         calls.clear()
-        setting = Setting(1, 1, tuple(Case(name, 2.0, lambda: None) for name in given))
-        sample([setting], tuple(given), torch.device("cpu"), patience, lambda mine: [max(x, elsewhere) for x in mine])
+        setting = ProbeSetting(1, 1, tuple(ProbeCase(name, 2.0, lambda: None) for name in given))
+        sample_cases([setting], tuple(given), torch.device("cpu"), patience, lambda mine: [max(x, elsewhere) for x in mine])
         assert setting.seconds()["calm"] == 0.5
         return {name: len(times) for name, times in setting.times.items()}
 
-    assert rounds(Patience(2, 6, 0.05)) == {"calm": 2, "wild": 6, "late": 5}
-    assert rounds(Patience(3, 5, 0.05)) == {"calm": 3, "wild": 5, "late": 5}
-    assert rounds(Patience(2, 6, 0.05, seconds=0.0)) == {"calm": 2, "wild": 2, "late": 2}
-    assert rounds(Patience(2, 4, 0.05), elsewhere=0.1) == dict.fromkeys(given, 4), "on another rank none is known"
-    assert rounds(Patience(1, 6, 0.6)) == {"calm": 2, "wild": 2, "late": 2}, "one sample tells nothing of its spread"
+    assert rounds(SamplingBudget(2, 6, 0.05)) == {"calm": 2, "wild": 6, "late": 5}
+    assert rounds(SamplingBudget(3, 5, 0.05)) == {"calm": 3, "wild": 5, "late": 5}
+    assert rounds(SamplingBudget(2, 6, 0.05, seconds=0.0)) == {"calm": 2, "wild": 2, "late": 2}
+    assert rounds(SamplingBudget(2, 4, 0.05), elsewhere=0.1) == dict.fromkeys(given, 4), "on another rank none is known"
+    assert rounds(SamplingBudget(1, 6, 0.6)) == {"calm": 2, "wild": 2, "late": 2}, "one sample tells nothing of its spread"
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 12, 20])
 def test_the_interval_holds_the_true_median_as_often_as_it_says(n: int) -> None:
     """Against random samples of known median, of a skewed law as pauses make it."""
     samples = torch.randn(4000, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).exp()  # of median 1
-    held = sum(low <= 1 <= high for low, high in map(interval, samples.tolist()))
-    assert held > (SURE - 0.03) * len(samples)
+    held = sum(low <= 1 <= high for low, high in map(median_interval, samples.tolist()))
+    assert held > (CONFIDENCE - 0.03) * len(samples)
 
 
 def test_the_spread_is_a_part_of_the_median() -> None:
-    assert spread([1e-6]) == spread([]) == math.inf
-    assert spread([2e-6, 2e-6]) == 0.0
-    assert spread([1e-6, 3e-6]) == pytest.approx(0.5)
-    assert spread([1e-6, 1e-6, 9e-6, 1e-6, 1e-6]) == 0.0, "one pause is not the median's"
+    assert median_spread([1e-6]) == median_spread([]) == math.inf
+    assert median_spread([2e-6, 2e-6]) == 0.0
+    assert median_spread([1e-6, 3e-6]) == pytest.approx(0.5)
+    assert median_spread([1e-6, 1e-6, 9e-6, 1e-6, 1e-6]) == 0.0, "one pause is not the median's"
 
 
 def test_every_figure_is_of_the_operator_it_names() -> None:
@@ -268,14 +276,14 @@ def test_the_price_of_the_block_is_that_of_its_operators() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.start, self.block = torch.nn.Parameter(torch.zeros(TRANSFORMER.hidden)), Layers(TRANSFORMER)
+            self.start, self.block = torch.nn.Parameter(torch.zeros(LARGE_BLOCK.hidden)), ProbeLayers(LARGE_BLOCK)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block(x + self.start)
 
-    graph = capture(Learned(), (torch.randn(3, TRANSFORMER.sequence, TRANSFORMER.hidden),), lambda out, _: out.sum()).graph
-    captured = list(work(graph).values())[1:-1]
-    priced = list(block_work(TRANSFORMER, 3))
+    graph = capture(Learned(), (torch.randn(3, LARGE_BLOCK.sequence, LARGE_BLOCK.hidden),), lambda out, _: out.sum()).graph
+    captured = list(operator_work(graph).values())[1:-1]
+    priced = list(block_work(LARGE_BLOCK, 3))
     for kind in {w.kind for w in captured}:
         for name in ("flops", "backward_flops", "bytes", "backward_bytes"):
             want, got = (sum(getattr(w, name) for w in works if w.kind == kind) for works in (captured, priced))
@@ -285,27 +293,27 @@ def test_the_price_of_the_block_is_that_of_its_operators() -> None:
 
 def test_what_the_block_took_prices_every_operator() -> None:
     apart = Speed(1, 2, (("float32", 1e11),), 1e10, 1e-6)
-    rates = Rates.of(apart, "float32")
-    assert rates.sized == rates.begins == 1.0
-    alone = sum(rates.seconds(w).total for w in block_work(TRANSFORMER, 2 * TRANSFORMER.sequences))
-    slower = Rates.of(
-        replace(apart, rates=((TRANSFORMER.rate("float32"), 2 / (1.25 * alone)),)), "float32"
+    rates = RankRates.of(apart, "float32")
+    assert rates.size_factor == rates.launch_factor == 1.0
+    alone = sum(rates.seconds(w).total for w in block_work(LARGE_BLOCK, 2 * LARGE_BLOCK.sequences))
+    slower = RankRates.of(
+        replace(apart, rates=((LARGE_BLOCK.rate_key("float32"), 2 / (1.25 * alone)),)), "float32"
     )  # blocks/s of one thread's batch
-    assert slower.sized == pytest.approx(1.25)
-    assert slower.begins == pytest.approx(1.25)
-    assert slower.seconds(Work("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(Work("linear", 1e9)).total)
+    assert slower.size_factor == pytest.approx(1.25)
+    assert slower.launch_factor == pytest.approx(1.25)
+    assert slower.seconds(OperatorWork("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(OperatorWork("linear", 1e9)).total)
 
 
 def test_two_blocks_tell_what_begins_from_what_follows_sizes() -> None:
     """Blocks of which sizes take 1.1 times and beginnings 1.7 times as long as alone: both are found."""
     apart = Speed(1, 1, (("float32", 1e11),), 1e10, 1e-5, (("start.linear", 5e4), ("weights.linear", 2e10)))
-    told = replace(Rates.of(apart, "float32"), sized=1.1, begins=1.7)
-    took = {b: sum(told.seconds(w).total for w in block_work(b, b.sequences)) for b in (TRANSFORMER, FEW)}
-    measured = replace(apart, rates=(*apart.rates, *((b.rate("float32"), 1 / seconds) for b, seconds in took.items())))
-    found = Rates.of(measured, "float32")
-    assert (found.sized, found.begins) == (pytest.approx(1.1), pytest.approx(1.7))
-    few = sum(found.seconds(w).total for w in block_work(FEW, FEW.sequences))
-    assert few == pytest.approx(took[FEW])
+    told = replace(RankRates.of(apart, "float32"), size_factor=1.1, launch_factor=1.7)
+    took = {b: sum(told.seconds(w).total for w in block_work(b, b.sequences)) for b in (LARGE_BLOCK, SMALL_BLOCK)}
+    measured = replace(apart, rates=(*apart.rates, *((b.rate_key("float32"), 1 / seconds) for b, seconds in took.items())))
+    found = RankRates.of(measured, "float32")
+    assert (found.size_factor, found.launch_factor) == (pytest.approx(1.1), pytest.approx(1.7))
+    few = sum(found.seconds(w).total for w in block_work(SMALL_BLOCK, SMALL_BLOCK.sequences))
+    assert few == pytest.approx(took[SMALL_BLOCK])
 
 
 def test_what_two_cases_share_is_told_apart() -> None:
@@ -321,7 +329,7 @@ def test_what_two_cases_share_is_told_apart() -> None:
         "recurrent.float32": flop + weight * 2 / 128, "weights.recurrent": weight + 4 * flop,
         "elementwise": byte, "launch": 1e-6,
     }  # fmt: skip
-    found = here._speed(1, 2, seconds)
+    found = measure._measured_speed(1, 2, seconds)
     want = {
         "convolution.float32": flop, "besides.convolution.float32": byte, "besides.convolution.bfloat16": byte, "scores.float32": score,
         "attention.float32": flop, "recurrent.float32": flop, "weights.linear": weight, "weights.convolution": weight,
@@ -332,17 +340,17 @@ def test_what_two_cases_share_is_told_apart() -> None:
 
 def test_the_cases_are_as_their_pairs_have_them() -> None:
     """FLOPs and bytes by torch's shapes: of convolutions with nine taps and with one, and of recurrences of many and of few samples."""
-    units = {case.name: case.units for case in operators(torch.device("cpu"), 1)}
+    units = {case.name: case.units for case in operator_cases(torch.device("cpu"), 1)}
     assert units["convolution.float32"] == 9 * units["besides.convolution.float32"] * 6 * 64 / 20
     assert units["weights.recurrent"] * 64 / 2 == units["recurrent.float32"]
 
 
 def test_the_doctor_finds_this_machine_well_and_sees_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = doctor()
+    checks = check_machine()
     assert all(c.ok for c in checks if c.needed), [c for c in checks if not c.ok]
     assert all(c.remedy for c in checks if not c.ok)
     monkeypatch.setattr(doctor_module, "version", lambda name: {"torch": "1.13.0"}.get(name, "99.0"))
-    old = {c.name: c for c in doctor()}["torch"]
+    old = {c.name: c for c in check_machine()}["torch"]
     assert not old.ok
     assert "1.13.0" in old.found
     assert "torch" in old.remedy
@@ -353,7 +361,7 @@ def test_the_doctor_knows_what_stalls_ranks_of_several_hosts(tmp_path: Path, con
     file = tmp_path / "tcp_congestion_control"
     if control is not None:
         file.write_text(control)
-    check = doctor_module._network(file)
+    check = doctor_module._check_congestion_control(file)
     assert check.ok is ok
     assert not check.needed
     assert (control or "not known").strip() in check.found
@@ -361,6 +369,6 @@ def test_the_doctor_knows_what_stalls_ranks_of_several_hosts(tmp_path: Path, con
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert writable(tmp_path / "a" / "b").ok
+    assert check_writable(tmp_path / "a" / "b").ok
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert not writable(tmp_path).ok
+    assert not check_writable(tmp_path).ok

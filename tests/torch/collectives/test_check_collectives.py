@@ -1,4 +1,4 @@
-"""Collectives as text: what a header line stands for, and that `weft check` proves the example and refutes each broken twin of it."""
+"""Collectives as text: what a header line stands for, and that `shardwise check` proves the example and refutes each broken twin of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.collectives import ALGORITHMS, build
-from weft.errors import ProgramError
-from weft.plan.check import check
-from weft.plan.collective import NAMES, ends
-from weft.plan.program import Program
+from shardwise.cli import run
+from shardwise.collectives import ALGORITHMS, build
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.check import check
+from shardwise.plan.ir.collective import NAMES, initial_and_wanted
+from shardwise.plan.ir.program import Program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_rings.txt"
 PAIR = "all_reduce\nrank 0: chunk(0)>1 chunk(0)+<1\nrank 1: chunk(0)>0 chunk(0)+<0\n"
@@ -65,7 +65,7 @@ def test_headers_that_are_wrong(text: str, said: str) -> None:
         Program.parse(text)
     assert said in str(refused.value)
     with pytest.raises(ProgramError, match="is not a collective"):
-        ends("all_reduse", 2, 1)
+        initial_and_wanted("all_reduse", 2, 1)
 
 
 def test_the_example_is_proven(capfd: pytest.CaptureFixture[str]) -> None:

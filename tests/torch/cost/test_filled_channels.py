@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.capture.capture import Graph, capture
-from weft.cluster.cluster import Cluster
-from weft.cost.devices.convolutions import FULL, Filling, filling
-from weft.cost.step import Pricer
-from weft.model.work import differentiable, work
-from weft.plan.layout import Layout
+from shardwise.capture.capture import Graph, capture
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.devices.convolutions import NO_PADDING, ChannelPadding, channel_padding
+from shardwise.cost.step import Pricer
+from shardwise.model.work import differentiable_values, operator_work
+from shardwise.plan.layout import Layout
 
 
 class Net(nn.Module):
@@ -28,10 +28,10 @@ class Net(nn.Module):
         return self.conv(x * self.gain).square().mean()
 
 
-def found(net: Net, *shape: int) -> tuple[Graph, Any, Filling]:
+def found(net: Net, *shape: int) -> tuple[Graph, Any, ChannelPadding]:
     graph = capture(net, (torch.randn(*shape),)).graph
     (op,) = (one for one in graph.operators if "conv" in one.target)
-    return graph, op, filling(op, graph.tensors, None, differentiable(graph))
+    return graph, op, channel_padding(op, graph.tensors, None, differentiable_values(graph))
 
 
 def blocks(channels: int) -> int:
@@ -52,7 +52,7 @@ def test_whole_blocks_are_computed(transposed: bool, into: int, out: int, learns
     passes = {"forward": plain, "input": whole, "weights": plain}
     if transposed:
         passes["forward"], passes["input"] = passes["input"], passes["forward"]
-    work_of = work(graph)[op.name]
+    work_of = operator_work(graph)[op.name]
     per_channels = work_of.flops / (into * out)
     assert told.forward * work_of.flops == pytest.approx(per_channels * passes["forward"])
     backward = passes["weights"] + (passes["input"] if learns else 0)
@@ -62,18 +62,18 @@ def test_whole_blocks_are_computed(transposed: bool, into: int, out: int, learns
 @pytest.mark.parametrize(
     ("conv", "told"),
     [
-        (nn.Conv2d(32, 32, 3, groups=32), FULL),
-        (nn.Conv2d(32, 32, 7, groups=32), Filling(channels=1.0)),
-        (nn.Conv1d(32, 32, 31, groups=32), Filling(channels=1.0)),
-        (nn.Conv2d(32, 64, 3, groups=32), Filling(channels=2**0.5)),
-        (nn.Conv2d(32, 32, 3, groups=8), Filling(channels=4.0)),
-        (nn.Conv2d(32, 32, 3, groups=2), FULL),
-        (nn.Conv2d(40, 40, 3, groups=2), Filling(2.56, 2.56)),
-        (nn.Conv2d(20, 20, 1), FULL),
-        (nn.Conv3d(20, 20, (1, 3, 3)), Filling(2.56, 2.56)),
+        (nn.Conv2d(32, 32, 3, groups=32), NO_PADDING),
+        (nn.Conv2d(32, 32, 7, groups=32), ChannelPadding(channels=1.0)),
+        (nn.Conv1d(32, 32, 31, groups=32), ChannelPadding(channels=1.0)),
+        (nn.Conv2d(32, 64, 3, groups=32), ChannelPadding(channels=2**0.5)),
+        (nn.Conv2d(32, 32, 3, groups=8), ChannelPadding(channels=4.0)),
+        (nn.Conv2d(32, 32, 3, groups=2), NO_PADDING),
+        (nn.Conv2d(40, 40, 3, groups=2), ChannelPadding(2.56, 2.56)),
+        (nn.Conv2d(20, 20, 1), NO_PADDING),
+        (nn.Conv3d(20, 20, (1, 3, 3)), ChannelPadding(2.56, 2.56)),
     ],
 )
-def test_groups_of_few_channels_have_a_rate_of_their_own(conv: nn.Module, told: Filling) -> None:
+def test_groups_of_few_channels_have_a_rate_of_their_own(conv: nn.Module, told: ChannelPadding) -> None:
     places = {"Conv1d": (64,), "Conv2d": (12, 12), "Conv3d": (4, 12, 12)}[type(conv).__name__]
     _, _, filled = found(Net(conv), 4, conv.in_channels, *places)
     assert (filled.forward, filled.backward, filled.channels) == pytest.approx((told.forward, told.backward, told.channels))
@@ -88,6 +88,6 @@ def test_channels_that_ranks_divide_fill_less() -> None:
     for channels, more in ((48, 4 / 3), (64, 1.0)):
         graph = capture(Net(nn.Conv2d(64, channels, 3, padding=1)), (torch.randn(8, 64, 8, 8),)).graph
         pricer, layout = Pricer(graph, Cluster.parse("cpu-2"), 8), Layout.parse("tensor=2")
-        kernels = [one.kernel for one in pricer.parts(layout).compute if one.kernel.kind == "convolution"]
+        kernels = [one.kernel for one in pricer.sharded_inventory(layout).compute if one.kernel.kind == "convolution"]
         assert kernels
-        assert {round(kernel.filling.forward, 9) for kernel in kernels} == {round(more, 9)}
+        assert {round(kernel.channel_padding.forward, 9) for kernel in kernels} == {round(more, 9)}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.cli.setting import Setting
-from weft.cluster.cluster import Cluster
-from weft.cost.operators.layers import Layer, Way, layers
-from weft.cost.operators.operators import OperatorPricer
-from weft.cost.operators.parts import kept_bytes
-from weft.plan.layout import Layout
+from shardwise.cli import run
+from shardwise.cli.pricing_context import PricingContext
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.operators.layers import Layer, LayerSharding, price_layers
+from shardwise.cost.operators.operators import OperatorPricer
+from shardwise.cost.operators.sharded_inventory import total_saved
+from shardwise.plan.layout import Layout
 
 BATCH, RANKS = 8, 4
 GPT, SEQUENCE, HIDDEN, VOCABULARY = "gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=128", 32, 64, 128
@@ -22,22 +22,22 @@ RESNET, IMAGE = "resnet-18:image=64", 64
 HALO = (RANKS - 1) / RANKS  # of the whole that a rank sends to gather or scatter it
 
 
-def of(model: str, cluster: str = "1xcpu-8", ranks: int = RANKS, precision: str = "float32") -> tuple[Setting, tuple[Layer, ...]]:
-    setting = Setting(model, Cluster.parse(cluster), BATCH)
-    return setting, layers(setting.graph, setting.cluster, BATCH, ranks, precision)
+def of(model: str, cluster: str = "1xcpu-8", ranks: int = RANKS, precision: str = "float32") -> tuple[PricingContext, tuple[Layer, ...]]:
+    setting = PricingContext(model, Cluster.parse(cluster), BATCH)
+    return setting, price_layers(setting.graph, setting.cluster, BATCH, ranks, precision)
 
 
-def way(found: tuple[Layer, ...], site: str, kind: str) -> Way:
+def way(found: tuple[Layer, ...], site: str, kind: str) -> LayerSharding:
     (layer,) = (one for one in found if one.site.startswith(site))
-    return next(one for one in layer.ways if one.kind == kind)
+    return next(one for one in layer.shardings if one.kind == kind)
 
 
 @pytest.fixture(scope="module")
-def gpt() -> tuple[Setting, tuple[Layer, ...]]:
+def gpt() -> tuple[PricingContext, tuple[Layer, ...]]:
     return of(GPT)
 
 
-def test_a_product_sends_what_the_lecture_says(gpt: tuple[Setting, tuple[Layer, ...]]) -> None:
+def test_a_product_sends_what_the_lecture_says(gpt: tuple[PricingContext, tuple[Layer, ...]]) -> None:
     """Outputs cut: the gradient of B x C_in is summed; inputs: the result of B x C_out; samples: that of C_out x C_in (and the bias)."""
     rows, up = BATCH * SEQUENCE * 4.0, HIDDEN * 4
     by = {kind: way(gpt[1], "layers.*.mlp.up", kind) for kind in ("samples", "outputs", "inputs", "positions")}
@@ -52,7 +52,7 @@ def test_a_product_sends_what_the_lecture_says(gpt: tuple[Setting, tuple[Layer, 
     assert by["inputs"].moved_bytes == pytest.approx(HALO * rows * HIDDEN)
 
 
-def test_attention_by_positions_gathers_keys_and_values(gpt: tuple[Setting, tuple[Layer, ...]]) -> None:
+def test_attention_by_positions_gathers_keys_and_values(gpt: tuple[PricingContext, tuple[Layer, ...]]) -> None:
     """As context parallelism has it: of keys and values a rank gathers what others have, and scatters their gradients."""
     found = way(gpt[1], "layers.*.attention/scaled_dot_product", "positions")
     both = 2 * BATCH * SEQUENCE * HIDDEN * 4.0
@@ -67,11 +67,11 @@ def test_pieces_of_an_image_send_their_borders() -> None:
     _, found = of(RESNET)
     alike = [one for one in found if one.operator == "conv2d" and one.shape == (BATCH, 64, IMAGE // 4, IMAGE // 4)]
     layer = alike[0]
-    strips = next(one for one in layer.ways if one.kind == "height")
+    strips = next(one for one in layer.shardings if one.kind == "height")
     border = BATCH * 64 * (IMAGE // 4) * 4.0
     assert (strips.forward_bytes, strips.backward_bytes) == (2 * border, 2 * border)
     assert sum(one.count for one in alike) == 4  # both convolutions of two blocks
-    filters = next(one for one in layer.ways if one.kind == "outputs")
+    filters = next(one for one in layer.shardings if one.kind == "outputs")
     assert filters.backward_bytes == 2 * HALO * BATCH * 64 * (IMAGE // 4) ** 2 * 4
     assert (filters.parameter_bytes, strips.parameter_bytes) == (64 * 64 * 9, 64 * 64 * 9 * 4.0)
 
@@ -82,44 +82,44 @@ def test_whole_layers_make_up_the_whole_model(model: str) -> None:
     setting, found = of(model)
     pricer = OperatorPricer(setting.graph, setting.cluster, BATCH)
 
-    def total(what: Callable[[Way], float]) -> float:
-        return sum(one.count * what(one.ways[0]) for one in found)
+    def total(what: Callable[[LayerSharding], float]) -> float:
+        return sum(one.count * what(one.shardings[0]) for one in found)
 
     assert total(lambda w: w.flops) == pytest.approx(sum(one.flops + one.backward_flops for one in pricer.inventory.works.values()))
     tied = sum(v.tensor.size_bytes * (sum(v.value in op.inputs for op in setting.graph.operators) - 1) for v in setting.graph.parameters)
     assert total(lambda w: w.parameter_bytes) == sum(v.tensor.size_bytes for v in setting.graph.parameters) + tied
     layout = Layout()
-    kept = kept_bytes(pricer.parts(layout), range(len(setting.graph.operators))).at(1.0, 1)
+    kept = total_saved(pricer.sharded_inventory(layout), range(len(setting.graph.operators))).at(1.0, 1)
     assert total(lambda w: w.kept_bytes) == pytest.approx(kept, rel=1e-3)
     forward, backward, *_ = pricer.operator_seconds(layout)
     at = {op.name: i for i, op in enumerate(setting.graph.operators)}
     for one in found:
-        assert one.ways[0].compute_s == pytest.approx(float(forward[at[one.first]] + backward[at[one.first]]), rel=0.02), one.site
+        assert one.shardings[0].compute_s == pytest.approx(float(forward[at[one.first]] + backward[at[one.first]]), rel=0.02), one.site
 
 
 def test_autocast_keeps_copies_of_layers() -> None:
     """Of weights each once, of operands each for its operator: no less than the whole model keeps, and alike in both dtypes of 16 bits."""
     setting, narrow = of(GPT, ranks=1, precision="bfloat16")
-    kept = [sum(one.count * one.ways[0].kept_bytes for one in found) for found in (narrow, of(GPT, ranks=1, precision="float16")[1])]
+    kept = [sum(one.count * one.shardings[0].kept_bytes for one in found) for found in (narrow, of(GPT, ranks=1, precision="float16")[1])]
     layout, pricer = Layout(precision="bfloat16"), OperatorPricer(setting.graph, setting.cluster, BATCH)
-    assert kept[0] == kept[1] >= kept_bytes(pricer.held_parts(layout), range(len(setting.graph.operators))).at(1.0, 1)
+    assert kept[0] == kept[1] >= total_saved(pricer.cast_sharded_inventory(layout), range(len(setting.graph.operators))).at(1.0, 1)
 
 
 def test_experts_exchange_tokens_where_replicas_sum_weights() -> None:
     """All-to-all of what is dispatched, E x C x M: of its piece a rank keeps one of n parts; weights are divided, and nothing is summed."""
     _, found = of("moe-380m:layers=2", "p3.16xlarge", precision="float16")
-    layer = next(one for one in found if any(w.kind == "experts" for w in one.ways))
-    experts, samples = (next(w for w in layer.ways if w.kind == kind) for kind in ("experts", "samples"))
-    read = layer.ways[0].kept_bytes  # what it reads, in 16 bits
+    layer = next(one for one in found if any(w.kind == "experts" for w in one.shardings))
+    experts, samples = (next(w for w in layer.shardings if w.kind == kind) for kind in ("experts", "samples"))
+    read = layer.shardings[0].kept_bytes  # what it reads, in 16 bits
     assert experts.forward_bytes == experts.backward_bytes == pytest.approx(read / RANKS * HALO)
     assert experts.parameter_bytes == samples.parameter_bytes / RANKS
     assert experts.gradient_bytes == 0 < samples.gradient_bytes
     assert experts.flops == samples.flops
 
 
-def test_one_rank_has_no_way_but_whole(gpt: tuple[Setting, tuple[Layer, ...]]) -> None:
-    assert all([w.kind for w in one.ways] == ["whole"] for one in of(GPT, ranks=1)[1])
-    assert all(one.ways[0].communication_s == one.ways[0].gradient_s == 0.0 for one in gpt[1])
+def test_one_rank_has_no_way_but_whole(gpt: tuple[PricingContext, tuple[Layer, ...]]) -> None:
+    assert all([w.kind for w in one.shardings] == ["whole"] for one in of(GPT, ranks=1)[1])
+    assert all(one.shardings[0].communication_s == one.shardings[0].gradient_s == 0.0 for one in gpt[1])
 
 
 def test_the_table_marks_what_a_plan_cuts(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.errors import OutOfMemory, UsageError
-from weft.run.state.parameters import Bucket
-from weft.units import parse_bytes
-from weft.world.launch import launch
-from weft.world.memory import Accounts, accounts_of, library
-from weft.world.memory.accounts import HostAccounts
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import OutOfMemory, UsageError
+from shardwise.run.state.parameters import Bucket
+from shardwise.units import parse_bytes
+from shardwise.world.launch.launch import launch
+from shardwise.world.memory import Accounts, accounts_of, library
+from shardwise.world.memory.accounts import HostAccounts
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 MIB = 1 << 20
@@ -34,25 +34,25 @@ def accounts(counting: Accounts) -> Iterator[Accounts]:
 
 
 def test_every_part_has_what_was_allocated_for_it(accounts: Accounts) -> None:
-    before, host = accounts.held(), accounts.host_bytes()
+    before, host = accounts.current(), accounts.host_bytes()
     with accounts.counting("activations"):
         kept = [torch.ones(MIB // 4) for _ in range(8)]
         with accounts.counting("host"):
             beside = torch.ones(MIB)
     views = [x[10:20] for x in kept]  # no memory of their own
-    held = accounts.held()
+    held = accounts.current()
     assert held.activations - before.activations == 8 * MIB
     assert accounts.host_bytes() - host == 4 * MIB == beside.nbytes
     accounts.assign("parameters", [*views[:2], kept[0]])
-    assert accounts.held().parameters - before.parameters == 2 * MIB
-    assert accounts.held().activations - before.activations == 6 * MIB
+    assert accounts.current().parameters - before.parameters == 2 * MIB
+    assert accounts.current().activations - before.activations == 6 * MIB
     del kept, views
-    assert accounts.held() == before
+    assert accounts.current() == before
 
 
 def test_the_peak_is_of_one_moment(accounts: Accounts) -> None:
-    accounts.forget_peak()
-    before = accounts.held()
+    accounts.reset_peak()
+    before = accounts.current()
     with accounts.counting("activations"):
         first = torch.ones(3 * MIB // 4)
     with accounts.counting("buffers"):
@@ -70,27 +70,27 @@ def test_a_forked_rank_counts_nothing_of_what_its_parent_holds(accounts: Account
     """A rank that is forked beside a model of the process before it told of both."""
     with accounts.counting("activations"):
         inherited, given_back = torch.ones(MIB), torch.ones(MIB)
-    parent = accounts.held()
+    parent = accounts.current()
 
     def on_rank(world: World) -> list[float]:
         nonlocal given_back
         mine = accounts_of(world.device)
-        seen = [mine.held().total, mine.host_bytes() < MIB]
+        seen = [mine.current().total, mine.host_bytes() < MIB]
         mine.assign("parameters", [inherited])
         with mine.counting("gradients"):
             own = torch.ones(MIB)
         del given_back
-        return [*seen, mine.held().total, mine.peak().total, float(own[0])]
+        return [*seen, mine.current().total, mine.peak().total, float(own[0])]
 
     assert launch(on_rank, 1, show=False) == [[0.0, True, 8 * MIB, 8 * MIB, 1.0]]
-    assert accounts.held() == parent
+    assert accounts.current() == parent
     assert inherited.nbytes == 4 * MIB
 
 
 GROWTH = """
 import ctypes
 import torch
-from weft.world.memory import accounts_of
+from shardwise.world.memory import accounts_of
 
 def anonymous():  # pages of files come and go with the system's own needs: what the program asked for does not
     with open("/proc/self/smaps_rollup") as file:
@@ -115,25 +115,25 @@ def test_what_is_counted_is_what_the_process_grows_by(accounts: Accounts) -> Non
 
 
 def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
-    limited = accounts_of(CPU, accounts.held().total + 8 * MIB)
-    with limited.guarded(0, "activations"):
+    limited = accounts_of(CPU, accounts.current().total + 8 * MIB)
+    with limited.with_out_of_memory_error(0, "activations"):
         kept = torch.ones(6 * MIB // 4)
     with (
         pytest.raises(OutOfMemory, match=r"rank 3 holds .* of .*activations 6\.00 MiB.*needs 4\.00 MiB more; use recompute=full"),
-        limited.guarded(3),
+        limited.with_out_of_memory_error(3),
     ):
         torch.ones(4 * MIB // 4)
     with limited.counting("host"):  # beside the device there is no limit
         assert torch.ones(40 * MIB // 4).nbytes == 40 * MIB
     del kept
-    with limited.guarded(0):
+    with limited.with_out_of_memory_error(0):
         torch.ones(7 * MIB // 4)
 
 
 def test_without_a_compiler_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no C compiler" in str(library.load(tmp_path, compiler="no-such-compiler"))
-    monkeypatch.setattr("weft.world.memory.accounts.load", lambda: "no C compiler 'c++' in PATH")
-    assert not accounts_of(CPU).counts
+    monkeypatch.setattr("shardwise.world.memory.accounts.load", lambda: "no C compiler 'c++' in PATH")
+    assert not accounts_of(CPU).is_counting
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
         accounts_of(CPU, 1e9)
 
@@ -161,7 +161,7 @@ VALUE = 4 * ROWS * WIDTH
 def _trained(limit: float, layout: str) -> Any:
     gc.collect()  # engines hold themselves in a circle
     batch = (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)),)
-    engine = weft.parallelize(Deep, batch, loss=lambda out, _: out, plan=layout, seed=0, device_memory=limit)
+    engine = shardwise.parallelize(Deep, batch, loss=lambda out, _: out, plan=layout, seed=0, device_memory=limit)
     for _ in range(2):
         engine.step(batch)
     return engine.full_state_dict(), engine.peak_memory()
@@ -169,7 +169,7 @@ def _trained(limit: float, layout: str) -> Any:
 
 def test_a_run_counts_its_state_and_what_backward_keeps(accounts: Accounts) -> None:
     gc.collect()
-    before = accounts.held()
+    before = accounts.current()
     _, peak = _trained(0, "data=1")
     assert peak.parameters - before.parameters == STATE
     assert peak.gradients == before.gradients  # when backward begins there are none
@@ -191,23 +191,23 @@ def test_what_does_not_fit_runs_with_recomputation_to_the_same_weights(accounts:
     assert all(torch.equal(state[name], recomputed[name]) for name in state)
     gc.collect()
     with pytest.raises(OutOfMemory, match="optimizer"):
-        _trained(accounts.held().total + 3 * STATE, "data=1 recompute=full")
+        _trained(accounts.current().total + 3 * STATE, "data=1 recompute=full")
 
 
 def test_a_twin_that_counts_nothing_as_the_device_is_found(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were activations counted as host memory, the limit would never bind."""
     _, peak = _trained(0, "data=1")
-    monkeypatch.setattr(HostAccounts, "part", lambda self, part: self._library.weft_memory_part(5))
+    monkeypatch.setattr(HostAccounts, "set_part", lambda self, part: self._library.shardwise_memory_part(5))
     _, spoiled = _trained(0, "data=1")
     assert spoiled.activations < peak.activations / 4
 
 
 def test_an_engine_that_is_dropped_leaves_nothing(accounts: Accounts) -> None:
     gc.collect()
-    before = accounts.held()
+    before = accounts.current()
     _trained(0, "data=1")
     gc.collect()
-    assert accounts.held().total == before.total
+    assert accounts.current().total == before.total
 
 
 @pytest.mark.parametrize("limit", ["24MiB", "9MiB"])
@@ -215,8 +215,8 @@ def test_what_is_planned_under_a_limit_runs_under_it(accounts: Accounts, limit: 
     """In one process and without a limit it holds 39 MiB."""
     model, words = "gpt-tiny:sequence=128", "ranks=1 precision=float32"
     gc.collect()
-    plan = weft.plan(model, 16, cluster="1xcpu-2", constraints=words, device_memory=limit)
-    engine = weft.parallelize(model, 16, plan=plan, seed=0, device_memory=limit)
+    plan = shardwise.plan(model, 16, cluster="1xcpu-2", constraints=words, device_memory=limit)
+    engine = shardwise.parallelize(model, 16, plan=plan, seed=0, device_memory=limit)
     engine.step(resolve(model).batch(16))
     peak = engine.peak_memory()
     assert peak is not None
@@ -232,12 +232,12 @@ def test_a_step_on_one_rank_holds_no_more_than_plain_pytorch(accounts: Accounts,
 
     def peak_of(make: Callable[[], Callable[[], object]]) -> float:
         gc.collect()
-        before = accounts.held().total
+        before = accounts.current().total
         with accounts.counting("buffers"):
             step = make()
             for _ in range(2):
                 step()
-            accounts.forget_peak()
+            accounts.reset_peak()
             step()
         return accounts.peak().total - before
 
@@ -247,11 +247,11 @@ def test_a_step_on_one_rank_holds_no_more_than_plain_pytorch(accounts: Accounts,
         return lambda: (module(*batch).backward(), optimizer.step(), optimizer.zero_grad())
 
     def ours() -> Callable[[], object]:
-        engine = weft.parallelize(Deep, batch, loss=lambda out, _: out, plan="data=1", seed=0)
+        engine = shardwise.parallelize(Deep, batch, loss=lambda out, _: out, plan="data=1", seed=0)
         return lambda: engine.step(batch)
 
     few = 2 * DEPTH * torch.get_rng_state().nbytes + 12000  # a state of the generator for every tensor that is drawn, and counters
     plains = peak_of(plain)
     assert peak_of(ours) <= plains + few < plains + STATE
-    monkeypatch.setattr(Bucket, "release", lambda bucket: None)
+    monkeypatch.setattr(Bucket, "free", lambda bucket: None)
     assert peak_of(ours) >= plains + STATE

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from weft.capture.capture import capture
-from weft.cost.devices.convolutions import TorchKernel, torch_kernel
-from weft.model.sharding.propagate import propagate
+from shardwise.capture.capture import capture
+from shardwise.cost.devices.convolutions import TorchKernel, torch_kernel
+from shardwise.model.sharding.propagate import propagate
 
 PLAIN = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -63,7 +63,7 @@ def test_who_makes_a_convolution_is_told_as_torch_decides_it(dims: int, transpos
             when = told(conv, torch.randn(1, 16, *sides))
             for samples in (1, 2, 16):
                 seen = by_torch(conv, torch.randn(samples, 16, *sides))
-                assert when.takes(Fraction(samples), 1) == seen, (samples, sides, conv)
+                assert when.applies(Fraction(samples), 1) == seen, (samples, sides, conv)
                 found.add((samples, seen))
         assert found == {(1, True), (1, False), (2, True), (2, False), (16, False)}
     finally:
@@ -77,8 +77,8 @@ def test_maps_are_a_rank_s_own_and_samples_of_all_replicas() -> None:
     assert one.samples == 8
     small = told(conv, x[..., :24], {"data": 8})
     assert small.alone
-    assert small.takes(Fraction(1, 8), 2)
-    assert not small.takes(Fraction(1, 4), 2)
+    assert small.applies(Fraction(1, 8), 2)
+    assert not small.applies(Fraction(1, 4), 2)
 
 
 def test_columns_are_as_many_as_windows_have_places() -> None:

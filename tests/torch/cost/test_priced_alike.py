@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from weft.cli import run
-from weft.cli.setting import Setting
-from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
-from weft.model.stages.stages import cuts
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory
+from shardwise.cli import run
+from shardwise.cli.pricing_context import PricingContext
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
+from shardwise.model.stages.stages import stage_cuts
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown
 
 GPT = "gpt:layers=4,hidden=256,heads=8,sequence=64,vocabulary=1000"
 # Model, layout without its data, samples a rank and microbatch. Sizes of both kinds: samples that do and do not divide by 2.
@@ -34,15 +34,15 @@ def rank_of(model: str, rest: str, each: int, data: int) -> tuple[Any, ...]:
     """Cuts of weights, and by stage seconds of compute and bytes held, of a rank beside which there are `data` replicas."""
     layout = Layout.parse(f"data={data} {rest}")
     batch = data * layout.microbatches * each
-    setting = Setting(model, Cluster.parse(f"{2 * data}xdgx-a100-80"), batch)
+    setting = PricingContext(model, Cluster.parse(f"{2 * data}xdgx-a100-80"), batch)
     pricer = Pricer(setting.graph, setting.cluster, batch)
-    sites = [cut.site for cut in cuts(setting.graph) if cut.index > 0]
+    sites = [cut.site for cut in stage_cuts(setting.graph) if cut.index > 0]
     sites = [sites[len(sites) * i // layout.num_stages] for i in range(1, layout.num_stages)]
     costs = pricer.stages(layout, sites)
     sharding = pricer.sharding(layout)
     shards = {} if sharding is None else {axis: cut for axis, cut in sharding.shards.items() if axis != "data"}
     seconds = [s for cost in costs for s in (cost.compute.forward, cost.compute.backward, cost.weight_s)]
-    held = {f.name: [getattr(cost.memory.alone, f.name) for cost in costs] for f in fields(Memory)}
+    held = {f.name: [getattr(cost.memory.alone, f.name) for cost in costs] for f in fields(MemoryBreakdown)}
     return shards, seconds, held
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.capture.capture import capture
-from weft.cluster.cluster import Cluster, Device, Level, Link, Speed
-from weft.cost.step import Pricer
-from weft.plan.layout import Layout
+from shardwise.capture.capture import capture
+from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink, Speed
+from shardwise.cost.step import Pricer
+from shardwise.plan.layout import Layout
 
 # A byte takes a second, a cast's byte a hundred; FLOPs nothing.
 SPEED = Speed(1, 1, (("float32", 1e30), ("bfloat16", 1e30)), 1.0, 0.0, (("cast", 0.01),))
-HERE = Cluster("c", Device("core", "cpu", SPEED.flops, 1e12, 1.0), (Level("node", 1, Link(1e-6, 1e9)),), speeds=(SPEED,))
+HERE = Cluster("c", Device("core", "cpu", SPEED.flops, 1e12, 1.0), (ClusterLevel("node", 1, NetworkLink(1e-6, 1e9)),), speeds=(SPEED,))
 
 
 class Net(nn.Module):
@@ -56,9 +56,11 @@ def test_nothing_is_cast_in_float32() -> None:
 
 
 def test_broken_twin_a_cast_that_is_not_counted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.cost.memory import memory
+    from shardwise.cost.memory import memory
 
-    counted = memory.work
-    monkeypatch.setattr(memory, "work", lambda graph, cast: {name: replace(w, cast_bytes=0.0) for name, w in counted(graph, cast).items()})
+    counted = memory.operator_work
+    monkeypatch.setattr(
+        memory, "operator_work", lambda graph, cast: {name: replace(w, cast_bytes=0.0) for name, w in counted(graph, cast).items()}
+    )
     with pytest.raises(AssertionError):
         test_each_operator_moves_the_bytes_that_it_has()

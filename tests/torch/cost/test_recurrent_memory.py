@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.capture.capture import capture
-from weft.cost.devices.recurrent import single_steps, workspace_bytes
-from weft.model.work import kind_of
+from shardwise.capture.capture import capture
+from shardwise.cost.devices.recurrent import num_single_steps, workspace_bytes
+from shardwise.model.work import kind_of
 
 PAGES = 8 * 4096  # parts begin at pages
 
@@ -52,5 +52,5 @@ def test_a_workspace_is_as_large_as_torch_says(steps: int, samples: int, inputs:
 def test_what_is_no_lstm_takes_its_steps_one_by_one(layer: nn.Module, steps: float) -> None:
     """Layers times directions times steps; a plain cell has a third of a GRU's operators."""
     graph = capture(Last(layer), (torch.randn(3, 5, 8),)).graph
-    (told,) = (single_steps(op, graph.tensors) for op in graph.operators if kind_of(op) == "recurrent")
+    (told,) = (num_single_steps(op, graph.tensors) for op in graph.operators if kind_of(op) == "recurrent")
     assert told == pytest.approx(steps)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cluster.catalogue import parse_cluster
+from shardwise.cluster.plausibility import implausible_figures
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.serve.placement.workflow_files import read_workflow
+from shardwise.train.config import TrainingConfig
+from shardwise.zoo.names import find
 from tests.support import cli_examples, doc_blocks
-from weft.cluster.catalogue import loads
-from weft.cluster.doubts import doubts
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.serve.workflow_files import read_workflow
-from weft.train.config import Config
-from weft.zoo.names import find
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
@@ -81,9 +81,9 @@ def test_no_block_is_of_a_kind_that_nothing_runs() -> None:
 
 @pytest.mark.parametrize("page", _pages("toml", "quick"))
 def test_toml_is_a_workflow_a_cluster_a_configuration_or_part_of_a_plan(page: str, tmp_path: Path) -> None:
-    head = 'kind = "weft plan"\nformat_version = 1\nmodel = "gpt-tiny"\ncluster = "here"\nbatch_size = 8\n\n[layout]\ntensor = 2\n\n'
+    head = 'kind = "shardwise plan"\nformat_version = 1\nmodel = "gpt-tiny"\ncluster = "here"\nbatch_size = 8\n\n[layout]\ntensor = 2\n\n'
     family, config = find("gpt-tiny")
-    names = {re.sub(r"\d+", "*", name) for name, _ in family.Model(config).named_parameters()}
+    names = {re.sub(r"\d+", "*", name) for name, _ in family.make_model(config).named_parameters()}
     for text in (b.text for b in doc_blocks.blocks(page) if b.language == "toml"):
         if "[operator." in text:
             flow = tmp_path / "flow.toml"
@@ -91,10 +91,10 @@ def test_toml_is_a_workflow_a_cluster_a_configuration_or_part_of_a_plan(page: st
             assert read_workflow(flow)[1] is not None
             continue
         if "[[level]]" in text:
-            assert not doubts(loads(text, page))
+            assert not implausible_figures(parse_cluster(text, page))
             continue
         if "[train]" in text:
-            assert Config.parse(text, page).model.name
+            assert TrainingConfig.parse(text, page).model.name
             continue
         plan = parse_plan(head + text)
         assert text in format_plan(plan)

@@ -8,27 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import run
-from weft.cli.schedule import beside, build_of, headline
-from weft.plan.plan_file import read_plan
-from weft.plan.schedule_sizes import SCHEDULES, chunks_of
-from weft.report.gantt import svg
-from weft.simulate.summary import Summary, Times, summarize
-from weft.units import format_percent
+from shardwise.cli import run
+from shardwise.cli.schedule import build_program, rank_columns, schedule_headline
+from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of
+from shardwise.plan.plan_file import read_plan
+from shardwise.report.gantt import gantt_svg
+from shardwise.simulate.summary import MicrobatchTimes, Summary, summarize_schedule
+from shardwise.units import format_percent
 
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
-RANKS, MICROBATCHES, TIMES = 4, 8, Times(1, 1, 1)
+RANKS, MICROBATCHES, TIMES = 4, 8, MicrobatchTimes(1, 1, 1)
 SHOWN = [name for name in SCHEDULES if name != "gems-mast"]  # two microbatches only
 
 
 def summary(name: str) -> Summary:
     chunks = chunks_of(name, 2)
-    return summarize(build_of(name, RANKS, MICROBATCHES, chunks), TIMES, chunks)
+    return summarize_schedule(build_program(name, RANKS, MICROBATCHES, chunks), TIMES, chunks)
 
 
 def test_the_table_is_what_the_programs_give() -> None:
     text = PAGE.read_text()
-    assert f"weft schedules --stages {RANKS} --microbatches {MICROBATCHES} --times f=1,b=1,w=1" in text
+    assert f"shardwise schedules --stages {RANKS} --microbatches {MICROBATCHES} --times f=1,b=1,w=1" in text
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", text, re.M))
     assert [name for name in rows if name in SCHEDULES] == SHOWN
     for name in SHOWN:
@@ -40,10 +40,13 @@ def test_the_table_is_what_the_programs_give() -> None:
 
 @pytest.mark.parametrize("name", re.findall(r"pictures/schedule-([\w-]+)\.svg", PAGE.read_text()))
 def test_pictures_are_what_the_programs_give(name: str) -> None:
-    """`weft schedule NAME --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o docs/pictures/schedule-NAME.svg` makes them."""
+    """`shardwise schedule NAME --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o docs/pictures/schedule-NAME.svg` makes them."""
     found = summary(name)
-    program = build_of(name, RANKS, MICROBATCHES, chunks_of(name, 2))
-    made = svg(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format) + "\n"
+    program = build_program(name, RANKS, MICROBATCHES, chunks_of(name, 2))
+    made = (
+        gantt_svg(found.timeline, rank_columns=rank_columns(found), headline=schedule_headline(program, found), time_text="{:g}".format)
+        + "\n"
+    )
     assert (PAGE.parent / "pictures" / f"schedule-{name}.svg").read_text() == made
 
 
@@ -57,7 +60,7 @@ def test_the_example_of_ones_own_is_proven_and_runs(
     assert run(["check", str(tmp_path / "mine.txt"), "--rendezvous"]) == 0
     assert run(["schedule", str(tmp_path / "mine.txt"), "-o", str(tmp_path / "mine.svg")]) == 0
     monkeypatch.chdir(tmp_path)
-    for line in re.findall(r"^weft (?:verify|plan) .*mine\.txt.*$", PAGE.read_text(), re.M):
+    for line in re.findall(r"^shardwise (?:verify|plan) .*mine\.txt.*$", PAGE.read_text(), re.M):
         assert run([*shlex.split(line)[1:], *(["--cluster", "1xcpu-2"] if " plan " in line else [])]) == 0
     assert read_plan("plan.toml").layout.actions == example[0]
     assert "proven" in capfd.readouterr().out

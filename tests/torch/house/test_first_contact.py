@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.cli import run
-from weft.errors import Infeasible, UsageError
-from weft.train import flow
+import shardwise
+from shardwise.cli import run
+from shardwise.errors import Infeasible, UsageError
+from shardwise.train import flow
 
 CONFIG = """model.name = "gpt-tiny"
 data.text = "text.txt"
@@ -27,7 +27,7 @@ plan.layout = "data=1"
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """`trained(*words)`: exit status and what `weft train` said; it fails the test where ranks are started."""
+    """`trained(*words)`: exit status and what `shardwise train` said; it fails the test where ranks are started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("what is learnt by heart " * 200)
@@ -53,7 +53,7 @@ def test_machines_that_are_not_here(trained: Any, cluster: str) -> None:
     assert status == 2
     count, kind = ("64", "H100") if "h100" in cluster else ("4", "")
     assert f"plan.cluster = {cluster} is {count} {kind}" in said
-    assert f"weft plan gpt-tiny:vocabulary=256 --cluster {cluster} --batch 2" in said
+    assert f"shardwise plan gpt-tiny:vocabulary=256 --cluster {cluster} --batch 2" in said
     assert "plan.cluster=here" in said
 
 
@@ -84,24 +84,24 @@ def test_a_module_may_hold_a_generator(built: bool) -> None:
         serial = Drawing(False)
     else:
         serial.load_state_dict(made.state_dict())  # type: ignore[union-attr]
-    assert weft.parallelize(made, X, plan="data=1", seed=0).step(X).loss == pytest.approx(float(serial(*X).detach()), rel=1e-6)
+    assert shardwise.parallelize(made, X, plan="data=1", seed=0).step(X).loss == pytest.approx(float(serial(*X).detach()), rel=1e-6)
 
 
 def test_who_draws_from_a_generator_of_its_own_is_named_and_runs_whole() -> None:
-    engine = weft.parallelize(lambda: Drawing(True), X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(lambda: Drawing(True), X, plan="data=1", seed=0)
     assert "its torch.Generator own in forward" in engine.plan.uncaptured
     torch.manual_seed(0)
     assert engine.step(X).loss == pytest.approx(float(Drawing(True)(*X).detach()), rel=1e-6)
     with pytest.raises(Infeasible, match=r"draws from its torch\.Generator own"):
-        weft.parallelize(lambda: Drawing(True), X, plan="tensor=2")
+        shardwise.parallelize(lambda: Drawing(True), X, plan="tensor=2")
 
 
 def test_a_built_model_is_divided_in_place() -> None:
     net = nn.Linear(4, 2)
     before = net.weight.detach().clone()
-    assert weft.auto_parallelize(net, X, plan="data=1") is net
+    assert shardwise.auto_parallelize(net, X, plan="data=1") is net
     assert torch.equal(net.weight, before)
     net(*X).sum().backward()
     assert torch.equal(net.weight.grad, torch.full((2, 4), 8.0))
     with pytest.raises(UsageError, match="a batch is needed"):
-        weft.auto_parallelize(nn.Linear(4, 2))  # type: ignore[call-overload]
+        shardwise.auto_parallelize(nn.Linear(4, 2))  # type: ignore[call-overload]

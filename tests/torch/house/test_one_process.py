@@ -1,4 +1,4 @@
-"""A script with a class from `weft.adapters` is one process to Accelerate from its first state on, before there is a trainer."""
+"""A script with a class from `shardwise.adapters` is one process to Accelerate from its first state on, before there is a trainer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import pytest
 pytest.importorskip("accelerate")
 SCRIPT = """
 import torch
-from weft.world.current import set_world
-from weft.world.world import World
+from shardwise.world.current import set_world
+from shardwise.world.world import World
 set_world(World())
 {line}
 from accelerate.state import PartialState
-state = PartialState(cpu=True)  # as arguments of transformers make one: joined its ranks, at the address where weft's then meet
+state = PartialState(cpu=True)  # as arguments of transformers make one: joined its ranks, at the address where shardwise's then meet
 print(state.num_processes, torch.distributed.is_initialized())
 PartialState._shared_state.clear()
 print(PartialState(cpu=True).num_processes)
 """
 
 
-@pytest.mark.parametrize("line", ["from weft.adapters.accelerate import Accelerator", "from weft.adapters.transformers import trainer_of"])
+@pytest.mark.parametrize(
+    "line", ["from shardwise.adapters.accelerate import Accelerator", "from shardwise.adapters.transformers import trainer_of"]
+)
 def test_accelerate_joins_no_ranks_of_its_own(line: str) -> None:
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ran = subprocess.run(

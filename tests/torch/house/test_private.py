@@ -1,4 +1,4 @@
-"""Every private name of torch that weft uses still exists, and does what `world/private.py` needs of it."""
+"""Every private name of torch that shardwise uses still exists, and does what `world/private.py` needs of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-import weft
-from weft.capture import fakes
-from weft.capture.patched import tracing
-from weft.world import private
+import shardwise
+from shardwise.capture import fakes
+from shardwise.capture.patching import patched_for_export
+from shardwise.world import private
 
 # `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own.
 ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes}
@@ -24,7 +24,7 @@ LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, n
 
 @pytest.mark.parametrize(("file", "owner", "name"), LISTED, ids=[name for *_, name in LISTED])
 def test_the_name_is_where_it_was(file: str, owner: object, name: str) -> None:
-    assert hasattr(owner, name), f"torch {torch.__version__} has no {owner}.{name}; adapt weft/{file}"
+    assert hasattr(owner, name), f"torch {torch.__version__} has no {owner}.{name}; adapt shardwise/{file}"
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
@@ -45,7 +45,7 @@ def test_what_the_adapters_are_for_works() -> None:
     with fakes.fake_mode() as mode:
         x = torch.ones(3, 4)
     assert isinstance(x, fakes.Fake)
-    fakes.forget(mode)
+    fakes.clear_fake_tensor_memo(mode)
     assert fakes.tree_map(lambda n: n + 1, {"a": (1, [2])}) == {"a": (2, [3])}
     assert isinstance(torch.nn.BatchNorm2d(2), private.BatchNorm)
     assert not isinstance(torch.nn.GroupNorm(1, 2), private.BatchNorm)
@@ -70,13 +70,13 @@ def test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out() 
         program = torch.export.export(Twice(), (torch.ones(2),), strict=False)
         return [node.stack_trace for node in program.graph.nodes if node.op == "call_function" and node.stack_trace]
 
-    before = getattr(torch.fx.config, fakes.NO_LINES, None)
-    with tracing():
+    before = getattr(torch.fx.config, fakes.NO_STACK_TRACES, None)
+    with patched_for_export():
         assert bool(lines()) is (before is None)
         if before is not None:
-            setattr(torch.fx.config, fakes.NO_LINES, False)
+            setattr(torch.fx.config, fakes.NO_STACK_TRACES, False)
         assert lines()
-    assert getattr(torch.fx.config, fakes.NO_LINES, None) is before
+    assert getattr(torch.fx.config, fakes.NO_STACK_TRACES, None) is before
 
 
 LSTMS: list[dict[str, Any]] = [{}, {"num_layers": 2}, {"proj_size": 4}, {"num_layers": 2, "bidirectional": True, "proj_size": 4}]
@@ -95,7 +95,7 @@ def test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs(opt
             return out, h, c
 
     model, x = States(), torch.randn(3, 2, 16)
-    with tracing():
+    with patched_for_export():
         (made,) = list(torch.export.export(model, (x,), strict=False).graph.nodes)[-1].args
     assert [node.meta["val"].shape for node in made] == [y.shape for y in model(x)]
 
@@ -112,14 +112,15 @@ def test_the_end_of_a_backward_pass_is_told() -> None:
 @pytest.mark.parametrize("few", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
 def test_fused_attention_tells_what_rows_sum_to_and_takes_the_sum_over_more_keys(few: int, causal: bool) -> None:
-    """What `lower/kernels/blocks.py` asks of it: the logarithm of each row's sum of weights, 0 where a row sees nothing, also of fewer
+    """What `lower/kernels/attention_blocks.py` asks of it: the logarithm of each row's sum of weights, 0 where a row sees nothing, also
+    of fewer
     heads of keys; and gradients of a row whose sum and result are those over more keys: here as many again, whose values are zero."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator) for heads in (4, few, few, 4))
     hidden = torch.zeros(6, 6, dtype=torch.bool)
     hidden[2] = not causal
     mask = None if causal else torch.zeros(6, 6, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    out, total = private.attention(q, k, v, mask, causal, 0.3)
+    out, total = private.fused_attention(q, k, v, mask, causal, 0.3)
     k_all, v_all = (x.repeat_interleave(4 // few, 1) for x in (k, v))
     scores = (q @ k_all.mT * 0.3).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1) if causal else hidden, -torch.inf)
     sees = ~hidden.all(-1)
@@ -128,7 +129,7 @@ def test_fused_attention_tells_what_rows_sum_to_and_takes_the_sum_over_more_keys
     assert torch.allclose(out, scores.softmax(-1).nan_to_num() @ v_all)
     weights = (scores - total.unsqueeze(-1)).exp() / 2
     of_scores = weights * (grad @ v_all.mT - (grad * out / 2).sum(-1, keepdim=True))
-    found = private.attention_backward(grad, (q, k, v), out / 2, total + math.log(2), mask, causal, 0.3)
+    found = private.fused_attention_backward(grad, (q, k, v), out / 2, total + math.log(2), mask, causal, 0.3)
     wants = (of_scores @ k_all * 0.3, of_scores.mT @ q * 0.3, weights.mT @ grad)
     for one, want in zip(found, wants, strict=True):
         assert torch.allclose(one, want.unflatten(1, (one.shape[1], -1)).sum(2))
@@ -138,9 +139,9 @@ def test_fused_attention_tells_what_rows_sum_to_and_takes_the_sum_over_more_keys
 def test_fused_attention_of_gpus_takes_what_it_is_given(few: int) -> None:
     """Shapes and arguments alone, on a device without memory: what they compute tests/gpu asks."""
     q, k, v = (torch.empty(2, heads, 64, 32, dtype=torch.bfloat16, device="meta") for heads in (4, few, few))
-    out, total = private.attention(q, k, v, None, True, 0.3)
+    out, total = private.fused_attention(q, k, v, None, True, 0.3)
     assert (out.shape, total.shape, total.dtype) == (q.shape, q.shape[:-1], torch.float32)
-    assert [x.shape for x in private.attention_backward(q, (q, k, v), out, total, None, True, 0.3)] == [x.shape for x in (q, k, v)]
+    assert [x.shape for x in private.fused_attention_backward(q, (q, k, v), out, total, None, True, 0.3)] == [x.shape for x in (q, k, v)]
 
 
 def test_options_that_the_groups_are_made_with() -> None:
@@ -167,7 +168,7 @@ def private_names(text: str) -> set[str]:
 
 
 def test_no_other_file_uses_private_names() -> None:
-    root = Path(weft.__file__).parent
+    root = Path(shardwise.__file__).parent
     files = [path for path in root.rglob("*.py") if path.relative_to(root).as_posix() not in ADAPTERS]
     wrong = {str(path.relative_to(root)): names for path in files if (names := private_names(path.read_text()))}
     assert not wrong, f"private names of torch go through {' or '.join(ADAPTERS)}: {wrong}"
@@ -181,7 +182,7 @@ def test_one_process_groups_work() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        group = private.gloo(private.prefixed("x", private.file_store(f"{folder}/store", 1)), 0, 1, 10.0, "127.0.0.1")
+        group = private.gloo_process_group(private.prefix_store("x", private.file_store(f"{folder}/store", 1)), 0, 1, 10.0, "127.0.0.1")
         x = torch.ones(3)
         private.all_reduce(group, x, torch.distributed.ReduceOp.SUM).wait()
         private.broadcast(group, x, 0).wait()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import weft
+import shardwise
 
 NAMES = {
     "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate",
@@ -17,25 +17,25 @@ NAMES = {
 
 
 def test_the_public_names_are_the_interface() -> None:
-    assert set(weft.__all__) == NAMES
+    assert set(shardwise.__all__) == NAMES
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_public_name_is_there_and_described(name: str) -> None:
-    assert getattr(weft, name).__doc__
+    assert getattr(shardwise, name).__doc__
 
 
 @pytest.mark.parametrize("name", ["plan", "report", "simulate"])
 def test_a_part_that_is_also_a_verb_can_be_called(name: str) -> None:
-    assert callable(getattr(weft, name))
+    assert callable(getattr(shardwise, name))
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="paralellize"):
-        _ = weft.paralellize  # type: ignore[attr-defined]
+        _ = shardwise.paralellize  # type: ignore[attr-defined]
 
 
-def test_importing_weft_does_not_load_torch() -> None:
-    code = "import sys, weft; weft.Plan, weft.Layout, weft.errors; sys.exit('torch' in sys.modules)"
+def test_importing_shardwise_does_not_load_torch() -> None:
+    code = "import sys, shardwise; shardwise.Plan, shardwise.Layout, shardwise.errors; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -67,10 +67,10 @@ def test_links_hold_on_the_site(for_the_site: Callable[[str, str], str], page: s
 
 
 def test_the_reference_has_every_public_name() -> None:
-    import weft
+    import shardwise
 
     page = (ROOT / "docs" / "api.md").read_text()
-    homes = {weft._HOMES[name].partition(":")[2] or name for name in weft._HOMES} | {"plan", "simulate", "report", "errors"}
+    homes = {shardwise._HOMES[name].partition(":")[2] or name for name in shardwise._HOMES} | {"plan", "simulate", "report", "errors"}
     assert {name for name in homes if not re.search(rf"\.{name}$", page, re.M)} == set()
 
 

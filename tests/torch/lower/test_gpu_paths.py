@@ -19,29 +19,29 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
-from weft.capture import fakes
-from weft.capture.apart import apart
-from weft.cluster.catalogue import dump, loads
-from weft.cluster.probe import here
-from weft.errors import Infeasible, RunError
-from weft.lower.kernels.randomness import Draw, Where, drawn
-from weft.lower.kernels.sample_positions import Place
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.plan.program import Program, Recv, Send
-from weft.run.build import Traced
-from weft.run.proof.serial import Noise
-from weft.run.step.transfers import Crossing, Transfers, pairs_of, posted_before
-from weft.run.uncaptured.trial import refuse_division
-from weft.schedules import build
-from weft.world import matmul_backend
-from weft.world.connection import Connection
-from weft.world.group import Group
-from weft.world.memory.accounts import CudaAccounts
-from weft.world.recorder import Recorder
-from weft.world.world import World
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.capture import fakes
+from shardwise.capture.in_fork import in_fork
+from shardwise.cluster.catalogue import dump, parse_cluster
+from shardwise.cluster.probe import measure
+from shardwise.errors import Infeasible, RunError
+from shardwise.lower.kernels.randomness import DrawSite, DrawState, draw_random
+from shardwise.lower.kernels.sample_positions import DrawnShard
+from shardwise.plan.ir.program import Program, Recv, Send
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.step.transfers import Crossing, Transfers, rank_pairs_of, receives_posted_before
+from shardwise.run.uncaptured.trial import check_data_parallel
+from shardwise.run.verify.serial import RoundingNoise
+from shardwise.schedules import build
+from shardwise.world import matmul_backend
+from shardwise.world.comm.connection import Connection
+from shardwise.world.comm.group import Group
+from shardwise.world.memory.accounts import CudaAccounts
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import World
+from shardwise.zoo.resolve import resolve
 
 WAIT_S = 1.0
 
@@ -51,16 +51,16 @@ WAIT_S = 1.0
 def test_every_tensor_of_a_step_lies_on_the_worlds_device(name: str, layout: str) -> None:
     """No operator takes tensors of two devices, so one that was made on the host would stop the step."""
     model, device = resolve(name, 4), torch.device("meta")
-    engine = weft.parallelize(model, 4, plan=layout, world=World(device=device), seed=0)
+    engine = shardwise.parallelize(model, 4, plan=layout, world=World(device=device), seed=0)
     result = engine.forward_backward(model.batch(4))
-    gradients = (x for group in engine.parts.groups for x in group.views.values())
-    assert {x.device for x in (*result.losses, *engine.parts.variables.values(), *gradients)} == {device}
+    gradients = (x for group in engine.rank_model.groups for x in group.views.values())
+    assert {x.device for x in (*result.losses, *engine.rank_model.variables.values(), *gradients)} == {device}
 
 
 def test_a_tensor_on_another_device_stops_the_step() -> None:
     """The twin: one constant that stays on the host."""
     model = resolve("gpt-tiny", 4)
-    engine = weft.parallelize(model, 4, plan="data=1", world=World(device=torch.device("meta")), seed=0)
+    engine = shardwise.parallelize(model, 4, plan="data=1", world=World(device=torch.device("meta")), seed=0)
     runner = engine._executor.runners[0]
     at = next(i for i, x in enumerate(runner._args) if x is not None and x.dim() == 2)
     runner._args[at] = torch.zeros(runner._args[at].shape)  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ def member(wire: Wire, ranks: tuple[int, ...], rank: int) -> Group:
         size = len(ranks) if lane.direction is None else 2
         return Nccl(wire, f"{ranks}{lane}", size), "nccl"
 
-    return Group(ranks, rank, Recorder(), torch.device("cpu"), opened)
+    return Group(ranks, rank, CollectiveRecorder(), torch.device("cpu"), opened)
 
 
 def in_threads(run: Callable[[int], None], num_ranks: int) -> list[Exception]:
@@ -149,11 +149,11 @@ def messages_of(program: Program, connects: bool) -> list[Exception]:
         group = member(wire, tuple(range(program.num_ranks)), rank)
         group.connect()
         if connects:
-            group.connect_pairs(pairs_of(program))
+            group.connect_pairs(rank_pairs_of(program))
         transfers = Transfers(program, crossings, group, torch.device("cpu"))
         arriving: dict[Any, Callable[[], list[Tensor]]] = {}
         actions = program.actions[rank]
-        for action, ahead in zip(actions, posted_before(actions), strict=True):
+        for action, ahead in zip(actions, receives_posted_before(actions), strict=True):
             for one in (actions[i] for i in ahead):
                 if isinstance(one, Recv) and one.value.name in ("x", "g"):
                     arriving[one.value] = transfers.receiver(one.value, one.source)()
@@ -205,12 +205,12 @@ def test_nccl_groups_are_connected_when_that_is_asked_for() -> None:
 
 
 def test_a_trace_leaves_the_driver_of_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has asked the driver cannot fork ranks that use a GPU, and `weft verify` traces before it forks."""
+    """A process that has asked the driver cannot fork ranks that use a GPU, and `shardwise verify` traces before it forks."""
     asked: list[str] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append("is_available") or True)
     model = resolve("gpt-tiny", 2)
-    weft.plan(model, 2, cluster="1xcpu-2", layout="data=1")
+    shardwise.plan(model, 2, cluster="1xcpu-2", layout="data=1")
     assert not asked
     with fakes.FakeMode():  # the twin: torch's own mode asks, after a trace as before
         torch.ones(1)
@@ -218,9 +218,9 @@ def test_a_trace_leaves_the_driver_of_cuda_alone(monkeypatch: pytest.MonkeyPatch
 
 
 FORKED = """
-import os, torch, weft
-from weft.zoo.resolve import resolve
-weft.plan(resolve("gpt-tiny", 2), 2, cluster="1xcpu-2", layout="data=1")
+import os, torch, shardwise
+from shardwise.zoo.resolve import resolve
+shardwise.plan(resolve("gpt-tiny", 2), 2, cluster="1xcpu-2", layout="data=1")
 x = torch.ones(2, requires_grad=True)
 x.sum().backward()
 pid = os.fork()
@@ -244,11 +244,13 @@ def test_a_process_that_has_traced_may_fork_ranks() -> None:
 
 def test_ranks_on_gpus_are_not_told_how_processors_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lets processors go through oneDNN makes GPUs round to TF32."""
-    monkeypatch.setattr(matmul_backend, "products", lambda: matmul_backend.Products((matmul_backend.Way("medium", 2.0, 1.0),)))
+    monkeypatch.setattr(
+        matmul_backend, "load_or_measure_timings", lambda: matmul_backend.MatmulTimings((matmul_backend.MatmulTiming("medium", 2.0, 1.0),))
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert matmul_backend.environment({}, "auto") == {}
+    assert matmul_backend.matmul_environment({}, "auto") == {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert matmul_backend.environment({}, "auto") == {matmul_backend.PRODUCTS: "medium"}
+    assert matmul_backend.matmul_environment({}, "auto") == {matmul_backend.PRODUCTS: "medium"}
 
 
 def test_a_gpus_accounts_begin_where_nothing_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +267,19 @@ def test_gpus_are_a_cluster_that_reads_back_and_their_probe_leaves_them_their_me
     cases = [f"{kind}.{precision}" for kind in ("linear", "attention", "convolution") for precision in ("float32", "bfloat16")]
     moves = ["elementwise", "cast", "activation", "norm", "batch_norm", "softmax", "optimizer"]
     measured = {**dict.fromkeys(cases, 2e-14), "linear.float64": 4e-14, **dict.fromkeys(moves, 1e-12), "launch": 4e-6}
-    monkeypatch.setattr(here, "measure_alone", lambda device: order.append("measure") or measured)
+    monkeypatch.setattr(measure, "measure_alone", lambda device: order.append("measure") or measured)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("let go"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="GPU", total_memory=80 << 30))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    found = here.measure_here("mark", quick=True)
+    found = measure.measure_here("mark", quick=True)
     assert order == ["measure", "let go"]
     assert (found.num_devices, found.kind.shares_hosts) == (2, False)
     assert found.device.peak("float32") == pytest.approx(1 / 2e-14)
     assert found.device.memory_bytes == 80 << 30
-    again = loads(dump(found))
+    again = parse_cluster(dump(found))
     assert again.device.peak("float64") == pytest.approx(1 / 4e-14)
-    assert weft.plan("gpt-tiny", 4, cluster=again, layout="data=2").prediction is not None
+    assert shardwise.plan("gpt-tiny", 4, cluster=again, layout="data=2").prediction is not None
 
 
 def test_the_generator_of_every_device_that_an_operator_draws_on_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +295,8 @@ def test_the_generator_of_every_device_that_an_operator_draws_on_is_put_back(mon
 
     monkeypatch.setattr(torch.random, "fork_rng", Borrow)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
-    where = Where(0, 0, 0, Place((2, 3)), torch.float32)
-    drawn(lambda *args, **kwargs: None, Draw(), where, [2, 3], device=torch.device("cuda", 1))
+    where = DrawSite(0, 0, 0, DrawnShard((2, 3)), torch.float32)
+    draw_random(lambda *args, **kwargs: None, DrawState(), where, [2, 3], device=torch.device("cuda", 1))
     assert borrowed == [torch.device("cuda", 1)]
 
 
@@ -303,8 +305,10 @@ def test_noise_is_measured_where_the_serial_runs_lie() -> None:
     with fakes.fake_mode():
         found = torch.ones(2, device="meta")
     run = SimpleNamespace(step=lambda: {"weights": {"w": found}}, perturb=lambda seed: None)
-    with pytest.raises((*fakes.NO_FAKE, NotImplementedError), match=r"item|meta|_local_scalar_dense"):  # only the number is not there
-        Noise(lambda: run).of("weights", "w", torch.ones(2), 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        (*fakes.FAKE_TENSOR_ERRORS, NotImplementedError), match=r"item|meta|_local_scalar_dense"
+    ):  # only the number is not there
+        RoundingNoise(lambda: run).max_distance("weights", "w", torch.ones(2), 0)  # type: ignore[arg-type, return-value]
 
 
 class _Doubled(torch.autograd.Function):
@@ -337,17 +341,17 @@ def _backwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *args, **named: ran.append("grad") or grad(*args, **named))
-    monkeypatch.setenv("WEFT_CACHE", "off")
+    monkeypatch.setenv("SHARDWISE_CACHE", "off")
     return ran
 
 
 def test_functions_of_the_users_own_are_traced_without_backward_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ran, x = _backwards(monkeypatch), torch.randn(4, 4)
-    here = Traced.of(_Own).capture(x, _squares, 4).graph
+    here = CachedModelSource.from_model(_Own).capture(x, _squares, 4).graph
     assert ran  # the twin: no GPU, no fork
     ran.clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert Traced.of(_Own).capture(x, _squares, 4).graph.operators == here.operators
+    assert CachedModelSource.from_model(_Own).capture(x, _squares, 4).graph.operators == here.operators
     assert not ran
 
 
@@ -356,20 +360,20 @@ def test_models_that_are_no_graph_are_tried_without_backward_in_this_process(mon
         return output.square().sum()
 
     ran, x, plan = _backwards(monkeypatch), torch.randn(4, 4), Plan(Layout.parse("data=2"), "", "", 4, uncaptured="no graph")
-    refuse_division(plan, _Own(), x, _squares)
+    check_data_parallel(plan, _Own(), x, _squares)
     assert ran
     ran.clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refuse_division(plan, _Own(), x, _squares)
+    check_data_parallel(plan, _Own(), x, _squares)
     with pytest.raises(Infeasible, match="where the mean over data=2 parts"):
-        refuse_division(plan, _Own(), x, summed)
+        check_data_parallel(plan, _Own(), x, summed)
     assert not ran
 
 
 def test_what_a_fork_cannot_tell_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert apart(lambda: [1, os.getpid()], list, list)[1] != os.getpid()
+    assert in_fork(lambda: [1, os.getpid()], list, list)[1] != os.getpid()
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 // 0, str, int)
+        in_fork(lambda: 1 // 0, str, int)
     with pytest.raises(RunError, match="ended with status 3 without a result"):
-        apart(lambda: os._exit(3), str, str)
+        in_fork(lambda: os._exit(3), str, str)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import weft
-from weft.lower.split_backward import FORMULAS, DelayedWeightGradients, Into
-from weft.ops import RECORDS
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.engine import Engine
-from weft.world.current import current_world
+import shardwise
+from shardwise.lower.split_backward import FORMULAS, DelayedWeightGradients, GradientSink
+from shardwise.ops import RECORDS
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.world.current import current_world
 
 N = 8  # samples
 
@@ -151,8 +151,8 @@ def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[st
     engine.forward_backward(given_batch)
     _equal(engine.full_gradients() or {}, _gradients(make, given_batch))
     (runner,) = engine._executor.runners.values()
-    assert runner.delayed is not None
-    assert late <= runner.delayed.names
+    assert runner.delayed_gradients is not None
+    assert late <= runner.delayed_gradients.names
 
 
 @pytest.mark.parametrize(("make", "batch", "late"), CASES)
@@ -160,7 +160,7 @@ def test_values_of_weights_are_not_read(make: Any, batch: Any, late: set[str], m
     """ZeRO-3 gives a weight's memory back after the input part; its late gradient is the same."""
     deliver = DelayedWeightGradients.deliver
 
-    def without_memory(self: DelayedWeightGradients, notes: list[Any], into: Into) -> None:
+    def without_memory(self: DelayedWeightGradients, notes: list[Any], into: GradientSink) -> None:
         weights = {site.name: site.parameter.data for site in self.sites}
         assert late <= weights.keys()
         storages = [x.untyped_storage() for x in weights.values()]
@@ -205,7 +205,7 @@ def test_work_of_the_two_parts(widths: list[int], deep: int) -> None:
     def seen(action: Any, held: list[object]) -> None:
         flops[action.op.value] = counter.get_total_flops() - sum(flops.values())
 
-    executor.watch = seen
+    executor.on_action = seen
     with counter:
         engine.forward_backward((x,))
     rows = x.numel() // widths[0]
@@ -222,7 +222,7 @@ def test_autocast_is_as_exact_as_one_backward() -> None:
         return Deep([6, 8, 4])
 
     split = _engine(make, (x,), precision="bfloat16")
-    whole = weft.parallelize(make, (x,), plan=Layout(microbatches=2, precision="bfloat16"), seed=0, optimizer="sgd")
+    whole = shardwise.parallelize(make, (x,), plan=Layout(microbatches=2, precision="bfloat16"), seed=0, optimizer="sgd")
     for engine in (split, whole):
         engine.forward_backward((x,))
     for name, want in (whole.full_gradients() or {}).items():
@@ -234,7 +234,7 @@ def test_a_wrong_twin_is_found(twin: str, monkeypatch: pytest.MonkeyPatch) -> No
     """A weight gradient that is lost, delivered twice, or of one of a shared weight's two places is seen in the gradients."""
     deliver = DelayedWeightGradients.deliver
 
-    def wrong(self: DelayedWeightGradients, notes: list[Any], into: Into) -> None:
+    def wrong(self: DelayedWeightGradients, notes: list[Any], into: GradientSink) -> None:
         if twin == "lost":
             notes = notes[:-1]
         elif twin == "twice":
@@ -256,8 +256,8 @@ def test_notes_are_gone_after_the_step() -> None:
     engine = _engine(lambda: Deep([6, 8, 4]), (x,))
     engine.forward_backward((x,))
     (runner,) = engine._executor.runners.values()
-    assert runner.delayed is not None
-    assert not runner.delayed.notes
+    assert runner.delayed_gradients is not None
+    assert not runner.delayed_gradients.notes
 
 
 def test_weights_that_move_are_not_late() -> None:
@@ -275,8 +275,8 @@ def test_weights_that_move_are_not_late() -> None:
     engine = _engine(Computed, (x,))
     engine.forward_backward((x,))
     (runner,) = engine._executor.runners.values()
-    assert runner.delayed is not None
-    assert not runner.delayed.names
+    assert runner.delayed_gradients is not None
+    assert not runner.delayed_gradients.names
     _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.lower.kernels import draws, random_stream
-from weft.lower.kernels.sample_positions import Box, Place, Samples
-from weft.model.batch.drawn import Fold
+from shardwise.lower.kernels import random_operators, random_stream
+from shardwise.lower.kernels.sample_positions import DrawnShard, ElementBox, MicrobatchSamples
+from shardwise.model.batch.random_draws import SampleFold
 
 CPU = torch.device("cpu")
 KEY = random_stream.key_of(1, 2, 3)
@@ -24,9 +24,9 @@ N = 1 << 18
 @pytest.fixture(params=["compiled", "torch"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With the C library and without."""
-    assert random_stream.native() is not None
+    assert random_stream.native_library() is not None
     if request.param == "torch":
-        monkeypatch.setattr(random_stream, "native", lambda: None)
+        monkeypatch.setattr(random_stream, "native_library", lambda: None)
     return request.param
 
 
@@ -39,7 +39,7 @@ def split_mix(number: int, key: random_stream.Key) -> int:
     return z ^ (z >> 31)
 
 
-def numbers(box: Box) -> list[int]:
+def numbers(box: ElementBox) -> list[int]:
     """The number of every element, in order."""
     steps = [step for steps in box.dims for step in steps]
     places = product(*(range(count) for count, _ in steps))
@@ -47,21 +47,21 @@ def numbers(box: Box) -> list[int]:
 
 
 BOXES = [
-    Place((3, 5)).box(),
-    Place((4, 6, 8), ((2, 4, 4),)).box(),
-    Place((4, 6, 8), ((0, 2, 2), (0, 1, 1))).box(),  # a piece of a piece
-    Place((4, 6), ((0, 2, 2),), Fold(0)).box(Samples.range(8, 4, 16)),
-    Place((24, 2), ((0, 12, 12),), runs=((0, 4, 2, 1),)).box(),  # positions of samples that lie in one dimension
-    Place((24,), (), Fold(0, 1, 6), ((0, 6, 3, 3),)).box(Samples(4, 16, ((2, 8), (2, 1)))),
-    Place((3, 24, 2), ((1, 12, 12),), Fold(1, 2, 3)).box(Samples(4, 16, ((2, 8), (2, 1)))),
-    Box((1 << 63) + 12345, (((7, 1 << 40),),)),
-    Place((0, 4)).box(),
+    DrawnShard((3, 5)).box(),
+    DrawnShard((4, 6, 8), ((2, 4, 4),)).box(),
+    DrawnShard((4, 6, 8), ((0, 2, 2), (0, 1, 1))).box(),  # a piece of a piece
+    DrawnShard((4, 6), ((0, 2, 2),), SampleFold(0)).box(MicrobatchSamples.contiguous(8, 4, 16)),
+    DrawnShard((24, 2), ((0, 12, 12),), runs=((0, 4, 2, 1),)).box(),  # positions of samples that lie in one dimension
+    DrawnShard((24,), (), SampleFold(0, 1, 6), ((0, 6, 3, 3),)).box(MicrobatchSamples(4, 16, ((2, 8), (2, 1)))),
+    DrawnShard((3, 24, 2), ((1, 12, 12),), SampleFold(1, 2, 3)).box(MicrobatchSamples(4, 16, ((2, 8), (2, 1)))),
+    ElementBox((1 << 63) + 12345, (((7, 1 << 40),),)),
+    DrawnShard((0, 4)).box(),
 ]
 
 
 @pytest.mark.parametrize("box", BOXES)
-def test_words_are_those_of_the_formula(box: Box, either: str) -> None:
-    found = [int(x) % (1 << 64) for x in random_stream.words(KEY, box, CPU).flatten()]
+def test_words_are_those_of_the_formula(box: ElementBox, either: str) -> None:
+    found = [int(x) % (1 << 64) for x in random_stream.random_words(KEY, box, CPU).flatten()]
     assert found == [split_mix(number, KEY) for number in numbers(box)]
 
 
@@ -69,27 +69,27 @@ def test_words_are_those_of_the_formula(box: Box, either: str) -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_dropout_keeps_what_even_numbers_say(dtype: torch.dtype, order: Sequence[int], either: str) -> None:
     """Bit for bit torch's product with a mask of its dtype, however the tensor lies in memory; and so its gradient, and in place."""
-    box = Place((8, 6, 10), ((0, 4, 4),)).box()
+    box = DrawnShard((8, 6, 10), ((0, 4, 4),)).box()
     shape = [(4, 6, 10)[i] for i in order]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).permute([order.index(i) for i in range(3)])
-    kept = random_stream.even(KEY, box, CPU) < 0.7
+    kept = random_stream.uniform_numbers(KEY, box, CPU) < 0.7
     mask = kept.to(dtype) * torch.tensor(1 / 0.7, dtype=dtype)
     leaf = x.detach().requires_grad_()
-    made = random_stream.dropped(leaf, KEY, box, 1 - 0.7)
+    made = random_stream.apply_dropout(leaf, KEY, box, 1 - 0.7)
     assert torch.equal(made, x * mask)
     assert made.stride() == x.stride()
     made.backward(x)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, x * mask)
-    assert torch.equal(random_stream.dropped_(x.clone(), KEY, box, 1 - 0.7), made)
+    assert torch.equal(random_stream.apply_dropout_(x.clone(), KEY, box, 1 - 0.7), made)
 
 
 def test_threads_change_nothing() -> None:
     """In a process of its own: ranks that are forked from one with a pool of threads wait for it."""
     code = f"""
 import torch
-from weft.lower.kernels import random_stream as stream
-from weft.lower.kernels.sample_positions import Place
+from shardwise.lower.kernels import random_stream as stream
+from shardwise.lower.kernels.sample_positions import Place
 
 x, box = torch.randn(3, {N // 2 + 1}), Place((3, {N // 2 + 1})).box()
 drawn = []
@@ -103,40 +103,48 @@ assert torch.equal(*drawn)
 
 @pytest.mark.parametrize(
     ("whole", "fold", "count"),
-    [((12, 4), Fold(0), 3), ((4, 12), Fold(1), 4), ((24, 3), Fold(0, 1, 2), 2), ((24, 3), Fold(0, 2, 1), 3), ((48,), Fold(0, 2, 2), 6)],
+    [
+        ((12, 4), SampleFold(0), 3),
+        ((4, 12), SampleFold(1), 4),
+        ((24, 3), SampleFold(0, 1, 2), 2),
+        ((24, 3), SampleFold(0, 2, 1), 3),
+        ((48,), SampleFold(0, 2, 2), 6),
+    ],
 )
-def test_microbatches_and_ranks_draw_pieces_of_the_whole_batch(whole: tuple[int, ...], fold: Fold, count: int) -> None:
+def test_microbatches_and_ranks_draw_pieces_of_the_whole_batch(whole: tuple[int, ...], fold: SampleFold, count: int) -> None:
     """`count` of 12 samples in every microbatch; two ranks of it where they can cut it; and the rows that a rank's loader gives it."""
-    want = random_stream.words(KEY, Place(whole).box(), CPU)
+    want = random_stream.random_words(KEY, DrawnShard(whole).box(), CPU)
     apart = want.unflatten(fold.dim, (fold.outer, 12, fold.inner))
     shape = tuple(n * count // 12 if dim == fold.dim else n for dim, n in enumerate(whole))
     for start in range(0, 12, count):
         wanted = apart.narrow(fold.dim + 1, start, count).flatten(fold.dim, fold.dim + 2)
-        place = Place(shape, (), fold)
-        assert torch.equal(random_stream.words(KEY, place.box(Samples.range(start, count, 12)), CPU), wanted)
+        place = DrawnShard(shape, (), fold)
+        assert torch.equal(random_stream.random_words(KEY, place.box(MicrobatchSamples.contiguous(start, count, 12)), CPU), wanted)
         if shape[fold.dim] % 2 == 0 and count % 2 == 0:
-            pieces = [_half(shape, fold, part).box(Samples.range(start, count, 12)) for part in (0, 1)]
-            assert torch.equal(torch.cat([random_stream.words(KEY, box, CPU) for box in pieces], fold.dim), wanted)
+            pieces = [_half(shape, fold, part).box(MicrobatchSamples.contiguous(start, count, 12)) for part in (0, 1)]
+            assert torch.equal(torch.cat([random_stream.random_words(KEY, box, CPU) for box in pieces], fold.dim), wanted)
     if count % 2 == 0 and fold.outer == 1:
         for begin in range(0, 6, count // 2):
-            samples = Samples(begin, 12, ((2, 6), (count // 2, 1)))
+            samples = MicrobatchSamples(begin, 12, ((2, 6), (count // 2, 1)))
             for part in (0, 1):
                 mine = apart.narrow(fold.dim + 1, 6 * part + begin, count // 2).flatten(fold.dim, fold.dim + 2)
-                got = random_stream.words(KEY, _half(shape, fold, part).box(samples), CPU)
+                got = random_stream.random_words(KEY, _half(shape, fold, part).box(samples), CPU)
                 assert torch.equal(got, mine)
 
 
-def _half(shape: tuple[int, ...], fold: Fold, part: int) -> Place:
+def _half(shape: tuple[int, ...], fold: SampleFold, part: int) -> DrawnShard:
     length = shape[fold.dim] // 2
-    return Place(shape, ((fold.dim, part * length, length),), fold)
+    return DrawnShard(shape, ((fold.dim, part * length, length),), fold)
 
 
 def test_pieces_that_differ_draw_theirs() -> None:
     """Three of five samples, which lie in rows of two, and two."""
-    whole, fold = (10, 3), Fold(0, 1, 2)
-    want = random_stream.words(KEY, Place((24, 3)).box(), CPU)[10:20]
-    pieces = [Place(whole, ((0, start, count),), fold).box(Samples.range(5, 5, 12)) for start, count in ((0, 6), (6, 4))]
-    assert torch.equal(torch.cat([random_stream.words(KEY, box, CPU) for box in pieces]), want)
+    whole, fold = (10, 3), SampleFold(0, 1, 2)
+    want = random_stream.random_words(KEY, DrawnShard((24, 3)).box(), CPU)[10:20]
+    pieces = [
+        DrawnShard(whole, ((0, start, count),), fold).box(MicrobatchSamples.contiguous(5, 5, 12)) for start, count in ((0, 6), (6, 4))
+    ]
+    assert torch.equal(torch.cat([random_stream.random_words(KEY, box, CPU) for box in pieces]), want)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
@@ -145,8 +153,8 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 def test_numbers_are_evenly_distributed_and_independent() -> None:
     """Within five standard deviations: mean, variance, chi-square of 256 cells of upper and lower digits; neighbours and other keys."""
-    box = Place((N,)).box()
-    x = random_stream.even(KEY, box, CPU)
+    box = DrawnShard((N,)).box()
+    x = random_stream.uniform_numbers(KEY, box, CPU)
     assert float(x.min()) >= 0.0
     assert float(x.max()) < 1.0
     assert abs(float(x.mean()) - 0.5) < 5 / math.sqrt(12 * N)
@@ -157,22 +165,22 @@ def test_numbers_are_evenly_distributed_and_independent() -> None:
         assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
     others = [x.roll(1), x.roll(2), x.roll(64), x.roll(1024)]  # elements; steps, seeds and operators
     keys = [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2, 3 + (1 << 32))]
-    others += [random_stream.even(random_stream.key_of(*key), box, CPU) for key in keys]
+    others += [random_stream.uniform_numbers(random_stream.key_of(*key), box, CPU) for key in keys]
     assert all(abs(_correlation(x, y)) < 5 / math.sqrt(N) for y in others)
-    kept = [random_stream.even(random_stream.key_of(0, step, 7), Place((256,)).box(), CPU) < 0.9 for step in range(1024)]
+    kept = [random_stream.uniform_numbers(random_stream.key_of(0, step, 7), DrawnShard((256,)).box(), CPU) < 0.9 for step in range(1024)]
     share = torch.stack(kept).double().mean(0)  # an element over steps
     assert float((share - 0.9).abs().max()) < 5.5 * math.sqrt(0.9 * 0.1 / 1024)
 
 
 def test_narrow_numbers_are_the_wide_ones_cut_off() -> None:
-    box = Place((4096,)).box()
-    wide, narrow = (random_stream.even(KEY, box, CPU, dtype) for dtype in (torch.float64, torch.float32))
+    box = DrawnShard((4096,)).box()
+    wide, narrow = (random_stream.uniform_numbers(KEY, box, CPU, dtype) for dtype in (torch.float64, torch.float32))
     assert torch.equal(narrow.double(), (wide * 2**24).floor() / 2**24)
-    assert float(random_stream.even(KEY, box, CPU, torch.bfloat16).max()) < 1.0
+    assert float(random_stream.uniform_numbers(KEY, box, CPU, torch.bfloat16).max()) < 1.0
 
 
 def _drawn(name: str, *args: object, shape: tuple[int, ...] = (N,), dtype: torch.dtype = torch.float64) -> Tensor:
-    return draws.drawn(name, KEY, Place(shape).box(), dtype, CPU, args, {})
+    return random_operators.draw_values(name, KEY, DrawnShard(shape).box(), dtype, CPU, args, {})
 
 
 @pytest.mark.parametrize(
@@ -223,8 +231,8 @@ def test_a_choice_without_repetition_and_a_permutation_have_each_once() -> None:
 def test_dropout_of_nothing_and_of_all_is_torchs(name: str, p: float) -> None:
     """No numbers decide there, so that torch's own operators say what it is."""
     x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
-    box = Place((4, 6, 1) if name == "feature_dropout" else (4, 6, 5)).box()
-    made, want = draws.dropped_as(name, KEY, box, x, p), getattr(torch, name)(x, p, True)
+    box = DrawnShard((4, 6, 1) if name == "feature_dropout" else (4, 6, 5)).box()
+    made, want = random_operators.apply_dropout_variant(name, KEY, box, x, p), getattr(torch, name)(x, p, True)
     for ours, theirs in zip(*((y if isinstance(y, tuple) else (y,)) for y in (made, want)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -234,13 +242,13 @@ def test_attention_with_dropout_is_that_of_its_formula(causal: bool) -> None:
     """Values and gradients of first and second order, with keys for two heads each; weights are dropped as their own numbers say."""
     made = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 5, 3, dtype=torch.float64, generator=made).requires_grad_() for heads in (4, 2, 2))
-    box = Place((2, 4, 5, 5)).box()
+    box = DrawnShard((2, 4, 5, 5)).box()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return draws.attention(q, k, v, None, causal, None, draws.Dropping(KEY, box, 0.25))
+        return random_operators.attention_with_dropout(q, k, v, None, causal, None, random_operators.DropoutDraw(KEY, box, 0.25))
 
     weights = (q @ k.repeat_interleave(2, 1).mT / math.sqrt(3)).masked_fill(torch.ones(5, 5).triu(1).bool() & causal, -math.inf).softmax(-1)
-    want = (weights * (random_stream.even(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
+    want = (weights * (random_stream.uniform_numbers(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(run(q, k, v), want)
     assert torch.autograd.gradcheck(run, (q, k, v))
     assert torch.autograd.gradgradcheck(run, (q, k, v))
@@ -255,5 +263,7 @@ def test_attention_with_dropout_keeps_one_tensor_of_scores() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        draws.attention(q, k, v, None, False, None, draws.Dropping(KEY, Place((2, 4, 16, 16)).box(), 0.1))
+        random_operators.attention_with_dropout(
+            q, k, v, None, False, None, random_operators.DropoutDraw(KEY, DrawnShard((2, 4, 16, 16)).box(), 0.1)
+        )
     assert len({x.data_ptr() for x in kept if x.shape[-2:] == (16, 16)}) == 1

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model.batch.additive import additive, coupling_words, microbatch_words
-from weft.model.batch.normalise import SHARE, counted, normalised
-from weft.model.graph import Operator, Ref, Word
-from weft.run.build import Source
+from shardwise.model.batch.additive import analyze_additivity, describe_couplings, describe_microbatch_couplings
+from shardwise.model.batch.summable_loss import SHARE, normalize_loss, with_counted_means
+from shardwise.model.graph import Operator, Ref, Word
+from shardwise.run.rank_model.build import ModelSource
 
 WIDTH, SAMPLES = 6, 8
 
@@ -134,23 +134,26 @@ def data() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("loss", COUPLED)
 def test_what_couples_samples_is_named(loss: Callable[..., Tensor]) -> None:
-    graph = Source.of(lambda: Model(loss)).capture(data(), None, SAMPLES).graph
-    coupled = additive(counted(graph)).coupled
+    graph = ModelSource.from_model(lambda: Model(loss)).capture(data(), None, SAMPLES).graph
+    coupled = analyze_additivity(with_counted_means(graph)).coupled
     assert coupled
-    assert "microbatches change what is trained" in microbatch_words(coupled)
-    assert coupled[0].site in coupling_words(coupled)
+    assert "microbatches change what is trained" in describe_microbatch_couplings(coupled)
+    assert coupled[0].site in describe_couplings(coupled)
 
 
 @pytest.mark.parametrize("loss", ADDITIVE)
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_add_up_to_the_whole(loss: Callable[..., Tensor], size: int) -> None:
     """The graph of a part, run by torch with totals that this test adds up, gives losses whose sum is plain PyTorch's."""
-    source = Source.of(lambda: Model(loss))
+    source = ModelSource.from_model(lambda: Model(loss))
     captured = source.capture(data(), None, size)
-    whole, part = counted(source.capture(data(), None, SAMPLES).graph.cast("float64")), counted(captured.graph.cast("float64"))
-    known = additive(whole, part)
+    whole, part = (
+        with_counted_means(source.capture(data(), None, SAMPLES).graph.cast("float64")),
+        with_counted_means(captured.graph.cast("float64")),
+    )
+    known = analyze_additivity(whole, part)
     assert not known.coupled
-    made = normalised(part, whole, known)
+    made = normalize_loss(part, whole, known)
     torch.manual_seed(0)
     model = Model(loss).double()
     x, y = data()
@@ -161,7 +164,7 @@ def test_parts_add_up_to_the_whole(loss: Callable[..., Tensor], size: int) -> No
     paths = [v.value for v in made.graph.inputs]
     parts = [dict(zip(paths, (x[i : i + size].double(), y[i : i + size]), strict=True)) for i in range(0, SAMPLES, size)]
     for total in made.totals:
-        counts = [run(made.counting((total,)), held | one)[total.value] for one in parts]
+        counts = [run(made.total_operators((total,)), held | one)[total.value] for one in parts]
         held[total.variable] = torch.stack(counts).sum(0)
     losses = [run(made.graph.operators, held | one)[made.graph.loss].item() for one in parts]
     assert sum(losses) == pytest.approx(model(x.double(), y).item(), rel=1e-12)
@@ -180,5 +183,5 @@ def run(operators: Sequence[Operator], held: dict[str, Tensor]) -> dict[str, Ten
     for op in operators:
         _, name, overload = op.target.split(".")
         made = getattr(getattr(torch.ops.aten, name), overload)(*map(arg, op.args), **{k: arg(a) for k, a in op.kwargs})
-        held.update(zip(op.outputs, made if op.multiple else (made,), strict=True))
+        held.update(zip(op.outputs, made if op.returns_sequence else (made,), strict=True))
     return held

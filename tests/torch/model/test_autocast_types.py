@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.api import Source
-from weft.cost.devices.kept import ProcessorMemory
-from weft.cost.memory.memory import Inventory
-from weft.model.graph import Graph, Operator, Ref, Word
-from weft.model.storage import autocast as module
-from weft.model.storage.autocast import autocast
-from weft.ops import Op, record_of
+from shardwise.api import ModelSource
+from shardwise.cost.devices.kernel_memory import ProcessorMemory
+from shardwise.cost.memory.memory import Inventory
+from shardwise.model.graph import Graph, Operator, Ref, Word
+from shardwise.model.strides import autocast_dtypes as module
+from shardwise.model.strides.autocast_dtypes import apply_autocast
+from shardwise.ops import Op, record_of
 
 
 class _Many(nn.Module):
@@ -58,7 +58,7 @@ class _Many(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     batch = {"x": torch.randn(2, 4, 8), "image": torch.randn(2, 4, 8, 8), "y": torch.tensor([1, 5])}
-    return Source.of(_Many).capture(batch, None, 2).graph
+    return ModelSource.from_model(_Many).capture(batch, None, 2).graph
 
 
 def _called(graph: Graph, narrow: bool) -> Iterator[tuple[Any, list[Tensor], dict[str, Tensor], list[Tensor]]]:
@@ -87,12 +87,12 @@ def _called(graph: Graph, narrow: bool) -> Iterator[tuple[Any, list[Tensor], dic
                 values[op.outputs[0]] = values[op.inputs[0]]
                 continue
             out = getattr(getattr(getattr(torch.ops, space), packet), overload)(*map(arg, op.args), **{k: arg(a) for k, a in op.kwargs})
-            values.update(zip(op.outputs, out if op.multiple else [out], strict=True))
+            values.update(zip(op.outputs, out if op.returns_sequence else [out], strict=True))
             yield op, [values[v] for v in op.outputs], values, list(kept)
 
 
 def _misjudged(graph: Graph) -> list[str]:
-    told = autocast(graph).tensors
+    told = apply_autocast(graph).tensors
     return [
         f"{op.target}: {told[value].dtype}, and is {made.dtype}"
         for op, out, *_ in _called(graph, narrow=True)
@@ -122,8 +122,8 @@ def test_what_operators_keep_of_values_is_what_autograd_keeps(graph: Graph) -> N
     for op, _, values, kept in _called(graph, narrow=False):
         mine = {values[v].untyped_storage().data_ptr(): v for v in (*op.inputs, *op.outputs)}
         saved = {mine[p] for x in kept if (p := x.untyped_storage().data_ptr()) in mine}
-        roots = {inventory.root.get(v, v) for v in saved} - inventory.held
-        told = {inventory.root.get(v, v) for v, *_ in inventory.kept[op.name].storages}
+        roots = {inventory.storage_root.get(v, v) for v in saved} - inventory.persistent_values
+        told = {inventory.storage_root.get(v, v) for v, *_ in inventory.saved[op.name].storages}
         # Copies that an operator makes for itself are not its operands; einsum makes them where letters change places.
         if roots != told and not any(name in op.target for name in ("einsum", "lstm")) and any(v in inventory.grads for v in op.outputs):
             wrong.append(f"{op.target}: {told}, and are {roots}")

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.capture.capture import capture
-from weft.errors import ModelError
-from weft.model.gradients import learned
+import shardwise
+from shardwise.capture.capture import capture
+from shardwise.errors import ModelError
+from shardwise.model.gradients import parameters_with_gradient
 
 
 class Checked(nn.Module):
@@ -245,7 +245,7 @@ def test_what_lends_its_shape_alone_learns_nothing() -> None:
     model(given).backward()
     values = {v.name: v.value for v in graph.parameters}
     want = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert {name for name, value in values.items() if value in learned(graph)} == want
+    assert {name for name, value in values.items() if value in parameters_with_gradient(graph)} == want
 
 
 class Transcribes(nn.Module):
@@ -264,7 +264,7 @@ class Transcribes(nn.Module):
 def test_targets_in_one_row_are_each_samples_own() -> None:
     words = torch.tensor([[1, 0, 2], [0, 2, 0], [2, 1, 1], [0, 0, 0]])
     batch = {"x": torch.randn(4, 9, 5, generator=torch.Generator().manual_seed(0)), "words": words, "lengths": (words > 0).sum(1)}
-    engine = weft.parallelize(Transcribes, batch=batch, plan="data=1 precision=float64", seed=0)
+    engine = shardwise.parallelize(Transcribes, batch=batch, plan="data=1 precision=float64", seed=0)
     torch.manual_seed(0)
     want = Transcribes().double()(**batch | {"x": batch["x"].double()})
     assert engine.step(batch).loss == pytest.approx(want.item(), rel=1e-12)

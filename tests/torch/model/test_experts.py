@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.capture import experts as operators
-from weft.errors import LayoutError
-from weft.model.sharding.propagate import propagate
-from weft.model.stages.stages import cuts, split
-from weft.model.work import operator_flops
-from weft.plan.placement import is_shard
-from weft.run.build import Source
-from weft.run.resized import check_divides
-from weft.zoo.resolve import resolve
+from shardwise.capture import experts as operators
+from shardwise.errors import LayoutError
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.stages.stages import split, stage_cuts
+from shardwise.model.work import operator_flops
+from shardwise.plan.ir.placement import is_shard
+from shardwise.run.parts.microbatch_variants import check_divisible
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.zoo.resolve import resolve
 
 CONFIGS = sorted((Path(__file__).parents[1] / "hf_experts").glob("*.json"))
 TOKENS, WIDTH, INNER, EXPERTS, CHOICES = 11, 5, 6, 4, 2
@@ -46,10 +46,10 @@ def _loop(x: Tensor, which: Tensor, share: Tensor, up: Tensor, bias: Tensor, dow
 
 def _sorted(x: Tensor, which: Tensor, share: Tensor, up: Tensor, bias: Tensor, down: Tensor, first: int = 0, number: int = -1) -> Tensor:
     mine = slice(first, first + number if number >= 0 else None)
-    rows, ids, order = torch.ops.weft.to_experts(x, which, EXPERTS, first, number)
-    inner = torch.tanh(torch.ops.weft.of_experts(rows, ids, up[mine], bias[mine], False, first))
-    rows = torch.ops.weft.of_experts(inner, ids, down[mine], None, True, first)
-    made: Tensor = torch.ops.weft.from_experts(rows, order, share, EXPERTS)
+    rows, ids, order = torch.ops.shardwise.to_experts(x, which, EXPERTS, first, number)
+    inner = torch.tanh(torch.ops.shardwise.of_experts(rows, ids, up[mine], bias[mine], False, first))
+    rows = torch.ops.shardwise.of_experts(inner, ids, down[mine], None, True, first)
+    made: Tensor = torch.ops.shardwise.from_experts(rows, order, share, EXPERTS)
     return made
 
 
@@ -81,7 +81,7 @@ def test_ranks_that_have_some_experts_each_make_summands() -> None:
 @pytest.mark.parametrize("operator", [operators.to_experts, operators.of_experts, operators.from_experts], ids=lambda o: o._name)
 def test_a_trace_sees_what_an_operator_makes(operator: Any) -> None:
     x, share, up, bias, _ = _tensors()
-    rows, ids, order = torch.ops.weft.to_experts(x, _which(), EXPERTS)
+    rows, ids, order = torch.ops.shardwise.to_experts(x, _which(), EXPERTS)
     given: dict[Any, tuple[Any, ...]] = {operators.to_experts: (x, _which(), EXPERTS), operators.of_experts: (rows, ids, up, bias, False)}
     given[operators.from_experts] = rows, order, share, EXPERTS
     torch.library.opcheck(operator, given[operator], test_utils=("test_schema", "test_faketensor"))
@@ -96,8 +96,8 @@ def transformers() -> Any:
 def test_experts_of_the_library_are_captured_with_the_work_of_those_that_are_chosen(transformers: Any, file: Path) -> None:
     """T of E experts a token: 6 x T x D x F FLOPs each, two matrices into the gate and one out of it."""
     model, values = resolve(f"hf:{file}"), json.loads(file.read_text())
-    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
-    found = [operator_flops(op, graph.tensors) for op in graph.operators if op.target.startswith("weft.of_experts")]
+    graph = ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None).graph
+    found = [operator_flops(op, graph.tensors) for op in graph.operators if op.target.startswith("shardwise.of_experts")]
     layers = values["num_hidden_layers"] - values.get("first_k_dense_replace", 0)
     inner = values.get("moe_intermediate_size", values["intermediate_size"])
     rows = 2 * values["max_position_embeddings"] * values["num_experts_per_tok"]
@@ -108,15 +108,15 @@ def test_experts_are_theirs_again_after_a_capture(transformers: Any) -> None:
     interface = pytest.importorskip("transformers.integrations.moe").ExpertsInterface
     before = vars(interface)["get_interface"]
     model = resolve(f"hf:{CONFIGS[0]}")
-    Source.of(model.make).capture(model.batch(2), model.loss, None)
+    ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None)
     assert vars(interface)["get_interface"] is before
 
 
 def test_no_stage_begins_among_rows_of_experts(transformers: Any) -> None:
     """These are as many as data says, and messages between stages as long as the graph says; before and behind them stages begin."""
     model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
-    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
-    sites = {cut.site for cut in cuts(graph)}
+    graph = ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None).graph
+    sites = {cut.site for cut in stage_cuts(graph)}
     layer = [op.site for op in graph.operators if op.site.startswith("model.layers.0.mlp.experts")]
     begins, *rows, ends = layer[: 1 + next(i for i, site in enumerate(layer) if site.endswith("/from_experts"))]
     assert begins.endswith("/to_experts")
@@ -130,8 +130,8 @@ def test_no_stage_begins_among_rows_of_experts(transformers: Any) -> None:
 def test_rows_of_experts_need_not_divide(transformers: Any) -> None:
     """Of microbatches of another size: 64 tokens have 128 rows, of which each of three ranks has those of its tokens."""
     model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
-    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    graph = ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None).graph
     sharding = propagate(graph, {"context": 3})
-    rows = [value for value, dim in graph.ragged if dim == 0 and is_shard(sharding.forms[value]["context"])]
+    rows = [value for value, dim in graph.expert_rows if dim == 0 and is_shard(sharding.placements[value]["context"])]
     assert {graph.tensors[value].shape[0] for value in rows} == {128}
-    check_divides(sharding, graph)
+    check_divisible(sharding, graph)

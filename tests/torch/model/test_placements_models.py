@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.capture.capture import capture
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Prices
+from shardwise.plan.ir.placement import Shard
+from shardwise.zoo.resolve import resolve
 from tests.support.enumeration import Everything
 from tests.support.placements_oracle import Assignment, Budget, exceptions, solve_placements
 from tests.support.placements_oracle.repeats import runs
 from tests.support.placements_oracle.tables import Axis
-from weft.capture.capture import capture
-from weft.model.graph import Graph
-from weft.model.sharding.axis_values import Given, Others
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Prices
-from weft.plan.placement import Shard
-from weft.zoo.resolve import resolve
 
 pytest.importorskip("highspy")
 
@@ -86,9 +86,9 @@ def test_the_optimum_is_that_of_the_enumeration(name: str, way: str, prices: Pri
     graph = graph_of(MODELS[name])
     cut = ("tensor",) if way == "anything" else ()
     found = solve_placements(graph, {"tensor": 2}, prices=prices, sequence=way != "features", batch_cut=cut, gap=0.0)
-    axis = Axis(graph, "tensor", 2, prices, Given(), Others(), way != "features")
+    axis = Axis(graph, "tensor", 2, prices, FixedShards(), OtherAxes(), way != "features")
     if way == "anything":
-        axis.meanings = None
+        axis.weight_label_meanings = None
     everything = Everything(axis)
     mine = everything.cost_of(dict(found.labels["tensor"]), stored_of(graph, found))
     assert found.cost_s == pytest.approx(mine, rel=1e-9)
@@ -109,7 +109,11 @@ def test_no_worse_than_the_beam_and_reproduced(name: str) -> None:
     assert found.cost_s <= given.cost_s * (1 + 1e-6), "free cuts are no worse than the best use of the beam's"
     said = exceptions(graph, {"tensor": 2}, found)
     again = propagate(graph, {"tensor": 2}, found.shards, labels=said)
-    assert (again.ops, again.forms, again.needs) == (found.sharding.ops, found.sharding.forms, found.sharding.needs)
+    assert (again.labels, again.placements, again.input_placements) == (
+        found.sharding.labels,
+        found.sharding.placements,
+        found.sharding.input_placements,
+    )
     tight = solve_placements(graph, {"tensor": 2}, prices=SLOW, budget=Budget(found.memory.total))
     assert tight.memory.total <= found.memory.total
     assert tight.cost_s == pytest.approx(found.cost_s, rel=1e-5)

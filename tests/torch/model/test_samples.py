@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import weft
-from weft.errors import Infeasible
-from weft.model.batch.samples import samples_elsewhere
-from weft.run.build import Source
+import shardwise
+from shardwise.errors import Infeasible
+from shardwise.model.batch.samples import misplaced_samples_reason
+from shardwise.run.rank_model.build import ModelSource
 
 Batch = dict[str, Tensor]
 
@@ -92,20 +92,20 @@ CASES: list[tuple[Callable[[], nn.Module], Batch, str]] = [
 
 @pytest.mark.parametrize(("make", "batch", "said"), CASES)
 def test_where_samples_lie_is_told_by_what_mixes_them(make: Any, batch: Batch, said: str) -> None:
-    found = samples_elsewhere(Source.of(make).capture(batch, None, None).graph)
+    found = misplaced_samples_reason(ModelSource.from_model(make).capture(batch, None, None).graph)
     assert said in found if found and said else found is None and not said
 
 
 def test_a_batch_is_divided_along_its_samples_only() -> None:
     make, batch, said = CASES[0]
-    plan = weft.plan(make, batch, cluster="1xcpu-2", constraints="ranks=2")
+    plan = shardwise.plan(make, batch, cluster="1xcpu-2", constraints="ranks=2")
     assert (plan.layout.data, plan.layout.microbatches, plan.layout.num_ranks) == (1, 1, 2)
     assert said in dict(plan.reasons)["samples"]
     for layout in ("data=2", "pipeline=2 microbatches=2"):
         with pytest.raises(Infeasible, match=f"divides the batch along dimension 0, but {said}"):
-            weft.plan(make, batch, cluster="1xcpu-2", layout=layout)
+            shardwise.plan(make, batch, cluster="1xcpu-2", layout=layout)
     with pytest.raises(Infeasible, match="no data meets data=2"):
-        weft.plan(make, batch, cluster="1xcpu-2", constraints="data=2")
+        shardwise.plan(make, batch, cluster="1xcpu-2", constraints="data=2")
 
 
 class Empty(nn.Module):
@@ -122,4 +122,4 @@ class Empty(nn.Module):
 
 def test_what_is_empty_holds_no_samples() -> None:
     batch = {"x": torch.ones(8, 3, 4)}
-    assert samples_elsewhere(Source.of(Empty).capture(batch, None, None).graph) is None
+    assert misplaced_samples_reason(ModelSource.from_model(Empty).capture(batch, None, None).graph) is None

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.capture.capture import capture
-from weft.model.storage.strides import Layouts, in_order, order_of, viewed
+from shardwise.capture.capture import capture
+from shardwise.model.strides.strides import GraphStrides, dim_order, strides_in_order, view_strides
 
 
 @st.composite
@@ -37,16 +37,16 @@ def _seen(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 @given(_seen())
 def test_a_view_needs_a_copy_where_torch_says_so(case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
     shape, order, into = case
-    strides = in_order(shape, order)
+    strides = strides_in_order(shape, order)
     x = torch.arange(prod(shape)).as_strided(shape, strides)
-    found = viewed(shape, strides, into)
+    found = view_strides(shape, strides, into)
     try:
         view = x.view(into)
     except RuntimeError:
         assert found is None
         return
     assert found is not None
-    assert order_of(into, found) == order_of(into, view.stride())
+    assert dim_order(into, found) == dim_order(into, view.stride())
     assert torch.equal(torch.as_strided(x, into, found), view)
 
 
@@ -73,7 +73,7 @@ def _batch() -> dict[str, Tensor]:
 
 def test_what_operators_make_lies_as_torch_has_it() -> None:
     graph = capture(_Layers(), _batch(), None, batch_size=2).graph
-    layouts, real = Layouts(graph), {}
+    layouts, real = GraphStrides(graph), {}
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,12 +90,12 @@ def test_what_operators_make_lies_as_torch_has_it() -> None:
             shape = graph.tensors[value].shape
             if shape in real and len(shape) > 2:
                 compared += 1
-                told = layouts.of(value)
+                told = layouts.strides_of(value)
                 assert [told[d] for d, n in enumerate(shape) if n > 1] == [real[shape][d] for d, n in enumerate(shape) if n > 1], op.name
     assert compared >= 8
-    assert {v for op in graph.operators for v in op.outputs if "reshape" in op.name} <= layouts.copied, "rows with gaps are no view"
+    assert {v for op in graph.operators for v in op.outputs if "reshape" in op.name} <= layouts.copied_values, "rows with gaps are no view"
     assert any(layouts.has_channels_last(v) for op in graph.operators for v in op.outputs)
-    copied = {op.name: layouts.copies(op) for op in graph.operators if "linear" in op.name}
+    copied = {op.name: layouts.row_copies(op) for op in graph.operators if "linear" in op.name}
     assert all(len(values) == 1 for values in copied.values()), "a product of rows that do not lie as rows copies them"
 
 
@@ -126,12 +126,12 @@ def test_gradients_of_products_by_letters_lie_as_torch_makes_them(equation: str)
 
     x = torch.randn([sizes[c] for c in terms[0]])
     graph = capture(Product(), {"x": x}, None, batch_size=x.shape[0]).graph
-    layouts = Layouts(graph)
+    layouts = GraphStrides(graph)
     product = next(op for op in graph.operators if "einsum" in op.name)
     leaves = [torch.randn([sizes[c] for c in term], requires_grad=True) for term in terms]
     out = torch.einsum(equation, *leaves)
     found = torch.autograd.grad(out, leaves, torch.ones_like(out))
     for value, real in zip(product.inputs, found, strict=True):
         shape = tuple(real.shape)
-        told = layouts.gradients.get(value, in_order(shape, range(len(shape))))
-        assert order_of(shape, told) == order_of(shape, real.stride()), value
+        told = layouts.gradient_strides.get(value, strides_in_order(shape, range(len(shape))))
+        assert dim_order(shape, told) == dim_order(shape, real.stride()), value

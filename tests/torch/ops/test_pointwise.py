@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.capture.capture import capture
-from weft.model.sharding.pointwise import is_product, pays
+import shardwise
+from shardwise.capture.capture import capture
+from shardwise.model.sharding.convolution_as_product import is_product_faster, is_run_as_product
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ class Net(nn.Module):
 )
 def test_what_runs_as_one_product(how: dict[str, Any], size: tuple[int, ...], product: bool) -> None:
     make, x = lambda: Net(256, 256, 1, **how), torch.randn(*size)
-    engine = weft.parallelize(make, batch=(x,), plan="data=1 precision=float64", optimizer={"name": "sgd", "lr": 0.1}, seed=0)
+    engine = shardwise.parallelize(make, batch=(x,), plan="data=1 precision=float64", optimizer={"name": "sgd", "lr": 0.1}, seed=0)
     (runner,) = engine._executor.runners.values()
     module: Any = runner.local.module
     targets = {str(node.target) for node in module.graph.nodes}
@@ -53,11 +53,11 @@ def test_what_runs_as_one_product(how: dict[str, Any], size: tuple[int, ...], pr
 
 
 def test_what_does_not_pay() -> None:
-    assert not pays(8, 1, 1024), "small weights are read again quickly"
-    assert pays(16, 1, 1024), "from 16 samples on torch takes oneDNN"
-    assert not pays(2, 1, 1 << 20), "two rows are no matrix"
+    assert not is_product_faster(8, 1, 1024), "small weights are read again quickly"
+    assert is_product_faster(16, 1, 1024), "from 16 samples on torch takes oneDNN"
+    assert not is_product_faster(2, 1, 1 << 20), "two rows are no matrix"
 
 
 def test_an_unbatched_image_is_left() -> None:
     graph = capture(Net(256, 256, 1), (torch.randn(256, 4, 4),)).graph
-    assert not any(is_product(op, graph.tensors, None) for op in graph.operators)
+    assert not any(is_run_as_product(op, graph.tensors, None) for op in graph.operators)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise.lower.operator_lowering import LOWERINGS
+from shardwise.ops import RECORDS, Rule, rule_of
+from shardwise.ops.rule import KERNELS
 from tests.support.rule_cases import Case, case, check, choices, difference
-from weft.lower.special import BY_WORD
-from weft.ops import RECORDS, Rule, rule_of
-from weft.ops.rule import KERNELS
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 SIZES = st.sampled_from((1, 2, 3, 4, 6))
@@ -530,7 +530,7 @@ WRONG: list[tuple[str, Callable[[], Case], Rule]] = [
 
 
 def test_every_word_for_lowering_has_a_way_and_every_way_a_word() -> None:
-    assert {record.lowering for record in RECORDS.values()} - {""} == set(BY_WORD)
+    assert {record.lowering for record in RECORDS.values()} - {""} == set(LOWERINGS)
 
 
 @pytest.mark.parametrize(("make", "wrong"), [(m, r) for _, m, r in WRONG], ids=[name for name, *_ in WRONG])

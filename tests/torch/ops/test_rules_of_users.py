@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft.capture.patches.ctc  # noqa: F401  # whose operator is among them
+import shardwise.capture.patches.ctc  # noqa: F401  # whose operator is among them
+from shardwise.ops import rule_of
 from tests.support.rule_cases import Case, case, check, choices
-from weft.ops import rule_of
 
 
 def real(*shape: int) -> Tensor:
@@ -39,12 +39,12 @@ def unpooled() -> Case:
 def transcripts() -> Case:
     lengths, targets = torch.tensor([8, 7, 8, 6, 8, 2]), torch.randint(1, 5, (6, 3))
     said = real(8, 6, 5).log_softmax(-1)
-    return case("weft.ctc_loss.default", said, targets, lengths, torch.tensor([3, 2, 0, 1, 3, 3]), 0, True)
+    return case("shardwise.ctc_loss.default", said, targets, lengths, torch.tensor([3, 2, 0, 1, 3, 3]), 0, True)
 
 
 def counted() -> Case:
     lengths = torch.tensor([3, 2, 0, 1, 3, 3])
-    return case("weft.ctc_lengths.default", lengths, lengths.clone())
+    return case("shardwise.ctc_lengths.default", lengths, lengths.clone())
 
 
 BAGS = torch.tensor([0, 4]), False, 0, False  # where they begin, and sums of them

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise.lower.kernels import halo as kernel
+from shardwise.ops.sliding_window import ResamplingWindow, SlidingWindow, TransposedWindow, Window
+from shardwise.plan.ir.axis import POSITIONS
+from shardwise.plan.ir.placement import Halo, even_shard_ranges, halo_placement
 from tests.support.rule_cases import Case, case, check, choices, difference
-from weft.lower.kernels import halo as kernel
-from weft.ops.sliding_window import Resample, Sliding, Spreading, Window
-from weft.plan.axis import POSITIONS
-from weft.plan.placement import Halo, halo, pieces
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 KERNELS, STRIDES, DILATIONS = st.integers(1, 5), st.integers(1, 3), st.integers(1, 2)
@@ -158,25 +158,33 @@ def test_one_window_is_not_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    "window", [Sliding(3, 1, 1, 1), Sliding(5, 2, 2, 4), Sliding(2, 3), Spreading(3, 2, 1, 1), Spreading(4, 3), Resample(1, 0.4)]
+    "window",
+    [
+        SlidingWindow(3, 1, 1, 1),
+        SlidingWindow(5, 2, 2, 4),
+        SlidingWindow(2, 3),
+        TransposedWindow(3, 2, 1, 1),
+        TransposedWindow(4, 3),
+        ResamplingWindow(1, 0.4),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_windows_read_all_that_they_need_and_nothing_else(window: Window, ranks: int) -> None:
     """Against enumeration: an entry of the input is read where some entry of a rank's piece of the output depends on it."""
     size = 23
-    if isinstance(window, Sliding):
-        length = (size + 2 * window.before - window.dilation * (window.kernel - 1) - 1) // window.stride + 1
-        reads = {o: {o * window.stride - window.before + t * window.dilation for t in range(window.kernel)} for o in range(length)}
-    elif isinstance(window, Spreading):
-        length = (size - 1) * window.stride - 2 * window.before + window.dilation * (window.kernel - 1) + 1
+    if isinstance(window, SlidingWindow):
+        length = (size + 2 * window.padding_before - window.dilation * (window.kernel - 1) - 1) // window.stride + 1
+        reads = {o: {o * window.stride - window.padding_before + t * window.dilation for t in range(window.kernel)} for o in range(length)}
+    elif isinstance(window, TransposedWindow):
+        length = (size - 1) * window.stride - 2 * window.padding_before + window.dilation * (window.kernel - 1) + 1
         taps = range(0, window.dilation * window.kernel, window.dilation)
-        reads = {o: {i for i in range(size) for t in taps if i * window.stride - window.before + t == o} for o in range(length)}
+        reads = {o: {i for i in range(size) for t in taps if i * window.stride - window.padding_before + t == o} for o in range(length)}
     else:
         length = round(size / window.scale)
         reads = {o: set(window.taps(o, size)[:2]) for o in range(length)}
-    for start, stop in pieces(length, ranks):
+    for start, stop in even_shard_ranges(length, ranks):
         wanted = {i for o in range(start, stop) for i in reads[o] if 0 <= i < size}
-        placed = halo(0, size, [window.needs(start, stop, size)] * 2)
+        placed = halo_placement(0, size, [window.input_range(start, stop, size)] * 2)
         assert isinstance(placed, Halo)
         assert placed.windows[0] == (min(wanted), max(wanted) + 1)
 
@@ -185,19 +193,19 @@ def test_broken_twin_padding_is_put_on_every_rank(monkeypatch: pytest.MonkeyPatc
     """As though every piece were an image of its own: the border between pieces is wrong."""
     made = case("conv2d.default", real(1, 2, 12, 12), real(4, 2, 3, 3), None, [1, 1], [1, 1])
     assert not check(made, (2,), "height")
-    right = kernel.windowed
+    right = kernel.apply_windows
 
     def alone(target: Any, windows: Any, parts: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inner = [x.narrow(2, part.output[0] - part.read[0], part.output[1] - part.output[0]) if part.dim == 2 else x for part in parts]
         return target(inner[0], *args)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("weft.lower.call.windowed", alone)
+    monkeypatch.setattr("shardwise.lower.call.windowed", alone)
     assert check(made, (2,), "height")
-    monkeypatch.setattr("weft.lower.call.windowed", right)
+    monkeypatch.setattr("shardwise.lower.call.windowed", right)
 
 
 def test_broken_twin_a_window_that_is_one_entry_short(monkeypatch: pytest.MonkeyPatch) -> None:
     made = case("conv2d.default", real(1, 2, 12, 12), real(4, 2, 3, 3), None, [1, 1], [1, 1])
-    needs = Sliding.needs
-    monkeypatch.setattr(Sliding, "needs", lambda self, a, b, size: (needs(self, a, b, size)[0], needs(self, a, b, size)[1] - 1))
+    needs = SlidingWindow.input_range
+    monkeypatch.setattr(SlidingWindow, "input_range", lambda self, a, b, size: (needs(self, a, b, size)[0], needs(self, a, b, size)[1] - 1))
     assert check(made, (2,), "height")

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from weft.plan.layout import Layout
+from shardwise.plan.layout import Layout
 
 PATH = Path(__file__).resolve().parents[3] / "examples" / "chosen_kinds.py"
 

@@ -1,4 +1,4 @@
-"""`weft scaling`: every size is what `weft plan` says of it, speed-ups follow from throughput, the picture is drawn."""
+"""`shardwise scaling`: every size is what `shardwise plan` says of it, speed-ups follow from throughput, the picture is drawn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from weft.cli import run
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory, Prediction
-from weft.report.scaling import Size, scaling_picture, scaling_table, speedups
+from shardwise.cli import run
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown, Prediction
+from shardwise.report.scaling import ScalingPoint, scaling_picture, scaling_table, speedups_and_efficiencies
 
 WORDS = ["gpt-tiny", "--cluster", "2xp4d.24xlarge"]
 
@@ -25,8 +25,10 @@ def answer(words: list[str], capfd: pytest.CaptureFixture[str], code: int = 0) -
     return found
 
 
-def size(devices: int, step_s: float | None) -> Size:
-    return Size(devices, 64, Layout(data=devices), None if step_s is None else Prediction(step_s, 0.5, 1e15, Memory()), note="")
+def size(devices: int, step_s: float | None) -> ScalingPoint:
+    return ScalingPoint(
+        devices, 64, Layout(data=devices), None if step_s is None else Prediction(step_s, 0.5, 1e15, MemoryBreakdown()), note=""
+    )
 
 
 def test_each_size_is_the_plan_for_it_and_a_batch_that_stays_is_strong(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -69,8 +71,8 @@ def test_wrong_use_is_refused(words: str, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_speed_ups_are_against_the_first_size_that_has_a_plan() -> None:
     sizes = [size(4, None), size(8, 4.0), size(32, 1.25)]
-    assert speedups(sizes) == [None, (1.0, 1.0), (3.2, 0.8)]
-    assert speedups([size(4, None)]) == [None]
+    assert speedups_and_efficiencies(sizes) == [None, (1.0, 1.0), (3.2, 0.8)]
+    assert speedups_and_efficiencies([size(4, None)]) == [None]
     rows = scaling_table("t", sizes, "epoch").rows
     assert rows[2][4:6] == ("3.20x", "80.0 %")
     assert rows[0][2:] == ("",) * 8

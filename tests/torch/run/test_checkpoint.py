@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-import weft
-from weft.errors import CheckpointError
-from weft.run.state import checkpoint
-from weft.run.state.checkpoint import Alone, Piece, Region, full_piece
-from weft.run.state.checkpoint.region import first_fault
+import shardwise
+from shardwise.errors import CheckpointError
+from shardwise.run import checkpoint
+from shardwise.run.checkpoint import BlockRegion, SingleRank, StateShard, full_shard
+from shardwise.run.checkpoint.region import coverage_fault
 
 
 class Ranks:
@@ -64,25 +64,25 @@ def indices(shape: Sequence[int]) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(tuple(shape))
 
 
-def block_of(tensor: Tensor, region: Region) -> Tensor:
+def block_of(tensor: Tensor, region: BlockRegion) -> Tensor:
     """What a rank that holds `region` of `tensor` has; the definition, by plain slicing."""
     block = tensor[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.shape, strict=True))]
     return block.reshape(-1)[region.flat[0] : region.flat[1]].clone() if region.flat else block.clone()
 
 
-def piece_of(name: str, tensor: Tensor, region: Region, kind: str = "parameter", slot: str = "", owner: bool = True) -> Piece:
-    return Piece(name, kind, region.global_shape, region.offsets, tensor, slot, owner, region.shape, region.flat)  # type: ignore[arg-type]
+def piece_of(name: str, tensor: Tensor, region: BlockRegion, kind: str = "parameter", slot: str = "", owner: bool = True) -> StateShard:
+    return StateShard(name, kind, region.global_shape, region.offsets, tensor, slot, owner, region.shape, region.flat)  # type: ignore[arg-type]
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[BlockRegion]:
     """Regions that cover `shape` once: a grid of uneven blocks, each perhaps cut into flat ranges as ZeRO does."""
-    regions = [Region(shape, (0,) * len(shape), shape)]
+    regions = [BlockRegion(shape, (0,) * len(shape), shape)]
     for dim, extent in enumerate(shape):
         cuts = sorted(draw(st.sets(st.integers(0, extent), max_size=2)))
         edges = [0, *cuts, extent]
         regions = [
-            Region(
+            BlockRegion(
                 shape,
                 (*r.offsets[:dim], a, *r.offsets[dim + 1 :]),
                 (*r.shape[:dim], b - a, *r.shape[dim + 1 :]),
@@ -90,11 +90,11 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
             for r in regions
             for a, b in pairwise(edges)
         ]
-    cut: list[Region] = []
+    cut: list[BlockRegion] = []
     for r in regions:
         edges = [0, *sorted(draw(st.sets(st.integers(0, r.size), max_size=2))), r.size]
         if draw(st.booleans()):
-            cut += [Region(shape, r.offsets, r.shape, (a, b)) for a, b in pairwise(edges)]
+            cut += [BlockRegion(shape, r.offsets, r.shape, (a, b)) for a, b in pairwise(edges)]
         else:
             cut.append(r)
     return cut
@@ -108,19 +108,21 @@ shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 def test_boxes_of_a_flat_range_are_its_elements_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, a, b = case
     start, stop = min(a, b), max(a, b)
-    region = Region(shape, (0,) * len(shape), shape, (start, stop))
-    whole_box, tensor, found = Region(shape, (0,) * len(shape), shape), indices(shape), []
+    region = BlockRegion(shape, (0,) * len(shape), shape, (start, stop))
+    whole_box, tensor, found = BlockRegion(shape, (0,) * len(shape), shape), indices(shape), []
     boxes = list(region.boxes())
     for box, begin in boxes:
         assert begin == len(found)
-        found += tensor[next(whole_box.boxes())[0].slices_of(box)].reshape(-1).tolist()
+        found += tensor[next(whole_box.boxes())[0].index_of(box)].reshape(-1).tolist()
     assert found == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), layouts(s), layouts(s))))
-def test_any_layout_to_any_layout(tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple, list[Region], list[Region]]) -> None:
+def test_any_layout_to_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple, list[BlockRegion], list[BlockRegion]]
+) -> None:
     shape, before, after = case
     tensor, folder = indices(shape), tmp_path_factory.mktemp("any")
     checkpoint.save(folder, 1, [piece_of("w", block_of(tensor, r), r) for r in before])
@@ -132,35 +134,37 @@ def test_any_layout_to_any_layout(tmp_path_factory: pytest.TempPathFactory, case
 
 @settings(max_examples=60, deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), layouts(s), st.randoms())))
-def test_incomplete_and_overlapping_pieces_are_caught(case: tuple[tuple[int, ...], list[Region], object]) -> None:
+def test_incomplete_and_overlapping_pieces_are_caught(case: tuple[tuple[int, ...], list[BlockRegion], object]) -> None:
     shape, regions, random = case
-    assert first_fault(shape, regions) == ""
+    assert coverage_fault(shape, regions) == ""
     full = [r for r in regions if r.size]
     victim = random.choice(full)  # type: ignore[attr-defined]
-    assert first_fault(shape, [r for r in full if r != victim])
-    assert first_fault(shape, [*full, victim])
+    assert coverage_fault(shape, [r for r in full if r != victim])
+    assert coverage_fault(shape, [*full, victim])
     others = [r for r in full if r.size == victim.size and r != victim]
     if others:  # as many elements as there should be, one part twice and one part never
-        assert "overlap" in first_fault(shape, [*(r for r in full if r != others[0]), victim])
+        assert "overlap" in coverage_fault(shape, [*(r for r in full if r != others[0]), victim])
 
 
-def state(value: float, step: int = 0) -> list[Piece]:
+def state(value: float, step: int = 0) -> list[StateShard]:
     gen = torch.Generator().manual_seed(int(value * 1000))
     weight, bias = torch.randn(6, 4, generator=gen), torch.randn(4, generator=gen)
     return [
-        full_piece("layer.weight", "parameter", weight),
-        full_piece("layer.bias", "parameter", bias),
-        full_piece("norm.count", "buffer", torch.tensor(step)),
-        full_piece("layer.weight", "optimizer", weight * 2, "exp_avg"),
-        full_piece("layer.bias", "optimizer", bias.bfloat16(), "exp_avg"),
+        full_shard("layer.weight", "parameter", weight),
+        full_shard("layer.bias", "parameter", bias),
+        full_shard("norm.count", "buffer", torch.tensor(step)),
+        full_shard("layer.weight", "optimizer", weight * 2, "exp_avg"),
+        full_shard("layer.bias", "optimizer", bias.bfloat16(), "exp_avg"),
     ]
 
 
-def blank(pieces: Sequence[Piece]) -> list[Piece]:
-    return [Piece(p.name, p.kind, p.global_shape, p.offsets, torch.zeros_like(p.tensor), p.slot, True, p.block, p.flat) for p in pieces]
+def blank(pieces: Sequence[StateShard]) -> list[StateShard]:
+    return [
+        StateShard(p.name, p.kind, p.global_shape, p.offsets, torch.zeros_like(p.tensor), p.slot, True, p.block, p.flat) for p in pieces
+    ]
 
 
-def equal(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
+def equal(left: Sequence[StateShard], right: Sequence[StateShard]) -> bool:
     return all(torch.equal(a.tensor, b.tensor) for a, b in zip(left, right, strict=True))
 
 
@@ -175,20 +179,20 @@ def test_a_checkpoint_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     wanted = blank(pieces)
     assert checkpoint.load(tmp_path, wanted) == {"data": 3.25, "name": "gpt", "step": 12}
     assert equal(wanted, pieces)
-    seen = checkpoint.inspect(path)
+    seen = checkpoint.inspect_checkpoint(path)
     assert (seen["step"], seen["kinds"]["parameter"]) == (12, {"tensors": 2, "bytes": (24 + 4) * 4})
     assert dict(checkpoint.read_full(path)).keys() == {"layer.weight", "layer.bias", "norm.count"}
 
 
 def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:
     weight, moment = indices((8, 6)), indices((8, 6)) + 100
-    rows = [Region((8, 6), (2 * r, 0), (2, 6)) for r in range(4)]
-    columns = [Region((8, 6), (0, 3 * c), (8, 3)) for c in range(2)]
-    shards = [Region((8, 6), (0, 0), (8, 6), (16 * r, 16 * r + 16)) for r in range(3)]
+    rows = [BlockRegion((8, 6), (2 * r, 0), (2, 6)) for r in range(4)]
+    columns = [BlockRegion((8, 6), (0, 3 * c), (8, 3)) for c in range(2)]
+    shards = [BlockRegion((8, 6), (0, 0), (8, 6), (16 * r, 16 * r + 16)) for r in range(3)]
 
     def write(ranks: Ranks) -> Path:
         own = rows[ranks.rank]
-        replica = full_piece("bias", "parameter", torch.arange(3.0), owner=ranks.rank == 2)
+        replica = full_shard("bias", "parameter", torch.arange(3.0), is_owner=ranks.rank == 2)
         return checkpoint.save(
             tmp_path,
             5,
@@ -203,13 +207,13 @@ def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:
 
     assert on_ranks(4, write) == [tmp_path / "step-00000005"] * 4
 
-    def read(regions: list[Region]) -> Callable[[Ranks], bool]:
+    def read(regions: list[BlockRegion]) -> Callable[[Ranks], bool]:
         def on_rank(ranks: Ranks) -> bool:
             region = regions[ranks.rank]
             wanted = [
                 piece_of("w", torch.zeros_like(block_of(weight, region)), region),
                 piece_of("w", torch.zeros_like(block_of(weight, region)), region, "optimizer", "exp_avg"),
-                full_piece("bias", "parameter", torch.zeros(3)),
+                full_shard("bias", "parameter", torch.zeros(3)),
             ]
             extra = checkpoint.load(tmp_path, wanted, ranks)
             return extra == {"rank": 0, "step": 5} and all(
@@ -226,8 +230,8 @@ def test_ranks_write_their_parts_and_others_read_them(tmp_path: Path) -> None:
 def test_a_failure_of_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     def write(ranks: Ranks) -> Path:
         # Ranks 1 and 2 claim the same row: the tensor is not complete.
-        region = Region((3, 2), (min(ranks.rank, 1), 0), (1, 2))
-        return checkpoint.save(tmp_path, 1, [piece_of("w", torch.ones(1, 2), region)], together=ranks)
+        region = BlockRegion((3, 2), (min(ranks.rank, 1), 0), (1, 2))
+        return checkpoint.save(tmp_path, 1, [piece_of("w", torch.ones(1, 2), region)], ranks=ranks)
 
     errors = on_ranks(3, write)
     assert all(isinstance(e, CheckpointError) for e in errors)
@@ -238,15 +242,15 @@ def test_a_failure_of_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: P
 
 
 def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
-    from weft.run.state.checkpoint.folder import read_manifest
-    from weft.run.state.checkpoint.tensorfile import Reader
+    from shardwise.run.checkpoint.folder import read_manifest
+    from shardwise.run.checkpoint.tensorfile import TensorFileReader
 
     weight = indices((1000, 8))
-    path = checkpoint.save(tmp_path, 1, [full_piece("w", "parameter", weight)])
-    manifest, region = read_manifest(path), Region((1000, 8), (500, 0), (10, 4))
-    with Reader(path, manifest.files) as reader:
+    path = checkpoint.save(tmp_path, 1, [full_shard("w", "parameter", weight)])
+    manifest, region = read_manifest(path), BlockRegion((1000, 8), (500, 0), (10, 4))
+    with TensorFileReader(path, manifest.files) as reader:
         out = torch.zeros(region.size)
-        assert reader.fill(out, piece_of("w", out.view(10, 4), region), manifest.tensors[0]) == 40
+        assert reader.copy_shard(out, piece_of("w", out.view(10, 4), region), manifest.tensors[0]) == 40
         assert reader.read_bytes == 10 * 8 * 4
     assert torch.equal(out.view(10, 4), weight[500:510, :4])
 
@@ -258,9 +262,9 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda p: p[1:], "of its 5 tensors are not in this model (layer.weight)"),
-        (lambda p: [*p, full_piece("head", "parameter", torch.zeros(2))], "1 tensors of this model are not in it (head)"),
-        (lambda p: [full_piece("layer.weight", "parameter", torch.zeros(6, 5)), *p[1:]], "layer.weight is torch.float32 [6, 4] there and"),
-        (lambda p: [full_piece("layer.weight", "parameter", torch.zeros(6, 4, dtype=torch.int64)), *p[1:]], "torch.int64 [6, 4] here"),
+        (lambda p: [*p, full_shard("head", "parameter", torch.zeros(2))], "1 tensors of this model are not in it (head)"),
+        (lambda p: [full_shard("layer.weight", "parameter", torch.zeros(6, 5)), *p[1:]], "layer.weight is torch.float32 [6, 4] there and"),
+        (lambda p: [full_shard("layer.weight", "parameter", torch.zeros(6, 4, dtype=torch.int64)), *p[1:]], "torch.int64 [6, 4] here"),
         (lambda p: p[:4], "(layer.bias:exp_avg)"),
     ],
 )
@@ -277,7 +281,7 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> N
     checkpoint.save(tmp_path, 1, state(1))
 
     def read(ranks: Ranks) -> object:
-        extra = [] if ranks.rank else [full_piece("x", "buffer", torch.ones(1))]
+        extra = [] if ranks.rank else [full_shard("x", "buffer", torch.ones(1))]
         return checkpoint.load(tmp_path, [*blank(state(1)), *extra], ranks)
 
     errors = on_ranks(2, read)
@@ -286,7 +290,7 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> N
 
 def test_weights_alone_load_and_floats_are_converted_with_a_warning(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, state(1))
-    wanted = [full_piece(p.name, p.kind, p.tensor.double() if p.tensor.is_floating_point() else p.tensor) for p in blank(state(1))[:3]]
+    wanted = [full_shard(p.name, p.kind, p.tensor.double() if p.tensor.is_floating_point() else p.tensor) for p in blank(state(1))[:3]]
     said: list[str] = []
     checkpoint.load(tmp_path, wanted, warn=said.append)
     assert torch.equal(wanted[0].tensor, state(1)[0].tensor.double())
@@ -295,9 +299,9 @@ def test_weights_alone_load_and_floats_are_converted_with_a_warning(tmp_path: Pa
 
 
 def test_random_state_is_restored_where_it_exists(tmp_path: Path) -> None:
-    random = full_piece("cpu.0", "random", torch.arange(5, dtype=torch.uint8))
+    random = full_shard("cpu.0", "random", torch.arange(5, dtype=torch.uint8))
     checkpoint.save(tmp_path, 1, [*state(1), random])
-    other = full_piece("cpu.7", "random", torch.zeros(5, dtype=torch.uint8))
+    other = full_shard("cpu.7", "random", torch.zeros(5, dtype=torch.uint8))
     checkpoint.load(tmp_path, [*blank(state(1)), other])
     assert not other.tensor.any()
     same = blank([random])
@@ -359,8 +363,8 @@ def test_every_damage_is_caught_and_the_one_before_is_taken(tmp_path: Path) -> N
 def test_ranks_share_the_check_and_agree_on_what_is_good(tmp_path: Path) -> None:
     def write(step: int) -> Callable[[Ranks], Path]:
         def on_rank(ranks: Ranks) -> Path:
-            region = Region((2, 3), (ranks.rank, 0), (1, 3))
-            return checkpoint.save(tmp_path, step, [piece_of("w", torch.full((1, 3), float(step)), region)], together=ranks)
+            region = BlockRegion((2, 3), (ranks.rank, 0), (1, 3))
+            return checkpoint.save(tmp_path, step, [piece_of("w", torch.full((1, 3), float(step)), region)], ranks=ranks)
 
         return on_rank
 
@@ -372,7 +376,7 @@ def test_ranks_share_the_check_and_agree_on_what_is_good(tmp_path: Path) -> None
     broken.write_bytes(content)
 
     def read(ranks: Ranks) -> float:
-        wanted = full_piece("w", "parameter", torch.zeros(2, 3))
+        wanted = full_shard("w", "parameter", torch.zeros(2, 3))
         checkpoint.load(tmp_path, [wanted], ranks, warn=lambda _: None)
         return float(wanted.tensor.mean())
 
@@ -397,7 +401,7 @@ def rewrite(path: Path, change: Callable[[dict], None]) -> None:
         (lambda m: m["files"][0].update(name=".."), "own folder"),
         (lambda m: m["files"][0].update(name="a/b.safetensors"), "own folder"),
         (lambda m: m["files"].append(dict(m["files"][0])), "twice"),
-        (lambda m: m.update(version=2), "update weft"),
+        (lambda m: m.update(version=2), "update shardwise"),
         (lambda m: m.update(format="zip"), "'zip'"),
         (lambda m: m.update(surprise=1), "surprise"),
         (lambda m: m.update(step="1"), "step"),
@@ -427,10 +431,10 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, change: Callable[[dict], 
 def test_retention_keeps_the_newest_and_the_good_one(tmp_path: Path) -> None:
     for step in range(1, 6):
         checkpoint.save(tmp_path, step, state(step), keep=2)
-    assert [saved.step for saved in checkpoint.committed(tmp_path)] == [4, 5]
+    assert [saved.step for saved in checkpoint.committed_checkpoints(tmp_path)] == [4, 5]
     # A folder that was set back to step 2 of a longer run: what was just written is never the one to go.
     checkpoint.save(tmp_path, 2, state(2), keep=1)
-    assert 2 in [saved.step for saved in checkpoint.committed(tmp_path)]
+    assert 2 in [saved.step for saved in checkpoint.committed_checkpoints(tmp_path)]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -443,13 +447,13 @@ def test_a_step_saved_again_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_a_replaced_writer_cannot_commit(tmp_path: Path) -> None:
-    old = checkpoint.claim(tmp_path)
+    old = checkpoint.claim_folder(tmp_path)
     checkpoint.save(tmp_path, 1, state(1), token=old)
-    new = checkpoint.claim(tmp_path)
+    new = checkpoint.claim_folder(tmp_path)
     with pytest.raises(CheckpointError, match=f"writer {old} .* replaced by writer {new}"):
         checkpoint.save(tmp_path, 2, state(2), token=old)
     checkpoint.save(tmp_path, 2, state(3), token=new)
-    assert [saved.step for saved in checkpoint.committed(tmp_path)] == [1, 2]
+    assert [saved.step for saved in checkpoint.committed_checkpoints(tmp_path)] == [1, 2]
     assert checkpoint.verify(tmp_path / "step-00000002").token == new
 
 
@@ -467,19 +471,19 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 def test_wrong_pieces_cannot_be_built() -> None:
     for make in (
-        lambda: Piece("w", "weights", (2,), (0,), torch.zeros(2)),  # type: ignore[arg-type]
-        lambda: Piece("w", "parameter", (2,), (1,), torch.zeros(2)),
-        lambda: Piece("w", "parameter", (2, 2), (0, 0), torch.zeros(2)),
-        lambda: Piece("w", "parameter", (4,), (0,), torch.zeros(2), block=(4,), flat=(3, 5)),
-        lambda: Piece("w", "parameter", (4,), (0,), torch.zeros(2), block=(4,), flat=(0, 3)),
-        lambda: Piece("w", "parameter", (2,), (0,), torch.zeros(2, dtype=torch.complex128)),
+        lambda: StateShard("w", "weights", (2,), (0,), torch.zeros(2)),  # type: ignore[arg-type]
+        lambda: StateShard("w", "parameter", (2,), (1,), torch.zeros(2)),
+        lambda: StateShard("w", "parameter", (2, 2), (0, 0), torch.zeros(2)),
+        lambda: StateShard("w", "parameter", (4,), (0,), torch.zeros(2), block=(4,), flat=(3, 5)),
+        lambda: StateShard("w", "parameter", (4,), (0,), torch.zeros(2), block=(4,), flat=(0, 3)),
+        lambda: StateShard("w", "parameter", (2,), (0,), torch.zeros(2, dtype=torch.complex128)),
     ):
         with pytest.raises(CheckpointError):
             make()
 
 
 def test_one_process_is_a_group_of_one() -> None:
-    assert Alone().maximum([3, 1]) == [3, 1]
+    assert SingleRank().all_reduce_max([3, 1]) == [3, 1]
 
 
 class _Buffers(torch.nn.Module):
@@ -502,7 +506,7 @@ def test_the_full_state_is_the_model_s_own(deferred: bool) -> None:
     """It loads strictly into the serial model: the same names, whatever of them a graph reads."""
     torch.manual_seed(0)
     serial = _Buffers()
-    engine = weft.parallelize(_Buffers if deferred else copy.deepcopy(serial), (torch.randn(8, 4),), plan="data=1", seed=0)
+    engine = shardwise.parallelize(_Buffers if deferred else copy.deepcopy(serial), (torch.randn(8, 4),), plan="data=1", seed=0)
     state = engine.full_state_dict()
     assert state is not None
     assert state.keys() == serial.state_dict().keys()

@@ -20,9 +20,9 @@ import pytest
 import torch
 from test_checkpoint import blank, equal, state
 
-from weft.errors import CheckpointError
-from weft.run.state import checkpoint
-from weft.run.state.checkpoint import disk
+from shardwise.errors import CheckpointError
+from shardwise.run import checkpoint
+from shardwise.run.checkpoint import disk
 
 CALLS = ("fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir", "close")
 
@@ -118,7 +118,7 @@ def test_whenever_it_dies_the_newest_good_checkpoint_is_whole(tmp_path: Path, fa
     number, outcomes = 0, []
     while True:
         folder = tmp_path / str(number)
-        token = checkpoint.claim(folder)
+        token = checkpoint.claim_folder(folder)
         for step in (1, 2):
             checkpoint.save(folder, step, state(step, step), {"s": step}, token=token, keep=keep)
 
@@ -134,7 +134,7 @@ def test_whenever_it_dies_the_newest_good_checkpoint_is_whole(tmp_path: Path, fa
         assert equal(wanted, state(found, found)), f"fault {number}"
         assert said == [], "what has a committed name is never damaged"
         outcomes.append(found)
-        checkpoint.save(folder, 4, state(4, 4), {"s": 4}, token=checkpoint.claim(folder), keep=keep)
+        checkpoint.save(folder, 4, state(4, 4), {"s": 4}, token=checkpoint.claim_folder(folder), keep=keep)
         assert checkpoint.load(folder, blank(state(4)))["s"] == 4
         assert not list(folder.glob(".*")), "what dead writers left is swept"
         if status == 0:
@@ -156,7 +156,7 @@ def test_without_fsync_power_loss_is_noticed(tmp_path: Path, monkeypatch: pytest
             os.fsync = lambda handle: faults.hit("fsync")  # type: ignore[assignment]
             checkpoint.save(folder, 1, state(1))
 
-        if in_child(work) == 7 and checkpoint.committed(folder):
+        if in_child(work) == 7 and checkpoint.committed_checkpoints(folder):
             damaged.append(checkpoint.latest_good(folder, warn=lambda _: None) is None)
     assert any(damaged)
 
@@ -182,7 +182,7 @@ def test_a_disk_that_fails_at_any_call_is_an_error_with_a_remedy_and_nothing_is_
             except CheckpointError as error:
                 raised = str(error)
         assert not raised or (says in raised and str(folder) in raised), f"fault {number}: {raised}"
-        names = [saved.step for saved in checkpoint.committed(folder)]
+        names = [saved.step for saved in checkpoint.committed_checkpoints(folder)]
         assert names in ([1], [1, 2]), f"fault {number}"
         assert raised or names == [1, 2]
         wanted = blank(state(1))
@@ -203,13 +203,13 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         checkpoint.save(tmp_path / "file", 1, state(1))
     with pytest.raises(CheckpointError):
-        checkpoint.claim(tmp_path / "file")
+        checkpoint.claim_folder(tmp_path / "file")
 
 
 def claims(folder: str, start: float) -> list[int]:
     while time.monotonic() < start:
         pass
-    return [checkpoint.claim(Path(folder)) for _ in range(20)]
+    return [checkpoint.claim_folder(Path(folder)) for _ in range(20)]
 
 
 def test_no_two_writers_that_begin_at_once_have_one_token(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_no_two_writers_that_begin_at_once_have_one_token(tmp_path: Path) -> Non
 def test_a_fence_that_nobody_wrote_is_refused(tmp_path: Path, token: str) -> None:
     (tmp_path / "fence.json").write_text(f'{{"token": {token}}}')
     with pytest.raises(CheckpointError, match="if no other run writes here, remove it"):
-        checkpoint.claim(tmp_path)
+        checkpoint.claim_folder(tmp_path)
 
 
 def test_a_pipe_in_the_place_of_a_manifest_is_refused_at_once(tmp_path: Path) -> None:
@@ -236,25 +236,25 @@ def test_a_pipe_in_the_place_of_a_manifest_is_refused_at_once(tmp_path: Path) ->
 def test_a_folder_that_was_removed_is_made_anew_by_its_writer_alone(tmp_path: Path) -> None:
     folder, said = tmp_path / "run" / "checkpoints", list[str]()
     folder.parent.mkdir()
-    token = checkpoint.claim(folder)
+    token = checkpoint.claim_folder(folder)
     checkpoint.save(folder, 1, state(1), token=token)
     shutil.rmtree(folder)
     checkpoint.save(folder, 2, state(2), token=token, warn=said.append)
-    assert [one.step for one in checkpoint.committed(folder)] == [2]
+    assert [one.step for one in checkpoint.committed_checkpoints(folder)] == [2]
     assert "was removed while the run went on" in said[0]
     shutil.rmtree(folder)
-    other = checkpoint.claim(folder), checkpoint.claim(folder)
+    other = checkpoint.claim_folder(folder), checkpoint.claim_folder(folder)
     assert other[1] != token
-    with pytest.raises(checkpoint.Replaced):
+    with pytest.raises(checkpoint.WriterReplaced):
         checkpoint.save(folder, 3, state(3), token=token)
 
 
 def test_a_run_folder_that_was_removed_ends_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
-    token = checkpoint.claim(folder)
+    token = checkpoint.claim_folder(folder)
     shutil.rmtree(folder.parent)
-    with pytest.raises(checkpoint.Removed, match="run was removed while the run went on"):
+    with pytest.raises(checkpoint.FolderRemoved, match="run was removed while the run went on"):
         checkpoint.save(folder, 1, state(1), token=token)
 
 
@@ -295,7 +295,7 @@ def test_every_rank_says_why_one_could_not_save(tmp_path: Path) -> None:
 
 def test_a_disk_without_inodes_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert "free space" in disk.explain(full, tmp_path, 0)
+    assert "free space" in disk.explain_os_error(full, tmp_path, 0)
     there = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*there[:5], 200, 0, 0, *there[8:])))
-    assert "no inodes are left" in disk.explain(full, tmp_path, 0)
+    assert "no inodes are left" in disk.explain_os_error(full, tmp_path, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import weft
+import shardwise
 
 
 class Two(nn.Module):
@@ -23,7 +23,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 5.0])
 def test_one_bad_gradient_does_what_it_does_in_torch(bad: float) -> None:
     batch = {"x": torch.tensor([[1.0, bad, 2.0]]), "y": torch.ones(1, 2)}
-    engine = weft.parallelize(Two, batch, plan="data=1", optimizer={"name": "sgd", "lr": 0.5, "clip": 1.0})
+    engine = shardwise.parallelize(Two, batch, plan="data=1", optimizer={"name": "sgd", "lr": 0.5, "clip": 1.0})
     engine.step(batch)
     serial = Two()
     serial(**batch).backward()

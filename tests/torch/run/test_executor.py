@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.program import Compute, Op, Program, Recv
-from weft.plan.schedule_sizes import SCHEDULES
-from weft.run.reduce.buffers import out_of_order
-from weft.run.step.dispatch import HANDLERS, kind_of
-from weft.run.step.executor import Executor
-from weft.run.step.transfers import AHEAD, posted_before
-from weft.schedules import build
+from shardwise.plan.ir.program import Compute, ComputeOp, Program, Recv
+from shardwise.plan.ir.schedule_sizes import SCHEDULES
+from shardwise.run.gradients.deferred_buffers import runs_out_of_order
+from shardwise.run.step.dispatch import HANDLERS, action_kind
+from shardwise.run.step.executor import Executor
+from shardwise.run.step.transfers import RECEIVE_LOOKAHEAD, receives_posted_before
+from shardwise.schedules import build
 
 
 @st.composite
@@ -30,11 +30,11 @@ def _programs(draw: Any) -> Program:
 def test_receives_are_posted_once_and_in_time(program: Program) -> None:
     """Every receive is posted once, not after it is needed, not more than some computes ahead, and in the order of the program."""
     for row in program.actions:
-        posts = [(step, receive) for step, receives in enumerate(posted_before(row)) for receive in receives]
+        posts = [(step, receive) for step, receives in enumerate(receives_posted_before(row)) for receive in receives]
         assert [receive for _, receive in posts] == [i for i, a in enumerate(row) if isinstance(a, Recv)]
         for step, receive in posts:
             assert step <= receive
-            assert sum(isinstance(a, Compute) for a in row[step:receive]) <= AHEAD
+            assert sum(isinstance(a, Compute) for a in row[step:receive]) <= RECEIVE_LOOKAHEAD
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,8 +64,8 @@ def test_a_gradient_is_complete_after_the_last_action_that_adds_to_it(program: P
                 for i, a in enumerate(row)
                 if isinstance(a, Compute)
                 and (
-                    (a.op in (Op.B, Op.I) and name in learned[a.stage])  # also of a late one, some part may come at once
-                    or (a.op is Op.W and name in late[a.stage])
+                    (a.op in (ComputeOp.B, ComputeOp.I) and name in learned[a.stage])  # also of a late one, some part may come at once
+                    or (a.op is ComputeOp.W and name in late[a.stage])
                 )
             ]
             assert [i for i, done in enumerate(found) if name in done] == adds[-1:]
@@ -74,5 +74,5 @@ def test_a_gradient_is_complete_after_the_last_action_that_adds_to_it(program: P
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_has_handlers(name: str) -> None:
     program = build(name, 4, 2, chunks=2 if name in ("interleaved", "zb-v") else 1)
-    assert {kind_of(a) for row in program.actions for a in row} <= HANDLERS.keys()
-    assert out_of_order(program, 0) is (name in ("chimera", "gems-mast", "gems-master"))
+    assert {action_kind(a) for row in program.actions for a in row} <= HANDLERS.keys()
+    assert runs_out_of_order(program, 0) is (name in ("chimera", "gems-mast", "gems-master"))

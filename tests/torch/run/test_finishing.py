@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.plan.layout import Layout
-from weft.plan.plan import Memory, Plan, Prediction
-from weft.run.engine import Engine
-from weft.run.step.stage_runner import StageRunner
-from weft.world import recorder
-from weft.world.kept import Kept, files
-from weft.world.recorder import Recorder
-from weft.world.world import Survivor, World
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import MemoryBreakdown, Plan, Prediction
+from shardwise.run.engine import Engine
+from shardwise.run.step.stage_runner import StageRunner
+from shardwise.world import recorder
+from shardwise.world.persistent_memory import PersistentMemory, create_memory_files
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import RecoveryContext, World
 
 BATCH = (torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3)
 
@@ -51,9 +51,9 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    recorder.create(tmp_path / "record", 1)
-    made = World(recorder=Recorder(tmp_path / "record", 0))
-    made.survivor = Survivor(Kept(0, files(1)), None, lambda generation: made)
+    recorder.create_record_file(tmp_path / "record", 1)
+    made = World(recorder=CollectiveRecorder(tmp_path / "record", 0))
+    made.recovery = RecoveryContext(PersistentMemory(0, create_memory_files(1)), None, lambda generation: made)
     return made
 
 
@@ -78,7 +78,7 @@ def test_random_numbers_losses_and_gradients_are_those_of_the_whole_step(words: 
     first = engine_of(Drops, world, words)
     got = [first.step(BATCH, lr=0.1).loss]
     weights = {name: p.detach().clone() for name, p in first.parameters.items()}
-    first.finishing.keep(2)
+    first.resumption.set_interval(2)
     monkeypatch.setattr(StageRunner, "backward", interrupted)
     with pytest.raises(Interrupted):
         first.step(BATCH, lr=0.1)
@@ -87,8 +87,8 @@ def test_random_numbers_losses_and_gradients_are_those_of_the_whole_step(words: 
         for name, p in engine.parameters.items():
             p.data.copy_(weights[name])
         engine.step_index = 1
-        engine.finishing.vote(1)
-        assert engine.finishing.resumes == (1, after)
+        engine.resumption.vote(1)
+        assert engine.resumption.resume_point == (1, after)
         if after == 4:
             with pytest.raises(Interrupted):
                 engine.step(BATCH, lr=0.1)
@@ -101,25 +101,25 @@ def test_random_numbers_losses_and_gradients_are_those_of_the_whole_step(words: 
 
 def test_a_step_whose_forward_writes_is_made_again_and_says_why(world: World) -> None:
     engine = engine_of(Normalises, world)
-    assert "forward writes norm.num_batches_tracked, norm.running_mean, norm.running_var" in engine.finishing.refused
-    engine.finishing.keep(2)
+    assert "forward writes norm.num_batches_tracked, norm.running_mean, norm.running_var" in engine.resumption.why_not_resumable
+    engine.resumption.set_interval(2)
     engine.step(BATCH, lr=0.1)
-    assert world.recorder.marks() == [(0, 0)]
+    assert world.recorder.gradient_marks() == [(0, 0)]
 
 
 def test_short_steps_keep_nothing_and_long_ones_as_often_as_a_hundredth_allows(world: World) -> None:
-    finishing = engine_of(Drops, world).finishing
-    finishing.timed(0.08)
-    assert finishing.wants() >= 8
-    finishing.worth_s = 0.0
+    finishing = engine_of(Drops, world).resumption
+    finishing.record_time(0.08)
+    assert finishing.preferred_interval() >= 8
+    finishing.min_step_time_s = 0.0
     finishing.copy_s = 0.0003  # of microbatches of 10 ms, a hundredth of three
-    assert finishing.wants() == 3
+    assert finishing.preferred_interval() == 3
 
 
 def test_a_plan_counts_gradients_where_a_step_is_gone_on_with() -> None:
-    memory = Memory(parameters=4e7, gradients=4e7, optimizer=8e7)
+    memory = MemoryBreakdown(parameters=4e7, gradients=4e7, optimizer=8e7)
     bytes_of = [
-        Plan(Layout.parse(f"microbatches={count}"), "m", "c", 16, prediction=Prediction(step_s, 0, 0, memory)).protection
+        Plan(Layout.parse(f"microbatches={count}"), "m", "c", 16, prediction=Prediction(step_s, 0, 0, memory)).protection_bytes
         for count, step_s in ((16, 20.0), (16, 0.5), (1, 20.0))
     ]
     assert [size - bytes_of[1] for size in bytes_of] == [2 * 4e7, 0, 0]

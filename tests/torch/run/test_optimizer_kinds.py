@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import weft
-from weft.errors import ConfigError, UsageError
-from weft.run.state.optimizer import OptimizerSpec, traits_of
-from weft.train.config import Config, TrainSection
-from weft.train.learning_rate import learning_rate
-from weft.train.updates import optimizer_of
+import shardwise
+from shardwise.errors import ConfigError, UsageError
+from shardwise.run.state.optimizer import OptimizerSpec, traits_of
+from shardwise.train.config import TrainingConfig, TrainSection
+from shardwise.train.learning_rate import learning_rate
+from shardwise.train.optimizers import optimizer_of
 
 ELEMENTWISE = ["adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"]
 
@@ -34,7 +34,7 @@ def test_one_that_looks_beyond_an_element_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"optimizer {name} cannot update pieces of parameters"):
         _ = OptimizerSpec(name).slots
     with pytest.raises(ConfigError, match=f"a.toml, line 5: .*optimizer {name} cannot update"):
-        Config.parse(f'[model]\nname = "gpt-tiny"\n\n[train]\noptimizer = "{name}"', "a.toml")
+        TrainingConfig.parse(f'[model]\nname = "gpt-tiny"\n\n[train]\noptimizer = "{name}"', "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_one_that_looks_beyond_an_element_is_refused(name: str) -> None:
 )
 def test_what_is_wrong_is_said_with_the_line(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        Config.parse(f'[model]\nname = "gpt-tiny"\n[train]\n{words}', "a.toml")
+        TrainingConfig.parse(f'[model]\nname = "gpt-tiny"\n[train]\n{words}', "a.toml")
     assert f"a.toml, line {5 if says.startswith('min_learning') else 4}:" in str(caught.value)
 
 
@@ -63,7 +63,7 @@ def test_options_reach_the_optimizer_and_are_priced() -> None:
     section = TrainSection(optimizer="Adam", optimizer_options={"amsgrad": True}, betas=(0.8, 0.9))
     made = optimizer_of(section).build([(torch.zeros(2), True)])
     assert (type(made), made.defaults["amsgrad"], made.defaults["betas"]) == (torch.optim.Adam, True, (0.8, 0.9))
-    state = [weft.plan("gpt-tiny", 4, cluster="1xcpu-2", layout="data=1", optimizer=optimizer_of(TrainSection(optimizer=name)))
+    state = [shardwise.plan("gpt-tiny", 4, cluster="1xcpu-2", layout="data=1", optimizer=optimizer_of(TrainSection(optimizer=name)))
              for name in ("adamw", "sgd", "adagrad")]  # fmt: skip
     kept = [plan.prediction.memory.optimizer for plan in state if plan.prediction]
     assert kept[1] == 0
@@ -72,15 +72,15 @@ def test_options_reach_the_optimizer_and_are_priced() -> None:
 
 @pytest.mark.parametrize("layout", [None, "data=1"])
 def test_an_engines_plan_counts_its_own_optimizer(layout: str | None) -> None:
-    plan = weft.parallelize("gpt-tiny", 4, optimizer="sgd", plan=layout, cluster="1xcpu-2", seed=0).plan
+    plan = shardwise.parallelize("gpt-tiny", 4, optimizer="sgd", plan=layout, cluster="1xcpu-2", seed=0).plan
     assert plan.prediction is not None
     assert plan.prediction.memory.optimizer == 0
 
 
 def test_a_configuration_with_options_is_read_back() -> None:
     text = '[model]\nname = "gpt-tiny"\n[train]\noptimizer = "adam"\noptimizer_options = {amsgrad = true}\nschedule = "steplr"\n'
-    config = Config.parse(text + "schedule_options = {step_size = 3, gamma = 0.5}")
-    assert Config.parse(config.dump()) == config
+    config = TrainingConfig.parse(text + "schedule_options = {step_size = 3, gamma = 0.5}")
+    assert TrainingConfig.parse(config.dump()) == config
 
 
 @pytest.mark.parametrize(

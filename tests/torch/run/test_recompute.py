@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-import weft
-from weft.run.residency.recompute import Recomputed, find_core_attention
+import shardwise
+from shardwise.run.residency.recompute import RecomputedModule, find_core_attention
 
 ROWS, HEADS, LENGTH = 4, 2, 24
 
@@ -42,7 +42,7 @@ class Block(torch.nn.Module):
 
 
 def _engine(layout: str, model: Any, batch: Any, loss: Any = None) -> Any:
-    return weft.parallelize(model, batch, loss=loss, plan=layout, seed=0, optimizer={"name": "sgd", "lr": 0.1})
+    return shardwise.parallelize(model, batch, loss=loss, plan=layout, seed=0, optimizer={"name": "sgd", "lr": 0.1})
 
 
 def _module(engine: Any) -> fx.GraphModule:
@@ -91,7 +91,7 @@ def test_selective_repeats_from_scores_to_what_reads_them(batch: tuple[Tensor]) 
         assert sum("softmax" in name for name in names) == 1
         assert not any("linear" in name for name in names)
     engine = _engine("data=1 recompute=selective", lambda: Attention(0.3), batch, lambda out, _: out)
-    repeated = [m for m in _module(engine).modules() if isinstance(m, Recomputed)]
+    repeated = [m for m in _module(engine).modules() if isinstance(m, RecomputedModule)]
     assert len(repeated) == 2
 
 
@@ -109,5 +109,5 @@ def test_selective_keeps_no_scores(batch: tuple[Tensor]) -> None:
 
 def test_fused_attention_is_left_and_attention_with_dropout_is_not() -> None:
     for dropout, count in ((0.0, 0), (0.2, 2)):
-        engine = weft.parallelize(f"gpt-tiny:dropout={dropout},layers=2", 4, plan="data=1 recompute=selective", seed=0)
-        assert sum(isinstance(m, Recomputed) for m in _module(engine).modules()) == count
+        engine = shardwise.parallelize(f"gpt-tiny:dropout={dropout},layers=2", 4, plan="data=1 recompute=selective", seed=0)
+        assert sum(isinstance(m, RecomputedModule) for m in _module(engine).modules()) == count

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.run.state.fingerprints import fingerprint, wrapped
-from weft.run.state.snapshots import Snapshots, State, newest_common, room_bytes, vote
-from weft.world import kept, recorder
-from weft.world.kept import Kept, files
-from weft.world.recorder import Recorder
-from weft.world.world import Survivor, World
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.engine import Engine
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.recovery.fingerprints import fingerprint_of, wrap_to_int64
+from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_step, newest_common_step, required_bytes
+from shardwise.world import persistent_memory, recorder
+from shardwise.world.persistent_memory import PersistentMemory, create_memory_files
+from shardwise.world.recorder import CollectiveRecorder
+from shardwise.world.world import RecoveryContext, World
 
 
-def world_of(record: Path, memory: Kept) -> World:
-    world = World(recorder=Recorder(record, memory.rank))
+def world_of(record: Path, memory: PersistentMemory) -> World:
+    world = World(recorder=CollectiveRecorder(record, memory.rank))
     world.rank = memory.rank
-    world.survivor = Survivor(memory, None, lambda generation: world)
+    world.recovery = RecoveryContext(memory, None, lambda generation: world)
     return world
 
 
@@ -33,9 +33,9 @@ def tensors() -> list[torch.Tensor]:
 
 
 def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
-    recorder.create(tmp_path / "record", 1)
-    held, state, fixed = files(1), tensors(), [torch.randn(3)]
-    snapshots = Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(state, fixed))
+    recorder.create_record_file(tmp_path / "record", 1)
+    held, state, fixed = create_memory_files(1), tensors(), [torch.randn(3)]
+    snapshots = Snapshots(world_of(tmp_path / "record", PersistentMemory(0, held)), RankState(state, fixed))
     was = []
     for step in range(1, 4):
         for x in state:
@@ -43,9 +43,9 @@ def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
         was.append([x.clone() for x in state])
         snapshots.take(step, {"loss": 0.1 + step})
     new, new_fixed = tensors(), [torch.zeros(3)]
-    world = world_of(tmp_path / "record", Kept(0, held))
-    other = Snapshots(world, State(new, new_fixed))
-    assert vote(world) == 3
+    world = world_of(tmp_path / "record", PersistentMemory(0, held))
+    other = Snapshots(world, RankState(new, new_fixed))
+    assert agree_on_step(world) == 3
     for step in (3, 2):
         assert other.restore(step) == {"loss": 0.1 + step}
         assert all(map(torch.equal, new, was[step - 1]))
@@ -56,19 +56,19 @@ def test_who_replaces_a_rank_has_its_state_bit_for_bit(tmp_path: Path) -> None:
 def test_what_ranks_hold_alike_is_kept_once_among_them(tmp_path: Path, size: int) -> None:
     """Ranks 0, 1 and 2 hold a tensor alike, and two others with only one of them; whoever replaces one of them has all. Sides differ:
     rank 1 has made a step more, and makes it again."""
-    recorder.create(tmp_path / "record", 3)
-    held = files(3)
+    recorder.create_record_file(tmp_path / "record", 3)
+    held = create_memory_files(3)
     alike: list[dict[int, tuple[int, ...]]] = [{1: (0, 1, 2), 2: (0, 1)}, {1: (0, 1, 2), 2: (0, 1), 3: (1, 2)}, {1: (0, 1, 2), 3: (1, 2)}]
 
-    def states() -> list[State]:
-        return [State([torch.zeros(3), *(torch.zeros(size * k, dtype=torch.float64) for k in (1, 2, 3))], (), one) for one in alike]
+    def states() -> list[RankState]:
+        return [RankState([torch.zeros(3), *(torch.zeros(size * k, dtype=torch.float64) for k in (1, 2, 3))], (), one) for one in alike]
 
-    def snapshots(of: list[State]) -> list[Snapshots]:
-        return [Snapshots(world_of(tmp_path / "record", Kept(rank, held)), state) for rank, state in enumerate(of)]
+    def snapshots(of: list[RankState]) -> list[Snapshots]:
+        return [Snapshots(world_of(tmp_path / "record", PersistentMemory(rank, held)), state) for rank, state in enumerate(of)]
 
-    def fill(of: list[State], step: int) -> None:
+    def fill(of: list[RankState], step: int) -> None:
         for rank, (state, mine) in enumerate(zip(of, alike, strict=True)):
-            for n, x in enumerate(state.changed):
+            for n, x in enumerate(state.mutable):
                 x.copy_(torch.arange(x.numel()) * 10.0 + step + (0 if n in mine else 0.1 * rank))
 
     first = states()
@@ -83,45 +83,45 @@ def test_what_ranks_hold_alike_is_kept_once_among_them(tmp_path: Path, size: int
         going_on = snapshots(new)
         for one, state, wanted in zip(going_on, new, expected, strict=True):
             one.restore(again)
-            assert all(map(torch.equal, state.changed, wanted.changed))
-            assert one.changed(again) is None
+            assert all(map(torch.equal, state.mutable, wanted.mutable))
+            assert one.first_difference(again) is None
         if again == 2:
             fill(new, 3)
             for one in going_on:
                 one.take(3, {})
                 assert set(one.steps) == {2, 3}
-    first_shared = [room_bytes(state) for state in new]
-    alone = [room_bytes(state._replace(shared_by={})) for state in new]
+    first_shared = [required_bytes(state) for state in new]
+    alone = [required_bytes(state._replace(replicated_on={})) for state in new]
     assert size < 1000 or all(a < 0.8 * b for a, b in zip(first_shared, alone, strict=True))
 
 
 def test_who_finds_another_value_says_where_it_is(tmp_path: Path) -> None:
-    recorder.create(tmp_path / "record", 2)
-    held = files(2)
-    states = [State([torch.ones(2), torch.arange(1000.0)], (), {1: (0, 1)}) for _ in range(2)]
-    keeping = [Snapshots(world_of(tmp_path / "record", Kept(rank, held)), state) for rank, state in enumerate(states)]
+    recorder.create_record_file(tmp_path / "record", 2)
+    held = create_memory_files(2)
+    states = [RankState([torch.ones(2), torch.arange(1000.0)], (), {1: (0, 1)}) for _ in range(2)]
+    keeping = [Snapshots(world_of(tmp_path / "record", PersistentMemory(rank, held)), state) for rank, state in enumerate(states)]
     for one, state in zip(keeping, states, strict=True):
-        one.adds = True
+        one.takes_fingerprints = True
         one.take(1, {})
-        sums = {id(x): int(fingerprint(x)) for x in state.changed}
-        assert all(wrapped(added) == sums[tensor] for tensor, added in one.sums.items())
-        state.changed[1][700] = -1.0
-    assert [one.changed(1) for one in keeping] == [None, (1, 700)]  # whoever keeps that part
+        sums = {id(x): int(fingerprint_of(x)) for x in state.mutable}
+        assert all(wrap_to_int64(added) == sums[tensor] for tensor, added in one.fingerprints.items())
+        state.mutable[1][700] = -1.0
+    assert [one.first_difference(1) for one in keeping] == [None, (1, 700)]  # whoever keeps that part
 
 
 def test_memory_of_another_size_holds_nothing(tmp_path: Path) -> None:
-    recorder.create(tmp_path / "record", 1)
-    held = files(1)
-    Snapshots(world_of(tmp_path / "record", Kept(0, held)), State(tensors())).take(4, {})
-    world = world_of(tmp_path / "record", Kept(0, held))
-    Snapshots(world, State([torch.zeros(10_000)]))
-    assert vote(world) is None
+    recorder.create_record_file(tmp_path / "record", 1)
+    held = create_memory_files(1)
+    Snapshots(world_of(tmp_path / "record", PersistentMemory(0, held)), RankState(tensors())).take(4, {})
+    world = world_of(tmp_path / "record", PersistentMemory(0, held))
+    Snapshots(world, RankState([torch.zeros(10_000)]))
+    assert agree_on_step(world) is None
 
 
 def test_memory_that_others_cannot_read_holds_all(tmp_path: Path) -> None:
-    recorder.create(tmp_path / "record", 1)
+    recorder.create_record_file(tmp_path / "record", 1)
     x = torch.arange(5000.0)
-    alone = Snapshots(world_of(tmp_path / "record", Kept(0)), State([x], (), {0: (0, 1)}))
+    alone = Snapshots(world_of(tmp_path / "record", PersistentMemory(0)), RankState([x], (), {0: (0, 1)}))
     alone.take(1, {})
     x.zero_()
     alone.restore(1)
@@ -132,18 +132,18 @@ def test_memory_that_others_cannot_read_holds_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 4096, 16383, 16384, 100_003])
 def test_memory_that_is_gone_through_once_is_copied_and_added_exactly(monkeypatch: pytest.MonkeyPatch, size: int, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(kept, "_library", lambda: None)
+        monkeypatch.setattr(persistent_memory, "_native_library", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     room = torch.zeros(size + 9, dtype=torch.uint8)
     for start in (0, 1, 5):
         x = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        added = kept.copy(room[start : start + size], x)
+        added = persistent_memory.copy_past_caches(room[start : start + size], x)
         assert torch.equal(room[start : start + size], x)
         assert not room[start + size :].any()
         room.zero_()
         words, rest = x[: size // 8 * 8].tolist(), x[size // 8 * 8 :].tolist()
         total = sum(int.from_bytes(bytes(words[i : i + 8]), "little") for i in range(0, len(words), 8)) + sum(rest)
-        assert int(fingerprint(x)) % (1 << 64) == total % (1 << 64)
+        assert int(fingerprint_of(x)) % (1 << 64) == total % (1 << 64)
         assert (added is None) is not library or added is None or added % (1 << 64) == total % (1 << 64)
 
 
@@ -164,7 +164,7 @@ def test_the_vote_never_falls_behind_the_last_step_that_all_have_done(eager: boo
             for side, value in writes[: at[rank]]:
                 pair[side] = value
             sides.append((pair[0], pair[1]))
-        held = held and newest_common(sides) == min(at) // 2
+        held = held and newest_common_step(sides) == min(at) // 2
         for rank in range(ranks):
             boundary = at[rank] % 2 == 0 and not eager
             if at[rank] < len(writes) and (not boundary or min(at) // 2 == at[rank] // 2):
@@ -173,12 +173,12 @@ def test_the_vote_never_falls_behind_the_last_step_that_all_have_done(eager: boo
 
 
 def test_a_note_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    recorder.create(tmp_path / "record", 1)
-    world = world_of(tmp_path / "record", Kept(0, files(1)))
-    snapshots = Snapshots(world, State([torch.ones(2)]))
+    recorder.create_record_file(tmp_path / "record", 1)
+    world = world_of(tmp_path / "record", PersistentMemory(0, create_memory_files(1)))
+    snapshots = Snapshots(world, RankState([torch.ones(2)]))
     with pytest.raises(ValueError, match="1,0"):
         snapshots.take(1, {"text": "x" * 5000})
-    assert vote(world) is None
+    assert agree_on_step(world) is None
 
 
 class Counting(torch.nn.Module):
@@ -199,15 +199,15 @@ class Counting(torch.nn.Module):
 def test_who_takes_over_a_state_needs_no_initial_values(precision: str) -> None:
     torch.manual_seed(0)
     plan, batch = Plan(Layout.parse(f"precision={precision}"), "m", "c", 4), torch.randn(4, 6)
-    source = Traced.of(Counting)
+    source = CachedModelSource.from_model(Counting)
 
-    def engine(source: Traced) -> Engine:
+    def engine(source: CachedModelSource) -> Engine:
         return Engine(plan, source, batch, lambda y, _: y.square().mean(), World(), "adamw", seed=1)
 
     first, other = engine(source), engine(replace(source, has_values=False))
     first.step(batch)
-    for x, y in zip((*first.state().changed, *first.state().fixed), (*other.state().changed, *other.state().fixed), strict=True):
+    for x, y in zip((*first.state().mutable, *first.state().constant), (*other.state().mutable, *other.state().constant), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         y.copy_(x)
     assert first.step(batch).loss == other.step(batch).loss
-    assert all(map(torch.equal, first.state().changed, other.state().changed))
+    assert all(map(torch.equal, first.state().mutable, other.state().mutable))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.proof.serial import Noise, Serial
-from weft.run.proof.verify import Comparison, relative_error
-from weft.run.state.optimizer import OptimizerSpec
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.state.optimizer import OptimizerSpec
+from shardwise.run.verify.serial import RoundingNoise, SerialRun
+from shardwise.run.verify.verify import StepComparison, relative_error
 
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -21,10 +21,10 @@ def values(**gradients: Tensor) -> dict[str, dict[str, Tensor]]:
     return {"loss": {"": torch.tensor(1.0, dtype=torch.float64)}, "gradients": gradients, "input_gradients": {}, "weights": {}}
 
 
-def compared(got: Tensor | None, want: Tensor, noise: float, largest: float = 1.0) -> Comparison:
-    seen = Comparison(1e-9, lambda kind, name, reference, step: noise)
+def compared(got: Tensor | None, want: Tensor, noise: float, largest: float = 1.0) -> StepComparison:
+    seen = StepComparison(1e-9, lambda kind, name, reference, step: noise)
     other = torch.tensor([largest], dtype=torch.float64)
-    seen.step(0, values(other=other, **({} if got is None else {"g": got})), values(other=other, g=want))
+    seen.compare_step(0, values(other=other, **({} if got is None else {"g": got})), values(other=other, g=want))
     return seen
 
 
@@ -51,10 +51,10 @@ def real(*numbers: float) -> Tensor:
 )
 def test_what_is_equal(got: Tensor | None, want: Tensor, noise: float, passes: bool) -> None:
     found = compared(got, want, noise)
-    assert (found.first is None) == passes, found
+    assert (found.first_difference is None) == passes, found
     if not passes:
-        assert found.first is not None
-        assert found.first.startswith("gradients of g in step 1")
+        assert found.first_difference is not None
+        assert found.first_difference.startswith("gradients of g in step 1")
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_what_is_equal(got: Tensor | None, want: Tensor, noise: float, passes: b
 def test_a_weight_may_differ_by_what_its_update_makes_of_noise(weight: float, gradient: float, gain: float, passes: bool) -> None:
     """Of a gradient that is zero but for rounding. The largest weight and gradient are 1; serial runs differ by 1.3e-9 and 2e-10."""
     noise = {"gradients": 2e-10, "weights": 1.3e-9}
-    seen = Comparison(1e-9, lambda kind, name, reference, step: noise[kind], gain=gain)
+    seen = StepComparison(1e-9, lambda kind, name, reference, step: noise[kind], optimizer_gain=gain)
     want = values(other=real(1.0), b=real(0.0)) | {"weights": {"other": real(1.0), "b": real(0.25)}}
     got = values(other=real(1.0), b=real(gradient)) | {"weights": {"other": real(1.0), "b": real(0.25 + weight)}}
-    seen.step(0, got, want)
-    assert (seen.first is None) == passes, seen
+    seen.compare_step(0, got, want)
+    assert (seen.first_difference is None) == passes, seen
 
 
 def test_gain_is_how_much_adamw_makes_of_noise() -> None:
@@ -90,17 +90,17 @@ def test_gain_is_how_much_adamw_makes_of_noise() -> None:
             w.grad = gradient
             run.step()
         moved = float((weights[0] - weights[1]).detach().abs().max())
-        assert moved < spec.gain * (step + 1) * far * (1 + 1e-4)
-        assert step or moved > 0.999 * spec.gain * far
-    assert OptimizerSpec("sgd", momentum=0.9).gain == OptimizerSpec("rmsprop").gain == 0.0
+        assert moved < spec.rounding_gain * (step + 1) * far * (1 + 1e-4)
+        assert step or moved > 0.999 * spec.rounding_gain * far
+    assert OptimizerSpec("sgd", momentum=0.9).rounding_gain == OptimizerSpec("rmsprop").rounding_gain == 0.0
 
 
 def test_noise_is_not_measured_where_all_is_well() -> None:
     def never(*asked: Any) -> float:
         raise AssertionError(asked)
 
-    seen = Comparison(1e-9, never)
-    seen.step(0, values(g=real(1.0)), values(g=real(1.0 + 1e-12)))
+    seen = StepComparison(1e-9, never)
+    seen.compare_step(0, values(g=real(1.0)), values(g=real(1.0 + 1e-12)))
     assert 0.9e-12 < seen.worst["gradients"] < 1.1e-12
 
 
@@ -150,7 +150,7 @@ class Asking(nn.Module):
 
 def test_a_model_that_asks_for_gradients_of_its_input_is_trained_as_plain_pytorch_does() -> None:
     x, plan = torch.ones(4, 8), Plan(Layout(precision="float64"), "Asking", "1xcpu-2", 4)
-    found = Serial(Asking, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu")).step()
+    found = SerialRun(Asking, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu")).step()
     assert not found["input_gradients"]
     assert all(bool(x.any()) for x in found["gradients"].values())
 
@@ -172,7 +172,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_buffer_may_be_a_view(precision: str) -> None:
     plan = Plan(Layout(precision=precision), "Masked", "1xcpu-2", 2)
-    found = Serial(Masked, 0, (torch.ones(2, 4),), None, plan, OptimizerSpec(), torch.device("cpu")).step()
+    found = SerialRun(Masked, 0, (torch.ones(2, 4),), None, plan, OptimizerSpec(), torch.device("cpu")).step()
     assert found["gradients"]["layer.weight"].any()
 
 
@@ -181,10 +181,10 @@ def test_noise_measures_the_terms_that_cancel() -> None:
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plan = Plan(Layout(precision="float64"), "Cancels", "1xcpu-2", 64)
 
-    def make() -> Serial:
-        return Serial(Cancels, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu"))
+    def make() -> SerialRun:
+        return SerialRun(Cancels, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu"))
 
-    serial, noise = make(), Noise(make)
+    serial, noise = make(), RoundingNoise(make)
     for step in range(2):
         found = serial.step()
         assert isinstance(serial.model, Cancels)
@@ -192,21 +192,21 @@ def test_noise_measures_the_terms_that_cancel() -> None:
         terms = serial.model.terms.grad.abs().sum(0).max().item()
         cancelled = found["gradients"]["shift"]
         assert cancelled.abs().max() < 1e-14
-        assert terms * EPSILON / 30 < noise.of("gradients", "shift", cancelled, step) < terms * EPSILON * 30
+        assert terms * EPSILON / 30 < noise.max_distance("gradients", "shift", cancelled, step) < terms * EPSILON * 30
         sound = found["gradients"]["head.weight"]
-        assert noise.of("gradients", "head.weight", sound, step) < 100 * EPSILON * sound.abs().max()
-        assert noise.of("weights", "inside.weight", found["weights"]["inside.weight"], step) < 1e-12
+        assert noise.max_distance("gradients", "head.weight", sound, step) < 100 * EPSILON * sound.abs().max()
+        assert noise.max_distance("weights", "inside.weight", found["weights"]["inside.weight"], step) < 1e-12
 
 
 def test_an_ill_conditioned_model_is_told_from_a_wrong_run() -> None:
     """Noise above the tolerance of the largest tensor excuses nothing, and is named as what it is."""
     chaotic = compared(real(1.0 + 2e-9), real(1.0), noise=1e-9)
-    assert "serial runs whose weights differ by one unit of rounding do so too (1.0e-09)" in (chaotic.first or "")
+    assert "serial runs whose weights differ by one unit of rounding do so too (1.0e-09)" in (chaotic.first_difference or "")
     wrong = compared(real(1.0 + 2e-9), real(1.0), noise=1e-15)
-    assert wrong.first == "gradients of g in step 1: relative error 2.0e-09"
+    assert wrong.first_difference == "gradients of g in step 1: relative error 2.0e-09"
 
 
 def test_a_serial_loss_that_is_no_number_is_told() -> None:
-    seen, loss = Comparison(1e-9, lambda kind, name, reference, step: 0.0), {"": real(float("nan"))}
-    seen.step(0, {**values(), "loss": loss}, {**values(), "loss": loss})
-    assert "the serial run's is nan, so there is nothing to compare" in (seen.first or "")
+    seen, loss = StepComparison(1e-9, lambda kind, name, reference, step: 0.0), {"": real(float("nan"))}
+    seen.compare_step(0, {**values(), "loss": loss}, {**values(), "loss": loss})
+    assert "the serial run's is nan, so there is nothing to compare" in (seen.first_difference or "")

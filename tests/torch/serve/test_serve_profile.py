@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from weft.cli import run
-from weft.cluster.cluster import Cluster
-from weft.deploy.computes import computing, example_requests, rows_of
-from weft.deploy.flow import by_item, items_of
-from weft.deploy.profile import Wanted, forward_s, profile
-from weft.errors import ConfigError, ModelError
-from weft.serve.profile_file import with_profile
-from weft.serve.workflow import Machines, Operator, Source, Variant, Worker, Workflow
-from weft.serve.workflow_files import read_workflow
+from shardwise.cli import run
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import ConfigError, ModelError
+from shardwise.serve.deploy.dataflow import items_of, operators_on_items
+from shardwise.serve.deploy.operator_runtime import example_requests, load_operator, split_rows
+from shardwise.serve.deploy.profile import ProfileOptions, forward_s, profile_workflow
+from shardwise.serve.placement.profile_file import with_profile
+from shardwise.serve.placement.workflow import Machines, OperatorVariant, RequestSource, WorkerGroup, Workflow, WorkflowOperator
+from shardwise.serve.placement.workflow_files import read_workflow
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "serve"
-HERE = Machines((Worker("edge", 0, 0.1), Worker("gpu", 1, 3.0, device="p3.16xlarge")))
+HERE = Machines((WorkerGroup("edge", 0, 0.1), WorkerGroup("gpu", 1, 3.0, device="p3.16xlarge")))
 CODE = """
 import torch
 from torch import nn
@@ -144,7 +144,7 @@ def test_pictures_and_spoken_questions_are_answered_as_the_file_says(tmp_path: P
 def test_a_price_elsewhere_is_the_training_sides(folder: Path) -> None:
     workflow, _, _ = read_workflow(folder / "flow.toml")
     cluster = Cluster.parse("p3.16xlarge")
-    found = profile(workflow, HERE, Wanted((1, 8), 0.0, devices={"p3.16xlarge": cluster}))
+    found = profile_workflow(workflow, HERE, ProfileOptions((1, 8), 0.0, devices={"p3.16xlarge": cluster}))
     priced = found.priced["up", "wide"]["p3.16xlarge"]
     assert 0 < priced[1] <= priced[8] < 1e-3
     assert ("sign", "sign") not in found.priced
@@ -157,8 +157,8 @@ def test_what_the_zoo_others_and_export_make_is_run(tmp_path: Path) -> None:
     program = torch.export.export(nn.Linear(3, 2), (torch.zeros(4, 3),))
     torch.export.save(program, tmp_path / "linear.pt2")
     for model, answer in (("resnet-tiny", None), ("hf:config.json", (4, 11)), ("export:linear.pt2", (2,))):
-        op = Operator("one", (("x", 1.0),), (Variant("v", (), model=model),))
-        made = computing(op, op.variants[0], str(tmp_path))
+        op = WorkflowOperator("one", (("x", 1.0),), (OperatorVariant("v", (), model=model),))
+        made = load_operator(op, op.variants[0], str(tmp_path))
         requests = example_requests(made, 4) or [(np.ones(3, np.float32),)] * 4
         rows = made.run(requests)
         assert len(rows) == 4
@@ -170,32 +170,33 @@ def test_what_the_zoo_others_and_export_make_is_run(tmp_path: Path) -> None:
 
 def test_bad_variants_and_labels_are_named(folder: Path) -> None:
     workflow, _, _ = read_workflow(folder / "flow.toml")
-    bare = Operator("one", (("x", 1.0),), (Variant("v", ()),))
+    bare = WorkflowOperator("one", (("x", 1.0),), (OperatorVariant("v", ()),))
     with pytest.raises(ConfigError, match=r"one\.v has neither model nor call"):
-        computing(bare, bare.variants[0], "")
+        load_operator(bare, bare.variants[0], "")
     with pytest.raises(ModelError, match="did you mean labelled"):
-        profile(Workflow("w", workflow.sources, workflow.operators, measure=type(workflow.measure)("code.py:labeled"), folder=str(folder)),
-                HERE, Wanted((1,), 0.0))  # fmt: skip
+        profile_workflow(Workflow("w", workflow.sources, workflow.operators, measure=type(workflow.measure)("code.py:labeled"),
+            folder=str(folder)),
+                HERE, ProfileOptions((1,), 0.0))  # fmt: skip
     wide = workflow.operator("up")
-    made = computing(wide, wide.variant("wide"), str(folder))
+    made = load_operator(wide, wide.variant("wide"), str(folder))
     with pytest.raises(ModelError, match=r"up\.wide does not take a request of \(5,\)"):
         made.run([(np.zeros(5, np.float32),)])
     with pytest.raises(ModelError, match="returned dict"):
-        rows_of({"other": 1})
+        split_rows({"other": 1})
 
 
 def test_a_request_is_divided_once_and_collected_again() -> None:
     def flow(*ratios: float) -> Workflow:
         ops, before = [], "x"
         for i, ratio in enumerate(ratios):
-            ops.append(Operator(f"o{i}", ((before, ratio),), (Variant("v", ()),)))
+            ops.append(WorkflowOperator(f"o{i}", ((before, ratio),), (OperatorVariant("v", ()),)))
             before = f"o{i}"
-        return Workflow("w", (Source("x"),), tuple(ops))
+        return Workflow("w", (RequestSource("x"),), tuple(ops))
 
-    assert by_item(flow(1, 4, 1, 0.25)) == {"o1", "o2"}
+    assert operators_on_items(flow(1, 4, 1, 0.25)) == {"o1", "o2"}
     for bad in ((4, 4), (0.5,)):
         with pytest.raises(ConfigError, match="cannot be run"):
-            by_item(flow(*bad))
+            operators_on_items(flow(*bad))
     assert items_of((np.arange(2), np.arange(4).reshape(2, 2)))[1][0] == 1
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.deploy.load import Load, body_of, send
-from weft.deploy.page import figures_of, serve_page
-from weft.deploy.profile import labelled_requests
-from weft.deploy.server import How, Server
-from weft.deploy.trial import tried
-from weft.errors import UsageError
-from weft.serve.assign import Ask
-from weft.serve.place import place
-from weft.serve.workflow_files import read_workflow
+from shardwise.errors import UsageError
+from shardwise.serve.deploy.load_generator import RequestLoad, encode_request, send
+from shardwise.serve.deploy.load_trial import run_load_trial
+from shardwise.serve.deploy.profile import labelled_requests
+from shardwise.serve.deploy.server import ServeOptions, Server
+from shardwise.serve.deploy.status_page import figures_of, serve_page
+from shardwise.serve.placement.assignment_milp import Demand
+from shardwise.serve.placement.service_planner import plan_service
+from shardwise.serve.placement.workflow_files import read_workflow
 
 pytest.importorskip("ray.serve")
 CODE = """
@@ -106,38 +106,42 @@ def test_a_plan_is_served_and_a_worker_that_dies_under_load_loses_no_request(tmp
     (tmp_path / "flow.toml").write_text(FLOW)
     workflow, machines, rate = read_workflow(tmp_path / "flow.toml")
     assert machines is not None
-    placed = place(workflow, machines, Ask(rate))
+    placed = plan_service(workflow, machines, Demand(rate))
     assert placed is not None
     assert [s.worker for s in placed.choice("total").shares] == ["cheap"]
-    server = Server(workflow, machines, placed, How(port=free_port(), slower=2.0, queue=150))
+    server = Server(workflow, machines, placed, ServeOptions(port=free_port(), time_scale=2.0, queue_size=150))
     requests, labels = labelled_requests(workflow)
     server.start()
     try:
         # What a request says is what the functions say.
         for i in (0, 3):
-            with urllib.request.urlopen(urllib.request.Request(server.url, body_of(requests[i]), method="POST"), timeout=60) as response:
+            with urllib.request.urlopen(
+                urllib.request.Request(server.url, encode_request(requests[i]), method="POST"), timeout=60
+            ) as response:
                 assert json.load(response)["answer"] == (labels[i] != (i == 0))
         asked = urllib.request.Request(server.url, json.dumps({"x": [1, 1, 0, 0]}).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=60) as response:
             assert json.load(response)["answer"] is True
         with pytest.raises(urllib.error.HTTPError, match="500"):  # a request that no function takes is an error of its own
-            urllib.request.urlopen(urllib.request.Request(server.url, body_of({"x": np.zeros(3, np.float32)}), method="POST"), timeout=60)
-        trial = tried(server, Load(rate, 30.0), requests, labels, kill="cheap")
-        assert trial.lost == 0, trial.answers.failed
-        assert trial.answers.refused == 0
-        assert len(trial.answers.latency_s) == trial.answers.sent
-        assert [c.why for c in server.changes] == ["cheap failed"]
-        assert [s.worker for s in server.placed.choice("total").shares] == ["spare"]
-        rows = {r.what: r for r in trial.rows}
+            urllib.request.urlopen(
+                urllib.request.Request(server.url, encode_request({"x": np.zeros(3, np.float32)}), method="POST"), timeout=60
+            )
+        trial = run_load_trial(server, RequestLoad(rate, 30.0), requests, labels, worker_to_kill="cheap")
+        assert trial.num_unanswered == 0, trial.result.failures
+        assert trial.result.num_refused == 0
+        assert len(trial.result.latency_s) == trial.result.num_sent
+        assert [c.reason for c in server.changes] == ["cheap failed"]
+        assert [s.worker for s in server.plan.choice("total").shares] == ["spare"]
+        rows = {r.quantity: r for r in trial.rows}
         assert rows["accuracy"].measured == pytest.approx(95.0, abs=3)
         # Beyond what can wait, requests are refused at once, and counted.
-        flood = send(server.url, [body_of(requests[0])], Load(550.0, 1.0))
-        assert flood.refused > 0
-        assert not flood.failed
+        flood = send(server.url, [encode_request(requests[0])], RequestLoad(550.0, 1.0))
+        assert flood.num_refused > 0
+        assert not flood.failures
         page = serve_page(lambda: figures_of(server), 0)
         root = f"http://127.0.0.1:{page.server_address[1]}/"
         metrics = urllib.request.urlopen(root + "metrics", timeout=60).read().decode()
-        assert "weft_serve_workers_lost_total 1" in metrics
+        assert "shardwise_serve_workers_lost_total 1" in metrics
         assert "halves" in urllib.request.urlopen(root, timeout=60).read().decode()
         page.shutdown()
     finally:
@@ -148,10 +152,10 @@ def test_a_plan_is_served_and_a_worker_that_dies_under_load_loses_no_request(tmp
 def test_a_port_that_is_taken_is_named() -> None:
     workflow, machines, _ = read_workflow(Path(__file__).parents[3] / "examples" / "serve" / "vqa.toml")
     assert machines is not None
-    placed = place(workflow, machines, Ask(40.0, 54.0))
+    placed = plan_service(workflow, machines, Demand(40.0, 54.0))
     assert placed is not None
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         one.listen()
         with pytest.raises(UsageError, match="port"):
-            Server(workflow, machines, placed, How(port=one.getsockname()[1], slower=1.0)).start()
+            Server(workflow, machines, placed, ServeOptions(port=one.getsockname()[1], time_scale=1.0)).start()

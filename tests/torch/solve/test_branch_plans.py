@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
+import shardwise
+from shardwise.cluster.cluster import Cluster
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.solve.moves.branch_counts import branch_rank_counts
+from shardwise.zoo.resolve import resolve
 from tests.support.towers import FourBranches
-from weft.cluster.cluster import Cluster
-from weft.plan.plan import Plan
-from weft.run.build import Source
-from weft.solve.forks import counts
-from weft.zoo.resolve import resolve
 
 LASSEN = Path(__file__).parents[3] / "examples" / "clusters" / "lassen.toml"
 
@@ -24,7 +24,7 @@ def planned(layers: int, every_layer: bool, layout: str = "", constraints: str =
         batch = {name: torch.zeros(1024, 512, dtype=torch.long) for name in ("ids", "labels")}
     cluster = Cluster.parse(str(LASSEN))
     given = {"layout": layout} if layout else {"constraints": constraints}
-    return weft.plan(lambda: FourBranches(layers, 1024, 16, 4096, 32128, every_layer), batch, cluster=cluster, **given)  # type: ignore[arg-type]
+    return shardwise.plan(lambda: FourBranches(layers, 1024, 16, 4096, 32128, every_layer), batch, cluster=cluster, **given)  # type: ignore[arg-type]
 
 
 def seconds(plan: Plan) -> float:
@@ -54,6 +54,6 @@ def test_the_planner_gives_branches_to_ranks_where_it_pays() -> None:
 @pytest.mark.parametrize("name", ["gpt-tiny", "resnet-tiny"])
 def test_no_branches_are_searched_where_they_are_little_of_the_model(name: str) -> None:
     model = resolve(name)
-    graph = Source.of(model.make).capture(model.batch(8), model.loss, 8).graph
+    graph = ModelSource.from_model(model.make).capture(model.batch(8), model.loss, 8).graph
     assert graph.regions
-    assert counts(graph, Cluster.parse("1xp3.16xlarge")) == ()
+    assert branch_rank_counts(graph, Cluster.parse("1xp3.16xlarge")) == ()

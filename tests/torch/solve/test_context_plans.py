@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-import weft
-from weft.cost.network.network import FACTORS
-from weft.cost.step import Pricer
-from weft.model.dims.sequences import sequences
-from weft.model.sharding.propagate import propagate
-from weft.model.sharding.sharding import Prices
-from weft.ops import record_of
-from weft.plan.layout import Layout
-from weft.plan.placement import dual
-from weft.plan.plan import Plan
-from weft.plan.transition import sent_part
-from weft.run.build import Source
-from weft.solve.images import contexts
-from weft.solve.timing import price
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.cost.network.network import FACTORS
+from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.timing import price
+from shardwise.model.dims.sequence_dims import find_sequence_dims
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.sharding.sharding import Prices
+from shardwise.ops import record_of
+from shardwise.plan.ir.placement import dual_of
+from shardwise.plan.ir.transition import sent_fraction
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.rank_model.build import ModelSource
+from shardwise.solve.images import context_candidates
+from shardwise.zoo.resolve import resolve
 
 LLAMA = "llama:sequence=131072,layers=2"  # layers of Llama-8B
 
 
 @pytest.fixture(scope="module")
-def source() -> Source:
-    return Source.of(resolve(LLAMA).make)
+def source() -> ModelSource:
+    return ModelSource.from_model(resolve(LLAMA).make)
 
 
 def priced(layout: str, model: str = LLAMA) -> Plan:
     found = resolve(model)
-    return weft.plan(found.make, found.batch(8), loss=found.loss, cluster="8xdgx-h100", layout=f"{layout} precision=bfloat16")
+    return shardwise.plan(found.make, found.batch(8), loss=found.loss, cluster="8xdgx-h100", layout=f"{layout} precision=bfloat16")
 
 
 def test_sharing_a_sequence_costs_less_than_tensor_ranks() -> None:
@@ -47,7 +47,7 @@ def test_sharing_a_sequence_costs_less_than_tensor_ranks() -> None:
     assert inside[0] < inside[1]
 
 
-def test_sharing_a_sequence_sends_fewer_bytes_than_tensor_ranks(source: Source) -> None:
+def test_sharing_a_sequence_sends_fewer_bytes_than_tensor_ranks(source: ModelSource) -> None:
     """Heads and positions exchanged, and gradients of weights summed, are fewer bytes than activations summed twice a layer, both ways."""
     model = resolve(LLAMA)
     graph = source.capture(model.batch(1), model.loss, 1).graph
@@ -55,11 +55,11 @@ def test_sharing_a_sequence_sends_fewer_bytes_than_tensor_ranks(source: Source) 
     def sent(axis: str) -> float:
         found = propagate(graph, {axis: 8}, prices=Prices(4e14, 3e12, 4e11, 1e-5))
         moves = sum(
-            (sent_part(m.source, m.target, 8) + (sent_part(dual(m.target), dual(m.source), 8) if m.backward else 0.0))
+            (sent_fraction(m.source, m.target, 8) + (sent_fraction(dual_of(m.target), dual_of(m.source), 8) if m.backward else 0.0))
             * graph.tensors[m.value].size_bytes
-            for m in found.moves
+            for m in found.redistributions
         )
-        return moves + sum(2 * 7 / 8 * graph.tensors[value].size_bytes for value, axes in found.gradients.items() if axis in axes)
+        return moves + sum(2 * 7 / 8 * graph.tensors[value].size_bytes for value, axes in found.gradient_axes.items() if axis in axes)
 
     tensor, context = sent("tensor"), sent("context")
     layer = 4 * 131072 * 4096  # bytes of what lies between products
@@ -67,19 +67,19 @@ def test_sharing_a_sequence_sends_fewer_bytes_than_tensor_ranks(source: Source) 
     assert context < tensor / 2  # most of it gradients of the two tables of the vocabulary
 
 
-def test_long_sequences_are_shared_and_short_ones_are_not(source: Source) -> None:
-    model, cluster = resolve(LLAMA), weft.Cluster.parse("8xdgx-h100")
+def test_long_sequences_are_shared_and_short_ones_are_not(source: ModelSource) -> None:
+    model, cluster = resolve(LLAMA), shardwise.Cluster.parse("8xdgx-h100")
     graph = source.capture(model.batch(1), model.loss, 1).graph
-    assert contexts(graph, cluster) == (2, 4, 8, 16, 32, 64)
+    assert context_candidates(graph, cluster) == (2, 4, 8, 16, 32, 64)
     short = resolve("gpt-tiny")
-    graph = Source.of(short.make).capture(short.batch(1), short.loss, 1).graph
-    assert contexts(graph, cluster) == ()
-    assert max(run.size for run in sequences(graph, graph.rules).values()) == 32
+    graph = ModelSource.from_model(short.make).capture(short.batch(1), short.loss, 1).graph
+    assert context_candidates(graph, cluster) == ()
+    assert max(run.size for run in find_sequence_dims(graph, graph.rules).values()) == 32
 
 
 def test_a_long_sequence_gets_a_plan_with_context_by_itself() -> None:
     model = resolve("llama:sequence=131072")
-    plan = weft.plan(model.make, model.batch(8), loss=model.loss, cluster="8xdgx-h100")
+    plan = shardwise.plan(model.make, model.batch(8), loss=model.loss, cluster="8xdgx-h100")
     assert plan.layout.context > 1, plan.layout
     assert plan.layout.attention == "ulysses:4+ring"  # two sets of four neighbours in a machine
     assert dict(plan.reasons)["attention"].startswith("attention=ulysses:4+ring: the best priced plan with attention=")
@@ -102,9 +102,9 @@ def test_a_ring_hides_what_it_sends_and_keeps_no_gathered_keys() -> None:
     assert gather.memory.activations - ring.memory.activations == pytest.approx(keys * 15 / 16, rel=0.05)
 
 
-def test_prices_do_not_follow_from_what_was_priced_before(source: Source) -> None:
+def test_prices_do_not_follow_from_what_was_priced_before(source: ModelSource) -> None:
     """A pricer keeps what layouts share: not how pieces of a sequence attend to one another."""
-    model, cluster = resolve(LLAMA), weft.Cluster.parse("8xdgx-h100")
+    model, cluster = resolve(LLAMA), shardwise.Cluster.parse("8xdgx-h100")
     graph = source.capture(model.batch(1), model.loss, 1).graph
     ways = [Layout.parse(f"data=8 context=8 attention={word}") for word in ("gather", "ulysses")]
     one = Pricer(graph, cluster, 64)
@@ -123,12 +123,12 @@ def test_what_attention_sends_is_counted_as_the_formula_says(word: str) -> None:
     round they go backward too, with gradients as large; a narrow value's gradient is as wide as without. Exchanged by two, 1/8 of each, and
     then 1/4 of keys and values goes on."""
     model = resolve("gpt-tiny")
-    graph = Source.of(model.make).capture(model.batch(4), model.loss, 4).graph
-    pricer, layout = Pricer(graph, weft.Cluster.parse("2xcpu-2"), 4), Layout.parse(f"context=4 attention={word}")
-    parts, moved = pricer.parts(layout), pricer.moved_bytes(layout)
+    graph = ModelSource.from_model(model.make).capture(model.batch(4), model.loss, 4).graph
+    pricer, layout = Pricer(graph, shardwise.Cluster.parse("2xcpu-2"), 4), Layout.parse(f"context=4 attention={word}")
+    parts, moved = pricer.sharded_inventory(layout), pricer.collective_bytes(layout)
     sent = [
         sum(
-            FACTORS[one.name][0](pricer.moving(layout, one).size) * size
+            FACTORS[one.name][0](pricer.collective_group(layout, one).size) * size
             for one, size in ((parts.collectives[j], moved[j]) for j in way[1])
             if one.axis == "context"
         )

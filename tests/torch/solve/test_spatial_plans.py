@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import weft
-from weft.errors import Infeasible, UsageError
-from weft.plan.plan import Plan
-from weft.zoo.resolve import resolve
+import shardwise
+from shardwise.errors import Infeasible, UsageError
+from shardwise.plan.plan import Plan
+from shardwise.zoo.resolve import resolve
 
 
 def planned(name: str, cluster: str, batch: int, constraints: str = "", layout: str | None = None) -> Plan:
     model = resolve(name)
-    return weft.plan(model.make, model.batch(batch), loss=model.loss, cluster=cluster, constraints=constraints, layout=layout)
+    return shardwise.plan(model.make, model.batch(batch), loss=model.loss, cluster=cluster, constraints=constraints, layout=layout)
 
 
 def test_one_sample_is_shared_by_all_devices() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import weft
-from weft.errors import RunError
-from weft.plan.layout import DEFAULTS, Layout
-from weft.plan.plan import Plan
-from weft.plan.plan_file import format_plan, parse_plan
-from weft.train import compiled_trial
-from weft.train.compiled_trial import weighed
+import shardwise
+from shardwise.errors import RunError
+from shardwise.plan.layout import DEFAULTS, Layout
+from shardwise.plan.plan import Plan
+from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.train import compiled_trial
+from shardwise.train.compiled_trial import choose_compilation
 
 
 def _told(seconds: Callable[[Layout], list[float]]) -> type:
@@ -38,14 +38,14 @@ def _told(seconds: Callable[[Layout], list[float]]) -> type:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2")
+    return shardwise.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2")
 
 
 @pytest.mark.parametrize(("steps", "wins"), [(60, False), (100, True)])
 def test_it_is_taken_where_it_saves_more_than_it_takes(monkeypatch: pytest.MonkeyPatch, plan: Plan, steps: int, wins: bool) -> None:
     """A quarter of a second a step for 20 s at the start: from 80 steps on."""
     monkeypatch.setattr(compiled_trial, "Launcher", _told(lambda one: [20.75, 0.75, 0.75, 0.75] if one.compile == "on" else [1.0] * 4))
-    found = weighed(plan, steps)
+    found = choose_compilation(plan, steps)
     assert found.layout.compile == ("on" if wins else "off")
     said = dict(found.reasons)["compile"]
     assert ("saves 5.00 s" if wins else "costs 5.00 s") in said
@@ -58,14 +58,14 @@ def test_a_plan_that_does_not_compile_stays(monkeypatch: pytest.MonkeyPatch, pla
         return [1.0] * 4
 
     monkeypatch.setattr(compiled_trial, "Launcher", _told(seconds))
-    found = weighed(plan, 1000)
+    found = choose_compilation(plan, 1000)
     assert found.layout == plan.layout
     assert "compile=on does not run: no C++ compiler" in dict(found.reasons)["compile"]
 
 
 def test_what_does_not_go_with_compiled_stages_is_not_tried(plan: Plan) -> None:
-    whole = weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2 zero=3")
-    assert weighed(whole, 1000) is whole
+    whole = shardwise.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2 zero=3")
+    assert choose_compilation(whole, 1000) is whole
 
 
 def test_a_plan_file_has_words_for_every_key() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from weft.cli.train import components_table
-from weft.plan.mesh import Mesh
-from weft.plan.timeline import Span, Timeline
-from weft.train.components import NAMES, Components
-from weft.world.recorder import ALL_REDUCE, Recorder
+from shardwise.cli.train import components_table
+from shardwise.plan.ir.mesh import Mesh
+from shardwise.plan.ir.timeline import Span, Timeline
+from shardwise.train.components import NAMES, StepComponents
+from shardwise.world.recorder import ALL_REDUCE, CollectiveRecorder
 
 
 class FakeGroup:
@@ -47,13 +47,13 @@ class FakeEngine:
 
 def test_components_are_the_step() -> None:
     world: Any = FakeWorld()
-    components = Components(world, Mesh((("tensor", 1),)))
+    components = StepComponents(world, Mesh((("tensor", 1),)))
     assert components.gather() is None
     for extra in (0.0, 0.0, 7.0):  # one slow step does not count
-        components.before()
+        components.start_step()
         world.tensor.seconds += 1.0  # of collectives inside layers
         engine: Any = FakeEngine(1.0 + extra, 2.0)
-        components.after(engine, 4.0 + extra)
+        components.record_step(engine, 4.0 + extra)
     found = components.gather()
     assert found is not None
     assert tuple(found) == NAMES
@@ -64,19 +64,19 @@ def test_components_are_the_step() -> None:
 def test_a_device_that_runs_ahead_is_not_timed_by_its_launches() -> None:
     world: Any = FakeWorld()
     world.device = type("device", (), {"type": "cuda"})
-    components = Components(world, Mesh((("tensor", 1),)))
+    components = StepComponents(world, Mesh((("tensor", 1),)))
     engine: Any = FakeEngine(1.0, 2.0)
-    components.after(engine, 4.0)
+    components.record_step(engine, 4.0)
     assert components.gather() is None
 
 
 def test_seconds_of_collectives_are_kept_by_group() -> None:
-    recorder = Recorder()
+    recorder = CollectiveRecorder()
     first, second = recorder.slot((0, 1)), recorder.slot((0, 2))
     for _ in range(300):  # more than the ring holds
-        recorder.done(recorder.start(ALL_REDUCE, first, 0, (1,), 4))
-    assert 0 < recorder.seconds[first] < 1
-    assert recorder.seconds[second] == 0
+        recorder.finish(recorder.start(ALL_REDUCE, first, 0, (1,), 4))
+    assert 0 < recorder.time_by_slot_s[first] < 1
+    assert recorder.time_by_slot_s[second] == 0
 
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
@@ -92,13 +92,13 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
 
 
 def test_a_run_on_one_rank_measures_itself(tmp_path: Path) -> None:
-    from weft.plan.layout import Layout
-    from weft.plan.plan import Plan
-    from weft.train.config import Config
-    from weft.train.flow import Planned, train
+    from shardwise.plan.layout import Layout
+    from shardwise.plan.plan import Plan
+    from shardwise.train.config import TrainingConfig
+    from shardwise.train.flow import PlannedRun, train
 
-    config = Config.read(write(tmp_path), [])
-    summary = train(config, lambda config, known: Planned(Plan(Layout(), "gpt-tiny", "here", 4)))
+    config = TrainingConfig.read(write(tmp_path), [])
+    summary = train(config, lambda config, known: PlannedRun(Plan(Layout(), "gpt-tiny", "here", 4)))
     parts = summary["measured_parts_s"]
     assert tuple(parts) == NAMES
     assert parts["compute"] > 0

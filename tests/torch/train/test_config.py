@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ConfigError
-from weft.plan.plan_file import parse_plan
-from weft.train import toml
-from weft.train.config import SECTIONS, Config
-from weft.train.subject import sequence_of
+from shardwise.errors import ConfigError
+from shardwise.plan.plan_file import parse_plan
+from shardwise.train import toml
+from shardwise.train.config import SECTIONS, TrainingConfig
+from shardwise.train.training_task import sequence_length_of
 
 GOOD = """# a comment
 [model]
@@ -33,25 +33,25 @@ betas = [0.9, 0.95]
 
 
 def test_defaults_and_values() -> None:
-    config = Config.parse(GOOD)
+    config = TrainingConfig.parse(GOOD)
     assert (config.model.name, config.data.sequence, config.train.steps) == ("gpt-10m", 128, 50)
     assert config.train.betas == (0.9, 0.95)
     assert config.data.paths == ()
-    assert Config.parse(GOOD, changes=["text=/a/b"]).data.paths == ("/a/b",)
-    assert Config.parse(GOOD, changes=['text=["a", "b"]']).data.paths == ("a", "b")
+    assert TrainingConfig.parse(GOOD, changes=["text=/a/b"]).data.paths == ("/a/b",)
+    assert TrainingConfig.parse(GOOD, changes=['text=["a", "b"]']).data.paths == ("a", "b")
 
 
 def test_tokens_of_a_sample_are_asked_of_named_models_with_text_alone() -> None:
-    assert sequence_of(Config.parse(GOOD)) == 128
-    assert sequence_of(Config.parse(GOOD, changes=['data.source="synthetic"'])) is None
+    assert sequence_length_of(TrainingConfig.parse(GOOD)) == 128
+    assert sequence_length_of(TrainingConfig.parse(GOOD, changes=['data.source="synthetic"'])) is None
     for own in ("mine.py:make", "folder/mine.py"):
-        assert sequence_of(Config.parse(GOOD.replace("gpt-10m", own))) is None
+        assert sequence_length_of(TrainingConfig.parse(GOOD.replace("gpt-10m", own))) is None
 
 
 def test_the_folder_is_named_after_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(GOOD)
-    assert Config.read(tmp_path / "mine.toml").run.folder == "runs/mine"
-    assert Config.read(tmp_path / "mine.toml", ["run.folder=elsewhere"]).run.folder == "elsewhere"
+    assert TrainingConfig.read(tmp_path / "mine.toml").run.folder == "runs/mine"
+    assert TrainingConfig.read(tmp_path / "mine.toml", ["run.folder=elsewhere"]).run.folder == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_folder_is_named_after_the_file(tmp_path: Path) -> None:
 def test_every_mistake_is_named_with_its_line(old: str, new: str, says: str) -> None:
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
-        Config.parse(GOOD.replace(old, new), "where")
+        TrainingConfig.parse(GOOD.replace(old, new), "where")
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -101,7 +101,7 @@ def test_every_mistake_is_named_with_its_line(old: str, new: str, says: str) -> 
     ],
 )
 def test_words_win_over_the_file(change: str, section: str, key: str, value: object) -> None:
-    assert getattr(getattr(Config.parse(GOOD, changes=[change]), section), key) == value
+    assert getattr(getattr(TrainingConfig.parse(GOOD, changes=[change]), section), key) == value
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_words_win_over_the_file(change: str, section: str, key: str, value: obj
 def test_wrong_words(change: str, says: str) -> None:
     text = GOOD + '[plan]\nfile = "p.toml"\n' if "two plans" in says else GOOD
     with pytest.raises(ConfigError) as caught:
-        Config.parse(text, changes=[change])
+        TrainingConfig.parse(text, changes=[change])
     assert says in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        Config.read(tmp_path / "none.toml")
+        TrainingConfig.read(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="byte 0 is not UTF-8"):
-        Config.read(tmp_path / "binary.toml")
+        TrainingConfig.read(tmp_path / "binary.toml")
 
 
 @settings(deadline=None)
@@ -141,7 +141,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_what_is_written_is_read_back(text: str, number: float, count: int, words: list[str], flag: bool) -> None:
     if any("\ud800" <= c <= "\udfff" for c in text + "".join(words)):
         return  # no such text in a UTF-8 file
-    config = Config.parse(GOOD)
+    config = TrainingConfig.parse(GOOD)
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"prompt": text, "resume": flag}),
@@ -149,14 +149,14 @@ def test_what_is_written_is_read_back(text: str, number: float, count: int, word
             "plan": config.plan.model_copy(update={"constrain": tuple(words)}),
         }
     )
-    assert Config.parse(config.dump()) == config
+    assert TrainingConfig.parse(config.dump()) == config
 
 
 @settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_a_configuration_or_a_configuration_error(text: str) -> None:
     with suppress(ConfigError):
-        Config.parse(text)
+        TrainingConfig.parse(text)
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -168,7 +168,7 @@ def test_any_value_of_any_key_is_taken_or_refused_by_name(value: object) -> None
     for section, key in (("train", "steps"), ("train", "betas"), ("data", "text"), ("plan", "layout")):
         change, refused = f"{section}.{key}={json.dumps(value)}", ""
         try:
-            Config.parse(GOOD, changes=[change])
+            TrainingConfig.parse(GOOD, changes=[change])
         except ConfigError as error:
             refused = str(error)
         assert not refused or key in refused
@@ -181,7 +181,7 @@ def test_lines_of_inline_tables_and_dotted_keys() -> None:
 
 def test_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Config.parse(GOOD).train.steps = 3  # type: ignore[misc]
+        TrainingConfig.parse(GOOD).train.steps = 3  # type: ignore[misc]
 
 
 def test_every_key_is_in_the_documentation_with_its_default() -> None:
@@ -196,13 +196,13 @@ def test_every_key_is_in_the_documentation_with_its_default() -> None:
 
 
 def test_the_example_is_a_configuration() -> None:
-    config = Config.read(Path(__file__).parents[3] / "examples" / "gpt_text.toml")
+    config = TrainingConfig.read(Path(__file__).parents[3] / "examples" / "gpt_text.toml")
     assert config.train.batch * config.data.sequence * config.train.steps > 200_000
 
 
 @pytest.mark.parametrize("text", ["[train]\nsteps = " + "9" * 5000, ".".join("a" * 50_000) + " = 1", "x = " + "[" * 5000])
 def test_numbers_and_keys_beyond_all_bounds_end_at_once(text: str) -> None:
     with pytest.raises(ConfigError, match="is not TOML"):
-        Config.parse(text)
+        TrainingConfig.parse(text)
     with pytest.raises(ConfigError):
         parse_plan(text)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.run.state.checkpoint.piece import Piece, full_piece
-from weft.train.copies import RARE_S, Copies, buddies, mark, sent, state_of
+from shardwise.run.checkpoint.state_shard import StateShard, full_shard
+from shardwise.train.recovery.buddy_copies import MAX_INTERVAL_S, BuddyCopies, assign_buddies, assign_copies, assign_senders, shard_id
 
 
 class Wires:
@@ -65,43 +65,43 @@ def together(*work: Any) -> list[Any]:
     return out
 
 
-def pieces_of(rank: int) -> list[Piece]:
+def pieces_of(rank: int) -> list[StateShard]:
     alone = [
-        Piece("w", "parameter", (4, 3), (2 * rank, 0), torch.randn(2, 3)),
-        Piece("w", "optimizer", (4, 3), (2 * rank, 0), torch.randn(5).to(torch.bfloat16), "exp_avg", block=(2, 3), flat=(1, 6)),
-        Piece("t", "buffer", (3, 4), (0, 2 * rank), torch.randn(2, 3, dtype=torch.float64).t()),
-        full_piece(f"rest{rank}", "rest", torch.tensor([True, False])),
-        full_piece(f"none{rank}", "buffer", torch.zeros(0, 7)),
+        StateShard("w", "parameter", (4, 3), (2 * rank, 0), torch.randn(2, 3)),
+        StateShard("w", "optimizer", (4, 3), (2 * rank, 0), torch.randn(5).to(torch.bfloat16), "exp_avg", block=(2, 3), flat=(1, 6)),
+        StateShard("t", "buffer", (3, 4), (0, 2 * rank), torch.randn(2, 3, dtype=torch.float64).t()),
+        full_shard(f"rest{rank}", "rest", torch.tensor([True, False])),
+        full_shard(f"none{rank}", "buffer", torch.zeros(0, 7)),
     ]
-    return [*alone, full_piece("step", "scalar", torch.tensor(7))]
+    return [*alone, full_shard("step", "scalar", torch.tensor(7))]
 
 
 def test_what_one_host_alone_has_arrives_bit_for_bit() -> None:
     wires = Wires(3)  # two with state, and a spare
     worlds, here = [wires.world(rank) for rank in range(3)], [pieces_of(0), pieces_of(1), []]
     boxes = [(0,), (1,), (2,)]
-    states = together(*(lambda rank=rank: state_of(worlds[rank], boxes, here[rank]) for rank in range(3)))
+    states = together(*(lambda rank=rank: assign_copies(worlds[rank], boxes, here[rank]) for rank in range(3)))
     assert states[0] == states[1] == states[2]
     assert {rank: len(names) for rank, names in states[0].sends.items()} == {0: 5, 1: 5}  # the step is on both
-    assert states[0].needed == {mark(piece) for of in here for piece in of if piece.kind != "rest"}
+    assert states[0].needed == {shard_id(piece) for of in here for piece in of if piece.kind != "rest"}
     said: list[str] = []
-    copies = [Copies(world, boxes, state, 2, said.append) for world, state in zip(worlds, states, strict=True)]
+    copies = [BuddyCopies(world, boxes, state, 2, said.append) for world, state in zip(worlds, states, strict=True)]
     copies[2].receive()
     for step in range(4):
         for one, pieces in zip(copies[:2], here, strict=False):
-            one.begin(step, {"loss": 0.5}, lambda pieces=pieces: pieces, 0.1)
+            one.start_round(step, {"loss": 0.5}, lambda pieces=pieces: pieces, 0.1)
         was = [[piece.tensor.clone() for piece in of] for of in here] if step == 2 else []
         if step % 2 == 0:
-            assert together(*(one.settle for one in copies[:2])) == [step, step]
+            assert together(*(one.join_round for one in copies[:2])) == [step, step]
         if step == 2:
             for source, holder in ((0, 1), (1, 2)):
-                (copy,) = copies[holder].of(2)
+                (copy,) = copies[holder].copies_at(2)
                 assert copy.note == {"loss": 0.5}
-                assert {mark(piece) for piece in copy.pieces} == {mark(piece) for piece in here[source][:5]}
-                named = {mark(piece): x for piece, x in zip(here[source], was[source], strict=True)}
-                for piece in copy.pieces:
-                    assert piece.tensor.dtype == named[mark(piece)].dtype
-                    assert torch.equal(piece.tensor, named[mark(piece)])
+                assert {shard_id(piece) for piece in copy.shards} == {shard_id(piece) for piece in here[source][:5]}
+                named = {shard_id(piece): x for piece, x in zip(here[source], was[source], strict=True)}
+                for piece in copy.shards:
+                    assert piece.tensor.dtype == named[shard_id(piece)].dtype
+                    assert torch.equal(piece.tensor, named[shard_id(piece)])
         for of in here:
             for piece in of:
                 piece.tensor.copy_(torch.randn(piece.tensor.shape) * 9)
@@ -112,16 +112,16 @@ def test_what_one_host_alone_has_arrives_bit_for_bit() -> None:
 
 def test_replicas_on_two_hosts_are_not_copied() -> None:
     ranks = [{"a": 8, "b": 8}, {"c": 8, "b": 8}, {"a": 8}, {"c": 8}]
-    assert sent(ranks, [(0, 1), (2, 3)]) == {1: ["b"]}
-    assert sent(ranks, [(0, 1, 2, 3)]) == {0: ["a"], 1: ["b", "c"]}
-    assert buddies([(0, 1, 2, 3)]) == {}
+    assert assign_senders(ranks, [(0, 1), (2, 3)]) == {1: ["b"]}
+    assert assign_senders(ranks, [(0, 1, 2, 3)]) == {0: ["a"], 1: ["b", "c"]}
+    assert assign_buddies([(0, 1, 2, 3)]) == {}
 
 
 @pytest.mark.parametrize("sizes", [sizes for n in (2, 3, 4) for sizes in product((1, 2, 3), repeat=n)])
 def test_nobody_is_the_buddy_of_its_own_host(sizes: tuple[int, ...]) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     boxes = [tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-    to, host = buddies(boxes), {rank: i for i, box in enumerate(boxes) for rank in box}
+    to, host = assign_buddies(boxes), {rank: i for i, box in enumerate(boxes) for rank in box}
     assert set(to) == set(host)
     assert all(host[there] == (host[rank] + 1) % len(boxes) for rank, there in to.items())
 
@@ -129,15 +129,15 @@ def test_nobody_is_the_buddy_of_its_own_host(sizes: tuple[int, ...]) -> None:
 def test_a_network_that_is_too_slow_for_copies_ends_them() -> None:
     wires, said = Wires(1), list[str]()
     state = SimpleNamespace(sends={1: ["x"]}, bytes_of={1: 8})
-    copies = Copies(wires.world(0), [(0,), (1,), (2,)], state, None, said.append)  # type: ignore[arg-type]
+    copies = BuddyCopies(wires.world(0), [(0,), (1,), (2,)], state, None, said.append)  # type: ignore[arg-type]
     for step in range(3):
-        copies.begin(step, {}, list, RARE_S)
-        copies._next = None
+        copies.start_round(step, {}, list, MAX_INTERVAL_S)
+        copies._next_step = None
         assert copies._thread is not None
         copies._thread.join()
-        copies._took = 0.1 * RARE_S, 1.0
-        assert copies.settle() == step
-    assert copies.is_off
+        copies._round_times = 0.1 * MAX_INTERVAL_S, 1.0
+        assert copies.join_round() == step
+    assert copies.is_disabled
     assert "none is made any more" in said[0]
 
 

@@ -14,25 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ConfigError, Infeasible
-from weft.plan.microbatches import microbatch_sizes
-from weft.train import corpus, data
-from weft.train.corpus import byte_frequency_loss, open_corpus
-from weft.train.data import Synthetic, Text
-from weft.train.loader import Loader, rows_of, shard
-from weft.train.order import permute
+from shardwise.errors import ConfigError, Infeasible
+from shardwise.plan.microbatches import microbatch_sizes
+from shardwise.train import corpus
+from shardwise.train.corpus import byte_frequency_loss, open_corpus
+from shardwise.train.data import sources
+from shardwise.train.data.loader import Loader, rows_of, shard
+from shardwise.train.data.sample_order import permute_indices
+from shardwise.train.data.sources import SyntheticSource, TextWindows
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70))
 def test_permute_is_a_permutation(size: int, key: int) -> None:
-    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+    assert sorted(permute_indices(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 def test_permute_depends_on_the_key_and_not_on_who_asks() -> None:
-    whole = permute(np.arange(1000), 1000, 7)
-    assert [int(permute(np.asarray([i]), 1000, 7)[0]) for i in range(0, 1000, 97)] == whole[::97].tolist()
-    assert (whole != permute(np.arange(1000), 1000, 8)).mean() > 0.9
+    whole = permute_indices(np.arange(1000), 1000, 7)
+    assert [int(permute_indices(np.asarray([i]), 1000, 7)[0]) for i in range(0, 1000, 97)] == whole[::97].tolist()
+    assert (whole != permute_indices(np.arange(1000), 1000, 8)).mean() > 0.9
     assert abs(np.corrcoef(np.arange(1000), whole)[0, 1]) < 0.15
 
 
@@ -41,8 +42,8 @@ def numbered(size: int) -> np.ndarray:
     return np.frombuffer(b"".join(int(i).to_bytes(2, "big") for i in range(size // 2)), np.uint8)
 
 
-def text(windows: int, batch: int = 4, sequence: int = 8, seed: int = 0) -> Text:
-    return Text(numbered(windows * sequence + 2), sequence, batch, 0.1, seed)
+def text(windows: int, batch: int = 4, sequence: int = 8, seed: int = 0) -> TextWindows:
+    return TextWindows(numbered(windows * sequence + 2), sequence, batch, 0.1, seed)
 
 
 def starts(inputs: torch.Tensor) -> list[int]:
@@ -132,13 +133,13 @@ def test_shard_of_one_is_the_batch_itself() -> None:
 
 
 def test_synthetic_repeats_its_batch() -> None:
-    source = Synthetic({"x": torch.arange(6)})
+    source = SyntheticSource({"x": torch.arange(6)})
     assert source.train(5, [1, 2])["x"].tolist() == source.validation(0, [1, 2])["x"].tolist() == [1, 2]
 
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"has 30 tokens, too few .* sequence = 20; use at least 41"):
-        Text(np.zeros(30, np.uint8), 20, 1)
+        TextWindows(np.zeros(30, np.uint8), 20, 1)
 
 
 # Corpora
@@ -224,13 +225,13 @@ def test_a_loaders_threads_are_on_the_ranks_gpu_and_pin_what_is_not(monkeypatch:
 def test_loader_gives_every_step_in_order_and_ends_its_thread() -> None:
     with Loader(lambda step: torch.tensor([step]), 3, 40) as loader:
         assert [int(x) for x in loader] == list(range(3, 40))
-    assert not [t for t in threading.enumerate() if t.name.startswith("weft-loader")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardwise-loader")]
 
 
 def test_loader_stops_early() -> None:
     with Loader(lambda step: step, 0, 10**9) as loader:
         assert [next(loader), next(loader)] == [0, 1]
-    assert not [t for t in threading.enumerate() if t.name.startswith("weft-loader")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardwise-loader")]
 
 
 def test_loader_raises_where_the_batch_is_taken() -> None:
@@ -248,4 +249,4 @@ def test_loader_raises_where_the_batch_is_taken() -> None:
 
 def test_take_of_all_rows_copies_nothing() -> None:
     x = torch.arange(3)
-    assert data.take(x, range(3)) is x
+    assert sources.take_rows(x, range(3)) is x

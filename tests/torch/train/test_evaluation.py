@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import weft
-from weft.errors import ModelError
+import shardwise
+from shardwise.errors import ModelError
 
 
 class _Model(nn.Module):
@@ -33,7 +33,7 @@ X = (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
 
 
 def test_evaluation_is_that_of_the_serial_model() -> None:
-    engine = weft.parallelize(_Model, X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(_Model, X, plan="data=1", seed=0)
     engine.step(X)
     torch.manual_seed(0)
     serial = _Model()
@@ -57,14 +57,14 @@ def test_evaluation_is_that_of_the_serial_model() -> None:
 )
 def test_what_only_training_does_is_left_out(odd: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     """Evaluation is a capture of its own: it may have other operators, other numbers, and another order."""
-    engine = weft.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
     engine.step(X)
     assert engine.evaluate(X) == pytest.approx(_serial(_Model(odd), engine), rel=1e-6)
     assert engine.step(X).loss > 0
     assert engine.evaluate(X) == pytest.approx(_serial(_Model(odd), engine), rel=1e-6)
 
 
-def _serial(model: nn.Module, engine: weft.Engine) -> float:
+def _serial(model: nn.Module, engine: shardwise.Engine) -> float:
     """The loss of the serial model in evaluation, with the engine's weights."""
     state = engine.full_state_dict()
     assert state is not None
@@ -77,7 +77,7 @@ def test_evaluation_that_cannot_be_followed_is_refused_by_name() -> None:
     def odd(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
         return y if module.training or float(y.sum()) > 0 else -y
 
-    engine = weft.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
     engine.step(X)
     with pytest.raises(ModelError, match=r"cannot be evaluated.*torch.export cannot follow the model"):
         engine.evaluate(X)
@@ -85,12 +85,12 @@ def test_evaluation_that_cannot_be_followed_is_refused_by_name() -> None:
 
 def test_a_model_that_is_built_in_evaluation_is_trained_in_training() -> None:
     """As `from_pretrained` returns one. What an engine's step does is training."""
-    engine = weft.parallelize(lambda: _Branch().eval(), X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(lambda: _Branch().eval(), X, plan="data=1", seed=0)
     torch.manual_seed(0)
     serial = _Branch()
     assert engine.step(X).loss == pytest.approx(float(serial(*X).detach()), rel=1e-6)
     assert engine.evaluate(X) == pytest.approx(_serial(_Branch(), engine), rel=1e-6)
-    assert weft.verify(lambda: _Branch().eval(), "data=1", X).ok
+    assert shardwise.verify(lambda: _Branch().eval(), "data=1", X).ok
 
 
 class _Branch(nn.Module):
@@ -118,7 +118,7 @@ class _Untraceable(nn.Module):
 
 
 def test_a_model_that_runs_whole_drops_nothing_in_evaluation() -> None:
-    engine = weft.parallelize(_Untraceable, X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(_Untraceable, X, plan="data=1", seed=0)
     assert engine.plan.uncaptured
     assert engine.evaluate(X) == engine.evaluate(X)
     serial = _Untraceable()
@@ -143,7 +143,7 @@ class _Equation(nn.Module):
 
 
 def test_a_model_that_asks_for_its_own_gradients_is_evaluated() -> None:
-    engine = weft.parallelize(_Equation, X, plan="data=1", seed=0)
+    engine = shardwise.parallelize(_Equation, X, plan="data=1", seed=0)
     assert engine.plan.uncaptured
     serial = _Equation()
     state = engine.full_state_dict()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_reading import tar
 
-from weft.errors import ConfigError, RunError
-from weft.train.config import Config
-from weft.train.corpus import Corpus, is_unchanged, open_data
-from weft.train.reading.pixels import Crop, PixelForm, box_of, on_processor, preparer_of
-from weft.train.subject import Subject, subject_of
+from shardwise.errors import ConfigError, RunError
+from shardwise.train.config import TrainingConfig
+from shardwise.train.corpus import Corpus, is_unchanged, open_data
+from shardwise.train.data.reading.pixels import Crop, PixelForm, box_of, prepare_with_pillow, preparer_of
+from shardwise.train.training_task import TrainingTask, training_task_of
 
 Image = pytest.importorskip("PIL.Image")
 CONFIG = '[model]\nname = "vit-tiny"\n[data]\nsource = "images"\nvalidation_fraction = 0.25\n[train]\nbatch = 4\n[run]\nfolder = "x"'
@@ -39,10 +39,10 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def opened(path: Path, *changes: str) -> tuple[Subject, Corpus]:
-    config = Config.parse(CONFIG, changes=[f"data.path={path}", "model.name=resnet-tiny:image=16,classes=10", *changes])
+def opened(path: Path, *changes: str) -> tuple[TrainingTask, Corpus]:
+    config = TrainingConfig.parse(CONFIG, changes=[f"data.path={path}", "model.name=resnet-tiny:image=16,classes=10", *changes])
     corpus = open_data(config.data, config.model.name, path.parent / "run")
-    return subject_of(config, corpus), corpus
+    return training_task_of(config, corpus), corpus
 
 
 def colour_of(image: torch.Tensor) -> int:
@@ -106,24 +106,24 @@ def test_crops_by_hand() -> None:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
     form = PixelForm(3, 4, 8, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    crops = [Crop(), Crop(turned=True), Crop(0, 0, 0.5, 1)]
-    plain, turned, left = on_processor([out.getvalue()] * 3, ["a"] * 3, crops, form)
+    crops = [Crop(), Crop(is_mirrored=True), Crop(0, 0, 0.5, 1)]
+    plain, turned, left = prepare_with_pillow([out.getvalue()] * 3, ["a"] * 3, crops, form)
     assert torch.equal(plain, torch.from_numpy(pixels).permute(2, 0, 1) / 255)
     assert torch.equal(turned, plain.flip(2))
     assert torch.equal(left[0], torch.ones(4, 8))
-    assert box_of(Crop(centre=True), 100, 50, PixelForm(3, 10, 20, (), ())) == (0, 0, 100, 50)
-    grey = on_processor([out.getvalue()], ["a"], [Crop()], PixelForm(1, 4, 8, (0.5,), (0.5,)))
+    assert box_of(Crop(is_centred=True), 100, 50, PixelForm(3, 10, 20, (), ())) == (0, 0, 100, 50)
+    grey = prepare_with_pillow([out.getvalue()], ["a"], [Crop()], PixelForm(1, 4, 8, (0.5,), (0.5,)))
     assert grey.shape == (1, 1, 4, 8)
 
 
 def test_crops_cover_from_a_twelfth_to_all_and_half_are_turned(photos: Path) -> None:
     source: Any = opened(photos, "data.augment=crop")[0].source
-    crops = [source._crop(number) for number in range(400)]
+    crops = [source._draw_crop(number) for number in range(400)]
     areas = [(c.right - c.left) * (c.bottom - c.top) for c in crops if not c.centre]
     assert 0.08 <= min(areas) < 0.15
     assert 0.9 < max(areas) <= 1
     assert 150 < sum(c.turned for c in crops) < 250
-    assert crops == [source._crop(number) for number in range(400)]
+    assert crops == [source._draw_crop(number) for number in range(400)]
 
 
 def refused(file: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_is_wrong_is_named(photos: Path, tmp_path: Path, monkeypatch: pytes
         opened(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"a.tar, 1: no number of its class beside it \(1.cls\)"):
         opened(tar(tmp_path / "a.tar", {"1.png": png((1, 2, 3))}))
-    monkeypatch.setattr("weft.train.reading.images.members", refused)
+    monkeypatch.setattr("shardwise.train.data.reading.images.members", refused)
     with pytest.raises(ConfigError, match=r"data.path: .*a.tar cannot be read: Permission denied"):
         opened(tmp_path / "a.tar")
     with pytest.raises(ConfigError, match=r"tells 2 classes apart, and the images in .* have 3: give it as many"):
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named(photos: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r'"device" for images needs the package nvidia.*or use data.preprocess = "cpu"'):
         preparer_of("device")
     with pytest.raises(ConfigError, match='augment is for source = "images"'):
-        Config.parse('[model]\nname = "gpt-tiny"\n[data]\naugment = "flip"')
+        TrainingConfig.parse('[model]\nname = "gpt-tiny"\n[data]\naugment = "flip"')
 
 
 def test_an_image_that_changed_or_is_none_is_named(photos: Path) -> None:

@@ -16,25 +16,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.errors import CheckpointError, ConfigError, ModelError, RunError
-from weft.plan.layout import Layout
-from weft.plan.plan import Plan
-from weft.run.state import checkpoint
-from weft.run.state.checkpoint import disk
-from weft.train import doubts, interval, loop, saving
-from weft.train.config import Config, TrainSection
-from weft.train.corpus import open_corpus
-from weft.train.data import TextRows
-from weft.train.display import words
-from weft.train.interval import interval_s
-from weft.train.learning_rate import learning_rate
-from weft.train.loop import Job
-from weft.train.metrics import Metrics, last_step, read_metrics
-from weft.train.reading import files
-from weft.train.saving import Saving
-from weft.train.subject import Subject, text_form
-from weft.world.world import World
-from weft.zoo.resolve import Resolved
+from shardwise.errors import CheckpointError, ConfigError, ModelError, RunError
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run import checkpoint
+from shardwise.run.checkpoint import disk
+from shardwise.train import checkpoint_saver, loop, save_interval
+from shardwise.train.checkpoint_saver import CheckpointSaver
+from shardwise.train.config import TrainingConfig, TrainSection
+from shardwise.train.corpus import open_corpus
+from shardwise.train.data.reading import files
+from shardwise.train.data.sources import TextRows
+from shardwise.train.display import format_row
+from shardwise.train.learning_rate import learning_rate
+from shardwise.train.loop import TrainingJob
+from shardwise.train.metrics import MetricsFile, last_step, read_metrics
+from shardwise.train.recovery import anomalies
+from shardwise.train.save_interval import interval_s
+from shardwise.train.training_task import TrainingTask, text_form
+from shardwise.world.world import World
+from shardwise.zoo.resolve import ResolvedModel
 
 CONFIG = """
 [model]
@@ -67,7 +68,7 @@ class Result:
 class SerialEngine:
     """What the loop needs of an engine, in one process and with torch's own optimizer."""
 
-    subject: Subject
+    subject: TrainingTask
     section: TrainSection
     before_step: Callable[[int], None] = lambda step: None
     data_index: int = 0
@@ -114,11 +115,11 @@ class SerialEngine:
         assert self.subject.loss is not None
         return self.subject.loss(self.model(**batch), batch)
 
-    def pieces(self) -> list[checkpoint.Piece]:
+    def pieces(self) -> list[checkpoint.StateShard]:
         out = []
         for name, p in self.model.named_parameters():
-            out.append(checkpoint.full_piece(name, "parameter", p.detach()))
-            out += [checkpoint.full_piece(name, "optimizer", value, slot) for slot, value in self.optimizer.state[p].items()]
+            out.append(checkpoint.full_shard(name, "parameter", p.detach()))
+            out += [checkpoint.full_shard(name, "optimizer", value, slot) for slot, value in self.optimizer.state[p].items()]
         return out
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -144,22 +145,22 @@ class Told(World):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> TrainingJob:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
-    config = Config.parse(CONFIG)
-    return Job(config, Plan(Layout(), config.model.name, "here", 4), tmp_path / "run", open_corpus((str(text),), tmp_path), 1e9)
+    config = TrainingConfig.parse(CONFIG)
+    return TrainingJob(config, Plan(Layout(), config.model.name, "here", 4), tmp_path / "run", open_corpus((str(text),), tmp_path), 1e9)
 
 
-def change(job: Job, section: str, **values: Any) -> Job:
+def change(job: TrainingJob, section: str, **values: Any) -> TrainingJob:
     config = job.config.model_copy(update={section: getattr(job.config, section).model_copy(update=values)})
     return replace(job, config=config)
 
 
-def run(job: Job, world: World | None = None, **options: Any) -> tuple[dict[str, Any], list[SerialEngine]]:
+def run(job: TrainingJob, world: World | None = None, **options: Any) -> tuple[dict[str, Any], list[SerialEngine]]:
     made: list[SerialEngine] = []
 
-    def make(world: World, job: Job, subject: Subject) -> SerialEngine:
+    def make(world: World, job: TrainingJob, subject: TrainingTask) -> SerialEngine:
         made.append(SerialEngine(subject, job.config.train, **options))
         return made[-1]
 
@@ -170,11 +171,11 @@ def run(job: Job, world: World | None = None, **options: Any) -> tuple[dict[str,
 NUMBERS = ("step", "loss", "lr", "grad_norm", "eval_loss")
 
 
-def curve(job: Job) -> list[tuple[Any, ...]]:
+def curve(job: TrainingJob) -> list[tuple[Any, ...]]:
     return [tuple(row.get(key) for key in NUMBERS) for row in read_metrics(job.folder / "metrics.jsonl")]
 
 
-def test_a_run_learns_and_leaves_its_files(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_learns_and_leaves_its_files(job: TrainingJob, capsys: pytest.CaptureFixture[str]) -> None:
     job = change(job, "train", steps=60)
     summary, (engine,) = run(job)
     rows = read_metrics(job.folder / "metrics.jsonl")
@@ -187,12 +188,12 @@ def test_a_run_learns_and_leaves_its_files(job: Job, capsys: pytest.CaptureFixtu
     weights = load_file(job.folder / "model.safetensors")
     assert {name: w.tolist() for name, w in weights.items()} == {n: w.tolist() for n, w in engine.model.state_dict().items()}
     assert (job.folder / "sample.txt").read_text().startswith("def ")
-    assert [s.step for s in checkpoint.committed(job.folder / "checkpoints")] == [57, 60]
+    assert [s.step for s in checkpoint.committed_checkpoints(job.folder / "checkpoints")] == [57, 60]
     assert not [p.name for p in job.folder.iterdir() if p.name.startswith(".")]
     assert "step 60/60" in capsys.readouterr().err
 
 
-def test_a_step_lasts_until_the_device_has_done_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_lasts_until_the_device_has_done_it(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU runs behind its host, which has given it a step long before the step is over."""
     now = [0.0]
 
@@ -205,14 +206,16 @@ def test_a_step_lasts_until_the_device_has_done_it(job: Job, monkeypatch: pytest
     assert summary["step_time_s"] == 100.0
 
 
-def test_the_engine_gets_the_rate_of_each_step_and_the_rows_in_order(job: Job) -> None:
+def test_the_engine_gets_the_rate_of_each_step_and_the_rows_in_order(job: TrainingJob) -> None:
     _, (engine,) = run(job)
     assert [row[2] for row in curve(job)] == [learning_rate(step, job.config.train) for step in range(12)]
     assert [step for step, _ in engine.seen] == list(range(12))
 
 
 @pytest.mark.parametrize(("batch", "batches", "seen"), [(4, 1000, "all"), (5, 1000, "all"), (4, 2, 8), (1000, 3, "all")])
-def test_an_evaluation_takes_every_sample_once(job: Job, monkeypatch: pytest.MonkeyPatch, batch: int, batches: int, seen: Any) -> None:
+def test_an_evaluation_takes_every_sample_once(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, batch: int, batches: int, seen: Any
+) -> None:
     """Also those of the last batch, which is smaller: the loss is the mean over samples, each counted alike."""
     job = change(job, "train", batch=batch, steps=1, evaluate_every=1, evaluate_batches=batches)
     job = replace(job, plan=Plan(Layout(), job.config.model.name, "here", batch))
@@ -235,7 +238,7 @@ def test_an_evaluation_takes_every_sample_once(job: Job, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("save", ["async", "sync"])
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 11])
-def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int, save: str) -> None:
+def test_a_run_that_crashed_goes_on_with_the_same_losses(job: TrainingJob, at: int, save: str) -> None:
     whole = replace(change(job, "run", save="sync"), folder=job.folder / "whole")
     job.folder.mkdir()
     run(whole)
@@ -254,7 +257,7 @@ def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int, save
     assert [row[0] for row in curve(job)] == list(range(1, 13))
 
 
-def test_told_to_stop_it_saves_and_goes_on_later(job: Job) -> None:
+def test_told_to_stop_it_saves_and_goes_on_later(job: TrainingJob) -> None:
     whole = replace(job, folder=job.folder / "whole")
     job.folder.mkdir()
     run(whole)
@@ -262,14 +265,14 @@ def test_told_to_stop_it_saves_and_goes_on_later(job: Job) -> None:
     assert summary["stopped"]
     stopped = summary["step"]
     assert 1 < stopped < 12
-    assert checkpoint.committed(job.folder / "checkpoints")[-1].step == stopped
+    assert checkpoint.committed_checkpoints(job.folder / "checkpoints")[-1].step == stopped
     assert not (job.folder / "model.safetensors").exists()
     summary, (engine,) = run(job)
     assert (summary["stopped"], summary["step"], engine.seen[0][0]) == (False, 12, stopped)
     assert curve(job) == curve(whole)
 
 
-def test_a_finished_run_starts_and_ends_at_once(job: Job) -> None:
+def test_a_finished_run_starts_and_ends_at_once(job: TrainingJob) -> None:
     first, _ = run(job)
     again, (engine,) = run(job)
     assert engine.seen == []
@@ -278,19 +281,19 @@ def test_a_finished_run_starts_and_ends_at_once(job: Job) -> None:
     assert len(curve(job)) == 12
 
 
-def test_more_steps_go_on_from_the_end(job: Job) -> None:
+def test_more_steps_go_on_from_the_end(job: TrainingJob) -> None:
     run(job)
     summary, (engine,) = run(change(job, "train", steps=15))
     assert (summary["step"], engine.seen[0][0]) == (15, 12)
 
 
-def test_without_resume_it_begins_anew(job: Job) -> None:
+def test_without_resume_it_begins_anew(job: TrainingJob) -> None:
     run(job)
     _, (engine,) = run(change(job, "run", resume=False))
     assert engine.seen[0][0] == 0
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_what_is_whole(job: Job) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_with_what_is_whole(job: TrainingJob) -> None:
     def poison(step: int) -> None:
         if step == 7:
             with torch.no_grad():
@@ -298,7 +301,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_what_is_whole(job: Job) -> 
 
     engines: list[SerialEngine] = []
 
-    def make(world: World, job: Job, subject: Subject) -> SerialEngine:
+    def make(world: World, job: TrainingJob, subject: TrainingTask) -> SerialEngine:
         engines.append(SerialEngine(subject, job.config.train, before_step=poison))
         return engines[-1]
 
@@ -308,11 +311,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_what_is_whole(job: Job) -> 
     ) as caught:
         loop.train(World(), job, make)  # type: ignore[arg-type]
     assert caught.value.exit_code == 4
-    assert checkpoint.committed(job.folder / "checkpoints")[-1].step == 6
+    assert checkpoint.committed_checkpoints(job.folder / "checkpoints")[-1].step == 6
 
 
 def test_a_checkpoint_that_fails_is_told_and_training_goes_on(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real, calls = checkpoint.save, []
 
@@ -344,12 +347,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], code: int) 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_checkpoint_that_fails_beside_training_is_told_and_training_goes_on(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
     failing(monkeypatch, (3, 9), code)
     summary, _ = run(change(job, "train", keep=9))
     assert (summary["step"], summary["saving"]["saves"], summary["saving"]["beside"]) == (12, 2, 1)
-    assert [one.step for one in checkpoint.committed(job.folder / "checkpoints")] == [6, 12]
+    assert [one.step for one in checkpoint.committed_checkpoints(job.folder / "checkpoints")] == [6, 12]
     said = capsys.readouterr().err
     for step, newest in ((3, 0), (9, 6)):
         assert f"checkpoint of step {step} not saved: {os.strerror(code)}: " in said
@@ -360,11 +363,11 @@ def test_a_checkpoint_that_fails_beside_training_is_told_and_training_goes_on(
 
 
 def test_where_there_is_no_room_for_a_copy_saves_are_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = change(job, "train", keep=9)
     with_room, _ = run(replace(job, folder=job.folder.with_name("room")))
-    monkeypatch.setattr(doubts, "available_bytes", lambda: 1e4)
+    monkeypatch.setattr(anomalies, "available_bytes", lambda: 1e4)
     without, _ = run(job)
     assert (with_room["saving"]["saves"], with_room["saving"]["beside"]) == (4, 3)
     assert (without["saving"]["saves"], without["saving"]["beside"]) == (4, 0)
@@ -378,24 +381,24 @@ def test_where_there_is_no_room_for_a_copy_saves_are_waited_for(
         assert {name: x.tolist() for name, x in tensors[0].items()} == {name: x.tolist() for name, x in tensors[1].items()}
 
 
-def test_a_save_by_the_clock_is_not_due_beside_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_by_the_clock_is_not_due_beside_another(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which every step is late: one save after the other, none of which waits for the one before."""
-    monkeypatch.setattr(Saving, "finish", lambda self: None)  # it would fail where one begins beside another
-    monkeypatch.setattr(interval, "FIRST_S", 0.0)
-    monkeypatch.setattr(interval, "interval_s", lambda save_s, between_s: 0.0)
-    real = Saving.last
+    monkeypatch.setattr(CheckpointSaver, "finish", lambda self: None)  # it would fail where one begins beside another
+    monkeypatch.setattr(save_interval, "FIRST_SAVE_S", 0.0)
+    monkeypatch.setattr(save_interval, "interval_s", lambda save_s, between_s: 0.0)
+    real = CheckpointSaver.last
 
-    def last(self: Saving, step: int) -> None:
+    def last(self: CheckpointSaver, step: int) -> None:
         monkeypatch.undo()
         real(self, step)
 
-    monkeypatch.setattr(Saving, "last", last)
+    monkeypatch.setattr(CheckpointSaver, "last", last)
     summary, _ = run(change(job, "train", checkpoint_every="auto", keep=99))
     assert 2 <= summary["saving"]["saves"] <= 13
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_save_costs_decides_the_next(job: Job, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_what_a_save_costs_decides_the_next(job: TrainingJob, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """By a clock that goes on 20 s at each look: the copy, and not the file, and from its end on."""
     now, told = [0.0], list[tuple[float, float]]()
 
@@ -405,16 +408,16 @@ def test_what_a_save_costs_decides_the_next(job: Job, monkeypatch: pytest.Monkey
 
     if fails:
         failing(monkeypatch, tuple(range(1, 12)), errno.EIO)
-    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(saving.Interval, "saved", lambda self, save_s, at: told.append((save_s, at)))
-    monkeypatch.setattr(saving, "slower_s", lambda times, number, seconds: 0.5)
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(checkpoint_saver.SaveInterval, "record_save", lambda self, save_s, at: told.append((save_s, at)))
+    monkeypatch.setattr(checkpoint_saver, "slowdown_s", lambda times, number, seconds: 0.5)
     run(change(job, "train", checkpoint_every="auto", keep=99))
     assert told
     assert {save_s for save_s, _ in told} == {20.0 + (0 if fails else 0.5)}
     assert all(at < now[0] for _, at in told)
 
 
-def test_what_saving_cost_is_reported(job: Job) -> None:
+def test_what_saving_cost_is_reported(job: TrainingJob) -> None:
     summary, _ = run(job)
     said = summary["saving"]
     paths = [job.folder / "checkpoints" / f"step-{step:08d}" for step in (9, 12)]
@@ -427,7 +430,7 @@ def test_what_saving_cost_is_reported(job: Job) -> None:
 
 
 def test_a_model_that_cannot_be_followed_in_evaluation_is_evaluated_as_it_is(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(self: SerialEngine, batch: Any, **_: Any) -> float:
         raise ModelError("the model computes something else in evaluation")
@@ -440,7 +443,7 @@ def test_a_model_that_cannot_be_followed_in_evaluation_is_evaluated_as_it_is(
     assert capsys.readouterr().err.count("with all weights: the model computes something else in evaluation") == 1
 
 
-def test_the_last_checkpoint_must_be_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_must_be_written(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(*args: Any, **kwargs: Any) -> Path:
         raise CheckpointError("Read-only file system")
 
@@ -450,16 +453,16 @@ def test_the_last_checkpoint_must_be_written(job: Job, monkeypatch: pytest.Monke
     assert len(curve(job)) == 12
 
 
-def test_a_run_that_was_replaced_ends(job: Job) -> None:
+def test_a_run_that_was_replaced_ends(job: TrainingJob) -> None:
     def take_over(step: int) -> None:
         if step == 4:
-            checkpoint.claim(job.folder / "checkpoints")
+            checkpoint.claim_folder(job.folder / "checkpoints")
 
-    with pytest.raises(checkpoint.Replaced, match="another run took over"):
+    with pytest.raises(checkpoint.WriterReplaced, match="another run took over"):
         run(job, before_step=take_over)
 
 
-def test_text_that_changed_is_refused(job: Job, tmp_path: Path) -> None:
+def test_text_that_changed_is_refused(job: TrainingJob, tmp_path: Path) -> None:
     run(job)
     (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy cat. " * 200)
     changed = replace(job, corpus=open_corpus((str(tmp_path / "text.txt"),), tmp_path))
@@ -467,12 +470,12 @@ def test_text_that_changed_is_refused(job: Job, tmp_path: Path) -> None:
         run(changed)
 
 
-def test_a_vocabulary_that_is_too_small(job: Job) -> None:
+def test_a_vocabulary_that_is_too_small(job: TrainingJob) -> None:
     with pytest.raises(ConfigError, match="vocabulary of at least 256"):
         run(change(job, "model", name="gpt:vocabulary=64,hidden=16,layers=1,heads=2"))
 
 
-def test_any_model_trains_on_its_own_batch(job: Job) -> None:
+def test_any_model_trains_on_its_own_batch(job: TrainingJob) -> None:
     job = replace(change(job, "data", source="synthetic"), corpus=None)
     job = change(job, "model", name="gpt:vocabulary=40,sequence=8,hidden=16,layers=1,heads=2")
     summary, _ = run(job)
@@ -501,7 +504,7 @@ def test_learning_rates_in_closed_form() -> None:
 def test_metrics_lose_the_rows_that_will_be_computed_again_and_half_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 1}\n{"step": 4, "lo')
-    with Metrics(path, 2, print) as metrics:
+    with MetricsFile(path, 2, print) as metrics:
         metrics.write({"step": 3, "loss": 0.1, "mfu": None})
     assert path.read_text() == '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 0.1}\n'
 
@@ -525,7 +528,7 @@ def test_a_full_disk_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
         room[0] -= size
         return real(handle, data[:size])
 
-    with Metrics(path, 0, said.append) as metrics:
+    with MetricsFile(path, 0, said.append) as metrics:
         monkeypatch.setattr(os, "write", write)
         for step in range(1, 8):
             room[0] = 10 if step in (3, 4) else 0 if step == 5 else 10**9
@@ -537,7 +540,7 @@ def test_a_full_disk_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_row_without_all_numbers_can_be_shown() -> None:
-    assert words({"step": 1, "loss": 3.0, "tokens_per_s": None, "mfu": None}, 2, 1.0) == "step 1/2  loss 3.000  1.00 s left"
+    assert format_row({"step": 1, "loss": 3.0, "tokens_per_s": None, "mfu": None}, 2, 1.0) == "step 1/2  loss 3.000  1.00 s left"
 
 
 # What text is to a model
@@ -552,7 +555,7 @@ def test_a_row_without_all_numbers_can_be_shown() -> None:
     ],
 )
 def test_text_takes_the_form_of_the_model_s_batch(example: Any, expected: Any) -> None:
-    form = text_form(Resolved("m", torch.nn.Identity, lambda n: example, None, 1))
+    form = text_form(ResolvedModel("m", torch.nn.Identity, lambda n: example, None, 1))
     x, y = torch.full((1, 2), 5), torch.full((1, 2), 6)
     found = form(TextRows(x, y, x))
     values = {k: int(v[0, 0]) for k, v in found.items()} if isinstance(found, dict) else tuple(int(v[0, 0]) for v in found)
@@ -571,10 +574,10 @@ def test_text_takes_the_form_of_the_model_s_batch(example: Any, expected: Any) -
 )
 def test_a_model_that_takes_no_text_is_refused(example: Any) -> None:
     with pytest.raises(ConfigError, match="synthetic"):
-        text_form(Resolved("m", torch.nn.Identity, lambda n: example, None, 1))
+        text_form(ResolvedModel("m", torch.nn.Identity, lambda n: example, None, 1))
 
 
-def test_by_itself_a_run_saves_as_often_as_pays(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_itself_a_run_saves_as_often_as_pays(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that each look moves by 20 s: the first save is due after 60, later ones as Young and Daly say of what the save took."""
     job = change(job, "train", checkpoint_every="auto", keep=99)
     now = [0.0]
@@ -583,14 +586,14 @@ def test_by_itself_a_run_saves_as_often_as_pays(job: Job, monkeypatch: pytest.Mo
         now[0] += 20.0
         return now[0]
 
-    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(perf_counter=clock))
     run(job, Told(looks=10**9))
-    steps = [one.step for one in checkpoint.committed(job.folder / "checkpoints")]
+    steps = [one.step for one in checkpoint.committed_checkpoints(job.folder / "checkpoints")]
     assert steps[-1] == 12
     assert 1 <= len(steps) < 12
     never, _ = run(change(replace(job, folder=job.folder / "never"), "train", checkpoint_every=0))
     assert never["step"] == 12
-    assert [one.step for one in checkpoint.committed(job.folder / "never" / "checkpoints")] == [12]
+    assert [one.step for one in checkpoint.committed_checkpoints(job.folder / "never" / "checkpoints")] == [12]
 
 
 def test_the_interval_is_the_best_of_a_simulated_run() -> None:
@@ -607,7 +610,7 @@ def test_the_interval_is_the_best_of_a_simulated_run() -> None:
 
 
 @pytest.mark.parametrize("how", ["longer", "shorter", "anew", "gone"])
-def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: Job, how: str) -> None:
+def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: TrainingJob, how: str) -> None:
     assert job.corpus is not None
     path = Path(job.corpus.path)
     text = path.read_bytes()
@@ -642,7 +645,7 @@ def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_long_text_blocks_from_all_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "ALL_BYTES", 10 * files.BLOCK_BYTES)
-    starts = files._blocks(100 * files.BLOCK_BYTES + 1)
+    monkeypatch.setattr(files, "MAX_DIGESTED_BYTES", 10 * files.BLOCK_BYTES)
+    starts = files._digested_block_starts(100 * files.BLOCK_BYTES + 1)
     assert (starts[0], starts[-1]) == (0, 100 * files.BLOCK_BYTES)
     assert 9 <= len(starts) <= 12

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.errors import Infeasible
-from weft.world.memory import accounts_of
+from shardwise.errors import Infeasible
+from shardwise.world.memory import accounts_of
 
 PATH = Path(__file__).resolve().parents[3] / "examples" / "pathology_tiles.py"
 
@@ -70,7 +70,7 @@ def test_it_trains_by_pieces_of_tiles_where_nothing_else_fits(
 ) -> None:
     """Within the limit, and it learns."""
     monkeypatch.chdir(tmp_path)
-    limited = accounts_of(torch.device("cpu")).counts
+    limited = accounts_of(torch.device("cpu")).is_counting
     words = ["--model", "resnet-tiny:base=8", "--tile", "1024", "--batch", "1", "--steps", "6", "--ranks", "2"]
     words += ["--cluster", "1xcpu-2", "--constrain", "tensor=1"]
     found = example.main([*words, "--learning-rate", "0.003", "--device-memory", "30MiB"])
@@ -101,7 +101,7 @@ def test_without_a_package_it_says_what_to_install(example: ModuleType, name: st
         return real(wanted, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(SystemExit, match=rf"needs {name}: pip install 'weft\[pathology\]'"):
+    with pytest.raises(SystemExit, match=rf"needs {name}: pip install 'shardwise\[pathology\]'"):
         example.write(tmp_path / "slide.tif", 1024, 1024)
     monkeypatch.undo()
     example.write(tmp_path / "slide.tif", 1024, 1024)

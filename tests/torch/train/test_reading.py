@@ -16,15 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import ConfigError
-from weft.train.config import DataSection
-from weft.train.corpus import Corpus, is_unchanged, open_data
-from weft.train.packed import PackedText, packed_text
-from weft.train.reading import files
-from weft.train.reading.documents import Columns, documents_of
-from weft.train.reading.packing import packed, pieces_of
-from weft.train.reading.records import Record, huggingface, records_in
-from weft.train.reading.tokenizers import Bytes, tokenizer_of
+from shardwise.errors import ConfigError
+from shardwise.train.config import DataSection
+from shardwise.train.corpus import Corpus, is_unchanged, open_data
+from shardwise.train.data.packed_text import PackedText, packed_text
+from shardwise.train.data.reading import files
+from shardwise.train.data.reading.documents import Columns, documents_of
+from shardwise.train.data.reading.packing import pack_best_fit, pieces_of
+from shardwise.train.data.reading.records import DataRecord, read_huggingface, records_in
+from shardwise.train.data.reading.tokenizers import ByteTokenizer, tokenizer_of
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran"]
 TEXTS = ["the cat sat", "a dog ran and ran", "the mat"]
@@ -105,7 +105,7 @@ def test_every_format_has_the_documents_that_were_written(source: str, tmp_path:
     path = SOURCES[source](tmp_path, [{"text": text} for text in TEXTS])
     corpus = prepared(tmp_path, path, source=source)
     assert tokens_of(corpus) == [list(text.encode() + b"\n") for text in TEXTS]
-    assert corpus.store().learned is None
+    assert corpus.store().loss_mask is None
     assert prepared(tmp_path, tmp_path, source=source).digest == corpus.digest  # of the folder that the file is in
     assert is_unchanged(corpus)
 
@@ -127,10 +127,10 @@ def learned_words(tmp_path: Path, tokenizer: Path, rows: list[dict[str, Any]], *
     """What of each document is learned, in words."""
     corpus = prepared(tmp_path, as_jsonl(tmp_path, rows), source="jsonl", tokenizer=str(tokenizer), **data)
     store, known = corpus.store(), tokenizer_of(str(tokenizer), "")
-    assert store.learned is not None
+    assert store.loss_mask is not None
     starts = [0, *store.ends[:-1].tolist()]
     parts = [slice(a, b) for a, b in zip(starts, store.ends.tolist(), strict=True)]
-    return [known.decode(store.tokens[part][store.learned[part] == 1].tolist()) for part in parts]
+    return [known.decode(store.tokens[part][store.loss_mask[part] == 1].tolist()) for part in parts]
 
 
 def test_of_instructions_the_answers_are_learned(tmp_path: Path, tokenizer: Path) -> None:
@@ -152,15 +152,15 @@ def test_a_data_set_of_the_library_is_read(tmp_path: Path) -> None:
     made = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made, "test": made.select([1])}).save_to_disk(tmp_path / "two")
-    assert [r.values["text"] for r in huggingface(str(tmp_path / "one"), "", "train", False)] == TEXTS
-    assert [r.values["text"] for r in huggingface(str(tmp_path / "two"), "", "test", False)] == [TEXTS[1]]
+    assert [r.values["text"] for r in read_huggingface(str(tmp_path / "one"), "", "train", False)] == TEXTS
+    assert [r.values["text"] for r in read_huggingface(str(tmp_path / "two"), "", "test", False)] == [TEXTS[1]]
     with pytest.raises(ConfigError, match=r'data.split = "valid": .* has train, test'):
-        list(huggingface(str(tmp_path / "two"), "", "valid", False))
+        list(read_huggingface(str(tmp_path / "two"), "", "valid", False))
     as_jsonl(tmp_path, [{"text": text} for text in TEXTS])
     lines = tmp_path / "lines"
     lines.mkdir()
     (tmp_path / "a.jsonl").rename(lines / "train.jsonl")
-    assert [r.values["text"] for r in huggingface(str(lines), "", "train", True)] == TEXTS
+    assert [r.values["text"] for r in read_huggingface(str(lines), "", "train", True)] == TEXTS
 
 
 BROKEN = [
@@ -238,7 +238,7 @@ def test_of_many_files_each_name_size_and_content_counts(tmp_path: Path, monkeyp
     assert files.digest_of_all(made, list("abd")) != known
     made[1].write_bytes(b"x" * 9 + b"y")
     assert files.digest_of_all(made, list("abc")) != known
-    monkeypatch.setattr(files, "ALL_BYTES", 15)  # every second, and the last
+    monkeypatch.setattr(files, "MAX_DIGESTED_BYTES", 15)  # every second, and the last
     known = files.digest_of_all(made, list("abc"))
     made[1].write_bytes(b"z" * 10)
     assert files.digest_of_all(made, list("abc")) == known
@@ -252,8 +252,8 @@ def test_of_many_files_each_name_size_and_content_counts(tmp_path: Path, monkeyp
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 16))
 def test_packing_has_every_token_once_and_no_sample_too_long(lengths: list[int], sequence: int) -> None:
-    start, length = pieces_of(np.cumsum(np.asarray(lengths, np.int64)), sequence, cut=False)
-    packing = packed(start, length, sequence)
+    start, length = pieces_of(np.cumsum(np.asarray(lengths, np.int64)), sequence, truncates=False)
+    packing = pack_best_fit(start, length, sequence)
     seen: list[int] = []
     for sample in range(packing.num_samples):
         pieces = packing.pieces(sample)
@@ -278,7 +278,7 @@ def optimum_at_most(lengths: list[int], sequence: int) -> int:
 
 def packed_from(tmp_path: Path, rows: list[dict[str, Any]], sequence: int, together: bool) -> PackedText:
     corpus = prepared(tmp_path, as_jsonl(tmp_path, rows), source="jsonl")
-    return packed_text(corpus.store(), sequence, 2, 0.3, 0, together=together)
+    return packed_text(corpus.store(), sequence, 2, 0.3, 0, shares_samples=together)
 
 
 def test_a_sample_of_documents_has_positions_and_labels_of_each(tmp_path: Path) -> None:
@@ -309,5 +309,5 @@ def test_an_instruction_is_cut_and_text_is_not(tmp_path: Path) -> None:
 
 
 def test_documents_without_text_are_left_out() -> None:
-    records = [Record("a", {"text": ""}), Record("b", {"text": "x"})]
-    assert [document.ids for document in documents_of(records, Columns(), Bytes())] == [[ord("x"), 10]]
+    records = [DataRecord("a", {"text": ""}), DataRecord("b", {"text": "x"})]
+    assert [document.ids for document in documents_of(records, Columns(), ByteTokenizer())] == [[ord("x"), 10]]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from weft.errors import ConfigError
-from weft.train.config import Config
-from weft.train.corpus import is_unchanged, open_data
-from weft.train.reading.tables import TablesOf, numbers, tables_of
-from weft.train.subject import Subject, subject_of
+from shardwise.errors import ConfigError
+from shardwise.train.config import TrainingConfig
+from shardwise.train.corpus import is_unchanged, open_data
+from shardwise.train.data.reading.tables import LibraryTableReader, stack_columns, table_reader_of
+from shardwise.train.training_task import TrainingTask, training_task_of
 
 pandas = pytest.importorskip("pandas")
 sklearn = pytest.importorskip("sklearn.preprocessing")
@@ -26,13 +26,13 @@ def make():
 ROWS = [(i, 10.0 * i, i % 3) for i in range(20)]
 
 
-def opened(folder: Path, *changes: str) -> Subject:
+def opened(folder: Path, *changes: str) -> TrainingTask:
     (folder / "model.py").write_text(MODEL)
     text = f'[model]\nname = "{folder / "model.py"}:make"\n[data]\nsource = "table"\nvalidation_fraction = 0.25\n[train]\nbatch = 4'
-    config = Config.parse(text, changes=changes)
+    config = TrainingConfig.parse(text, changes=changes)
     corpus = open_data(config.data, config.model.name, folder / "run")
     assert is_unchanged(corpus)
-    return subject_of(config, corpus)
+    return training_task_of(config, corpus)
 
 
 def written(folder: Path, ending: str) -> Path:
@@ -86,7 +86,7 @@ def test_columns_are_chosen(tmp_path: Path) -> None:
 
 def test_a_library_that_is_not_installed_is_named_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r'"device" for tables needs the package cudf.*or use data.preprocess = "cpu"'):
-        tables_of("device")
+        table_reader_of("device")
 
 
 def test_what_has_the_same_names_makes_the_same(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_what_has_the_same_names_makes_the_same(tmp_path: Path) -> None:
         return pandas.read_csv(file)
 
     frames, models = types.SimpleNamespace(read_csv=read_csv), types.SimpleNamespace(StandardScaler=sklearn.StandardScaler)
-    ours, theirs = tables_of("cpu"), TablesOf(frames, models)
+    ours, theirs = table_reader_of("cpu"), LibraryTableReader(frames, models)
     file = written(tmp_path, "csv")
-    a, b = (numbers(tables.read(file), ["a", "b"], file) for tables in (ours, theirs))
+    a, b = (stack_columns(tables.read(file), ["a", "b"], file) for tables in (ours, theirs))
     assert np.array_equal(a, b)
-    assert np.array_equal(ours.scaled(a[:9], a), theirs.scaled(b[:9], b))
+    assert np.array_equal(ours.standardize(a[:9], a), theirs.standardize(b[:9], b))
     assert calls == ["read_csv"]

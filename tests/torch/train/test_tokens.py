@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft import api
-from weft.errors import ConfigError
-from weft.lower.double import doubled
-from weft.run.build import Traced
-from weft.train.config import Config
-from weft.train.corpus import DESCRIPTION, open_data, save_description
-from weft.train.packed import packed_text
-from weft.train.reading.records import records_in
-from weft.train.subject import sequence_of, text_form, with_positions
-from weft.train.tokens import blind_attention, check_tokens
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+from shardwise import api
+from shardwise.errors import ConfigError
+from shardwise.lower.float64_mode import compute_in_float64
+from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.train.check_tokens import attention_without_mask, check_tokens
+from shardwise.train.config import TrainingConfig
+from shardwise.train.corpus import DESCRIPTION, open_data, save_description
+from shardwise.train.data.packed_text import packed_text
+from shardwise.train.data.reading.records import records_in
+from shardwise.train.training_task import sequence_length_of, text_form, with_positions
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
 ROWS = [{"text": "abcdefg"[: i % 6 + 2]} for i in range(24)]
 TINY = {
@@ -32,24 +32,24 @@ TINY = {
 }
 
 
-def configure(folder: Path, model: str, *changes: str) -> Config:
+def configure(folder: Path, model: str, *changes: str) -> TrainingConfig:
     """A configuration whose data is prepared in its run folder."""
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     words = ["data.source=jsonl", f"data.path={folder / 'a.jsonl'}", "data.sequence=16", f"run.folder={folder / 'run'}"]
-    config = Config.parse(f'[model]\nname = "{model}"', changes=[*words, *changes])
+    config = TrainingConfig.parse(f'[model]\nname = "{model}"', changes=[*words, *changes])
     (folder / "run").mkdir(exist_ok=True)
     save_description(open_data(config.data, model, folder / "run"), folder / "run" / DESCRIPTION)
     return config
 
 
-def check(config: Config, subject: Resolved) -> None:
-    """As `weft train` asks before it plans."""
-    source = Traced.of(subject.make)
-    check_tokens(config, source, api.shapes_of(subject, config.train.batch, source), subject.loss)
+def check(config: TrainingConfig, subject: ResolvedModel) -> None:
+    """As `shardwise train` asks before it plans."""
+    source = CachedModelSource.from_model(subject.make)
+    check_tokens(config, source, api.batch_shapes(subject, config.train.batch, source), subject.loss)
 
 
-def named(config: Config) -> Resolved:
-    return with_positions(resolve(config.model.name, config.train.batch, sequence_of(config)), config)
+def named(config: TrainingConfig) -> ResolvedModel:
+    return with_positions(resolve(config.model.name, config.train.batch, sequence_length_of(config)), config)
 
 
 def test_a_token_without_a_row_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_attention_that_does_not_see_where_documents_begin_is_refused(tmp_path: 
     config = configure(tmp_path, "gpt:vocabulary=128,sequence=16,hidden=16,layers=1,heads=2", "data.packing=documents")
     good = named(config)
     check(config, good)
-    bad = Resolved("blind", Blind, good.batch, good.loss, 8)
+    bad = ResolvedModel("blind", Blind, good.batch, good.loss, 8)
     with pytest.raises(ConfigError, match=r"its attention \(.*\) has no mask that follows from them, so documents in one sample would see"):
         check(config, bad)
     with pytest.raises(ConfigError, match=r"takes no position_ids, .*; use data.packing = \"none\""):
-        text_form(resolve("moe-tiny", 8), restart=True)
+        text_form(resolve("moe-tiny", 8), resets_positions=True)
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -92,15 +92,15 @@ def test_models_of_transformers_keep_packed_documents_apart(kind: str, tmp_path:
     file.write_text(json.dumps({"model_type": kind, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 1, **TINY[kind]}))
     config = configure(tmp_path, f"hf:{file}", "data.packing=documents")
     corpus = open_data(config.data, config.model.name, tmp_path / "run")
-    together, alone = (packed_text(corpus.store(), 16, 4, 0.2, 0, together=both) for both in (True, False))
+    together, alone = (packed_text(corpus.store(), 16, 4, 0.2, 0, shares_samples=both) for both in (True, False))
     torch.manual_seed(0)
     model = named(config).make().double().eval()
 
     def call(batch: Any) -> torch.Tensor:
-        with doubled(True):  # these compute some of it in float32 whatever they are given
+        with compute_in_float64(True):  # these compute some of it in float32 whatever they are given
             return model(**batch).loss.detach()
 
-    form = text_form(resolve(config.model.name, 4, 16), restart=True)
+    form = text_form(resolve(config.model.name, 4, 16), resets_positions=True)
 
     def total(samples: Any, keep: bool = True) -> float:
         batch = form(samples._read(torch.arange(samples.packing.num_samples).numpy()))
@@ -110,9 +110,9 @@ def test_models_of_transformers_keep_packed_documents_apart(kind: str, tmp_path:
 
     assert total(together) == pytest.approx(total(alone), rel=1e-12)
     assert abs(total(together, keep=False) - total(alone)) > 1e-4
-    source = Traced.of(named(config).make)
+    source = CachedModelSource.from_model(named(config).make)
     rows = form(together.train(0, range(4)))
-    assert blind_attention(source.capture(rows, None, 4).graph) == ""
+    assert attention_without_mask(source.capture(rows, None, 4).graph) == ""
 
 
 def test_shards_of_the_webdataset_library_are_read(tmp_path: Path) -> None:

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from weft.errors import UsageError
-from weft.train import trackers
-from weft.train.config import Config
+from shardwise.errors import UsageError
+from shardwise.train import trackers
+from shardwise.train.config import TrainingConfig
 
 ROWS: list[dict[str, Any]] = [{"step": n, "loss": 4.0 / n, "grad_norm": None if n == 2 else 0.5} for n in (1, 2, 3)]
 
 
-def config(*names: str) -> Config:
-    return Config.parse(f'[model]\nname = "gpt-tiny"\n[run]\ntrackers = {list(names)}'.replace("'", '"'))
+def config(*names: str) -> TrainingConfig:
+    return TrainingConfig.parse(f'[model]\nname = "gpt-tiny"\n[run]\ntrackers = {list(names)}'.replace("'", '"'))
 
 
 def told(folder: Path, *names: str) -> list[str]:
     """Two rows, then one more of the run as it goes on. Gives the warnings."""
     warnings: list[str] = []
     for start, rows in ((0, ROWS[:2]), (2, ROWS[2:])):
-        with trackers.tracking(config(*names), folder, start, warnings.append) as write:
+        with trackers.open_trackers(config(*names), folder, start, warnings.append) as write:
             for row in rows:
                 write(row)
     return warnings
@@ -91,7 +91,7 @@ def missing(folder: Path, settings: Any, start: int) -> Any:
 def test_a_tracker_that_fails_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "wandb", failing)
     warnings: list[str] = []
-    with trackers.tracking(config("wandb"), tmp_path, 0, warnings.append) as write:
+    with trackers.open_trackers(config("wandb"), tmp_path, 0, warnings.append) as write:
         write(ROWS[0])
         write(ROWS[1])
     assert warnings == ["wandb is disabled: ConnectionError: no such server"]
@@ -106,12 +106,12 @@ def ending_badly(folder: Path, settings: Any, start: int) -> Iterator[Any]:
 def test_a_tracker_that_fails_at_its_end_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "wandb", ending_badly)
     warnings: list[str] = []
-    with trackers.tracking(config("wandb"), tmp_path, 0, warnings.append) as write:
+    with trackers.open_trackers(config("wandb"), tmp_path, 0, warnings.append) as write:
         write(ROWS[0])
     assert warnings == ["wandb did not close: ConnectionError: no such server"]
 
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", missing)
-    with pytest.raises(UsageError, match=r"weft\[trackers\]"), trackers.tracking(config("mlflow"), tmp_path, 0, print):
+    with pytest.raises(UsageError, match=r"shardwise\[trackers\]"), trackers.open_trackers(config("mlflow"), tmp_path, 0, print):
         pass

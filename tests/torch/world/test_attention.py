@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.world.attention_backend import scaled_dot_product_attention
-from weft.world.matmul_backend import HIGHEST
+from shardwise.world.attention_backend import scaled_dot_product_attention
+from shardwise.world.matmul_backend import HIGHEST
 
 WAY = "high"  # torch's name of one that is not its own
 

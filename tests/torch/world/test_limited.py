@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.errors import OutOfMemory, ProgramError
-from weft.plan.program import Program
-from weft.run.engine import Engine, OnDevice
-from weft.run.residency.host import HostStore
-from weft.schedules.lower import gather_weights, offload, recompute
-from weft.world.current import current_world
-from weft.world.memory import Accounts, accounts_of
+import shardwise
+from shardwise.errors import OutOfMemory, ProgramError
+from shardwise.plan.ir.program import Program
+from shardwise.run.engine import DeviceOptions, Engine
+from shardwise.run.residency.host_store import HostStore
+from shardwise.schedules.lower import gather_weights, offload, recompute
+from shardwise.world.current import current_world
+from shardwise.world.memory import Accounts, accounts_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -60,13 +60,13 @@ def accounts(counting: Accounts) -> Iterator[Accounts]:
 
 def _engine(layout: str, change: Callable[[Program], Program] | None = None, limit: float = 0.0) -> Engine:
     gc.collect()
-    plan = weft.plan(Residual, BATCH, loss=_loss, cluster="1xcpu-2", layout=layout)
+    plan = shardwise.plan(Residual, BATCH, loss=_loss, cluster="1xcpu-2", layout=layout)
     if change is not None:
         bare = Engine(plan, Residual, BATCH, _loss, current_world(), seed=0)
-        plan = replace(plan, layout=plan.layout.with_schedule("own.txt", str(change(bare.parts.program))))
+        plan = replace(plan, layout=plan.layout.with_schedule("own.txt", str(change(bare.rank_model.program))))
         del bare
         gc.collect()
-    return Engine(plan, Residual, BATCH, _loss, current_world(), seed=0, device=OnDevice(memory=limit))
+    return Engine(plan, Residual, BATCH, _loss, current_world(), seed=0, device=DeviceOptions(memory_limit_bytes=limit))
 
 
 @cache
@@ -133,9 +133,9 @@ def test_a_limit_that_a_serial_run_exceeds(accounts: Accounts) -> None:
 def test_what_is_moved_is_counted_once_a_storage(accounts: Accounts) -> None:
     engine = _engine(CHUNKS, _everywhere(offload))
     engine.step(BATCH)
-    first = engine._host.moved_bytes
+    first = engine._host_store.copied_bytes
     engine.step(BATCH)
-    assert engine._host.moved_bytes == 2 * first > 0
+    assert engine._host_store.copied_bytes == 2 * first > 0
 
 
 def test_a_program_that_moves_and_one_that_drops_are_proven_and_mixed(accounts: Accounts) -> None:
@@ -160,9 +160,9 @@ class Counts(Residual):
 
 
 def test_a_stage_that_reads_what_the_model_writes_is_not_dropped() -> None:
-    plan = weft.plan(Counts, BATCH, loss=_loss, cluster="1xcpu-2", layout="data=1 chunks=2 schedule=interleaved microbatches=2")
+    plan = shardwise.plan(Counts, BATCH, loss=_loss, cluster="1xcpu-2", layout="data=1 chunks=2 schedule=interleaved microbatches=2")
     bare = Engine(plan, Counts, BATCH, _loss, current_world(), seed=0)
-    program = recompute(bare.parts.program, {(s, m) for s in (0, 1) for m in (0, 1)})
+    program = recompute(bare.rank_model.program, {(s, m) for s in (0, 1) for m in (0, 1)})
     own = replace(plan, layout=plan.layout.with_schedule("own.txt", str(program)))
     with pytest.raises(ProgramError, match="reads a buffer that the model writes"):
         Engine(own, Counts, BATCH, _loss, current_world(), seed=0)
@@ -170,13 +170,13 @@ def test_a_stage_that_reads_what_the_model_writes_is_not_dropped() -> None:
 
 def test_a_copy_that_is_not_what_was_kept_is_found(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = _trained("data=1")
-    copy_out = HostStore._copy_out
+    copy_out = HostStore._copy_to_host
 
     def spoiled(self: HostStore, block: Any) -> None:
         copy_out(self, block)
         block.host[:4] = 0
 
-    monkeypatch.setattr(HostStore, "_copy_out", spoiled)
+    monkeypatch.setattr(HostStore, "_copy_to_host", spoiled)
     assert not _same(plain, _trained.__wrapped__("data=1 offload=activations")[0])
 
 
@@ -206,7 +206,7 @@ def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
         engine.step(BATCH)
     modules = [type(m).__name__ for runner in mixed._executor.runners.values() for m in runner.local.module.children()]
     assert [name for name in modules if name in ("OffloadedLayer", "Recomputed")] == ["OffloadedLayer", "OffloadedLayer", "Recomputed"]
-    assert two._host.moved_bytes == mixed._host.moved_bytes == every._host.moved_bytes / 2 > 0
+    assert two._host_store.copied_bytes == mixed._host_store.copied_bytes == every._host_store.copied_bytes / 2 > 0
 
 
 @pytest.mark.parametrize(("moves", "order"), [(2, "c1 c0 r1 r0"), (3, "c2 r2 c1 r1 c0 r0"), (4, "r3 c3 c2 r2 c1 r1 c0 r0")])
@@ -217,22 +217,22 @@ def test_where_copies_overlap_layers_are_called_as_soon_as_there_is_room(
     plain, _ = _trained("data=1")
     monkeypatch.setattr(HostStore, "overlaps", property(lambda self: True))
     events: list[str] = []
-    back, unpack = HostStore.back, HostStore._unpack
+    back, unpack = HostStore.load, HostStore._unpack
 
     def depth(moved: Any) -> int:
         return 0 if moved.before is None else 1 + depth(moved.before)
 
     def backed(self: HostStore, moved: Any) -> None:
-        if moved.is_out:
+        if moved.is_offloaded:
             events.append(f"c{depth(moved)}")
         back(self, moved)
 
     def unpacked(self: HostStore, kept: Any) -> Tensor:
-        if not isinstance(kept, Tensor) and not kept.moved.is_read:
+        if not isinstance(kept, Tensor) and not kept.moved.is_in_backward:
             events.append(f"r{depth(kept.moved)}")
         return unpack(self, kept)
 
-    monkeypatch.setattr(HostStore, "back", backed)
+    monkeypatch.setattr(HostStore, "load", backed)
     monkeypatch.setattr(HostStore, "_unpack", unpacked)
     engine = _engine(f"data=1 offload=activations:{moves}")
     engine.step(BATCH)

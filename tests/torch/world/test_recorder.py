@@ -10,82 +10,82 @@ from pathlib import Path
 
 import pytest
 
-from weft.world import recorder
-from weft.world.recorder import ALL_REDUCE, DONE, RUNNING, SEND, Reader, Recorder, create, group_name
+from shardwise.world import recorder
+from shardwise.world.recorder import ALL_REDUCE, DONE, RUNNING, SEND, CollectiveRecorder, RecordReader, create_record_file, group_name
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    create(tmp_path / "record", 2, generation=3, capacity=4)
+    create_record_file(tmp_path / "record", 2, generation=3, capacity=4)
     return tmp_path / "record"
 
 
 def test_what_one_rank_writes_the_launcher_reads(record: Path) -> None:
-    writer, reader = Recorder(record, 1, 3), Reader(record)
+    writer, reader = CollectiveRecorder(record, 1, 3), RecordReader(record)
     assert reader.status(0).phase == "absent"
     assert reader.status(1).last is None
-    writer.phase(RUNNING)
+    writer.set_phase(RUNNING)
     pair, all_ranks = writer.slot((1, 0)), writer.slot((0, 1))
     done = writer.start(ALL_REDUCE, all_ranks, recorder.DTYPES.index("int64"), (2, 3), 48)
-    writer.done(done)
+    writer.finish(done)
     writer.start(SEND, pair, recorder.DTYPES.index("bfloat16"), (1, 2, 3, 4, 5), 240, peer=0, tag=1 << 20)
     status = reader.status(1)
     assert (status.phase, status.pid, status.num_started) == ("running", os.getpid(), 2)
     last = status.last
     assert last is not None
-    assert (last.generation, last.sequence, last.group, last.running, last.size_bytes) == (3, 1, "1,0", True, 240)
+    assert (last.generation, last.sequence, last.group, last.is_running, last.size_bytes) == (3, 1, "1,0", True, 240)
     assert str(last) == "send #1 bfloat16 [1, 2, 3, 4] to rank 0, tag 1048576 (ranks 1,0)"
 
 
 def test_the_oldest_that_runs_is_shown_and_the_ring_turns(record: Path) -> None:
-    writer, reader = Recorder(record, 0), Reader(record)
+    writer, reader = CollectiveRecorder(record, 0), RecordReader(record)
     slot = writer.slot((0, 1))
     places = [writer.start(ALL_REDUCE, slot, 1, (n,), 4 * n) for n in range(6)]
     for place in (places[5], places[3], places[2]):
-        writer.done(place)
+        writer.finish(place)
     last = reader.status(0).last
     assert last is not None
-    assert (last.sequence, last.running) == (4, True)
-    writer.done(places[4])
+    assert (last.sequence, last.is_running) == (4, True)
+    writer.finish(places[4])
     last = reader.status(0).last
     assert last is not None
-    assert (last.sequence, last.running, last.shape) == (5, False, (5,))
+    assert (last.sequence, last.is_running, last.shape) == (5, False, (5,))
     assert last.end_s >= last.start_s > 0
 
 
 def test_a_record_that_is_being_written_over_is_not_one_that_runs(record: Path) -> None:
     """A rank that loses its core between the zeros of a record and what follows them would else seem to wait since the machine started."""
-    writer, reader = Recorder(record, 0), Reader(record)
+    writer, reader = CollectiveRecorder(record, 0), RecordReader(record)
     slot = writer.slot((0, 1))
     for number in range(7):
         place = writer.start(ALL_REDUCE, slot, 1, (4,), 16)
-        writer.done(place)
+        writer.finish(place)
         if number >= 3:  # the oldest is next
             oldest = writer._ring + (number + 1) % 4 * recorder.RECORD_BYTES
             before = bytes(writer._map[oldest : oldest + recorder.RECORD.size])
             writer._map[oldest : oldest + recorder.RECORD.size] = bytes(recorder.RECORD.size)
             last = reader.status(0).last
             assert last is not None
-            assert (last.sequence, last.running) == (number, False)
+            assert (last.sequence, last.is_running) == (number, False)
             writer._map[oldest : oldest + recorder.RECORD.size] = before
     reader.close()
 
 
 def test_the_record_survives_the_process(record: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom weft.world.recorder import *\nw = Recorder(Path(sys.argv[1]), 0)\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom shardwise.world.recorder import *\nw = Recorder(Path(sys.argv[1]), 0)\n"
         "w.start(ALL_GATHER, w.slot((0, 1)), 1, (7,), 28)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(record)], check=False).returncode == -9
-    last = Reader(record).status(0).last
+    last = RecordReader(record).status(0).last
     assert last is not None
-    assert (last.op, last.shape, last.running) == ("all_gather", (7,), True)
+    assert (last.op, last.shape, last.is_running) == ("all_gather", (7,), True)
 
 
 def test_stopping_reaches_every_rank_and_settled_waits_for_all(record: Path) -> None:
-    one, two, reader = Recorder(record, 0), Recorder(record, 1), Reader(record)
+    one, two, reader = CollectiveRecorder(record, 0), CollectiveRecorder(record, 1), RecordReader(record)
     assert not one.stopping
-    reader.stop()
+    reader.request_stop()
     assert one.stopping
     assert two.stopping
     one.phase(DONE)
@@ -96,17 +96,17 @@ def test_stopping_reaches_every_rank_and_settled_waits_for_all(record: Path) -> 
 
 def test_a_record_holds_no_more_than_its_size(record: Path) -> None:
     size = record.stat().st_size
-    writer = Recorder(record, 0)
+    writer = CollectiveRecorder(record, 0)
     for n in range(100):
         writer.start(ALL_REDUCE, writer.slot(tuple(range(n + 1))), 1, (n,), n)
     assert record.stat().st_size == size
-    assert Reader(record).status(1).phase == "absent"
+    assert RecordReader(record).status(1).phase == "absent"
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text(json.dumps({"a": "b" * 100}))
     with pytest.raises(ValueError, match="not a record of collectives"):
-        Reader(tmp_path / "other")
+        RecordReader(tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
-from weft.capture.capture import call
-from weft.errors import ModelError, UsageError
-from weft.zoo import hugging_face
-from weft.zoo.names import find
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+import shardwise
+from shardwise.capture.capture import call_with_loss
+from shardwise.errors import ModelError, UsageError
+from shardwise.zoo import hugging_face
+from shardwise.zoo.names import find
+from shardwise.zoo.resolve import resolve
+from shardwise.zoo.resolved import ResolvedModel
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIGS = sorted((Path(__file__).parents[1] / "hf").glob("*.json"))
@@ -24,7 +24,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "hf").glob("*.json"))
 def step(resolved: object, batch: object = None) -> torch.Tensor:
     torch.manual_seed(0)
     batch = resolved.example() if batch is None else batch
-    value = call(resolved.make(), batch, resolved.loss)
+    value = call_with_loss(resolved.make(), batch, resolved.loss)
     value.backward()
     assert torch.isfinite(value)
     return value.detach()
@@ -197,7 +197,7 @@ def learned():
     resolved = resolve(f"{file}:penalised")
     first, second = resolved.make(), resolved.make()
     for model in (first, second):
-        value = call(model, resolved.example(), resolved.loss)
+        value = call_with_loss(model, resolved.example(), resolved.loss)
         assert value == sum(p.abs().sum() for p in model.parameters())
     assert not torch.equal(first.weight, second.weight)
     with pytest.raises(ModelError, match="holds the model's parameter weight itself; let it read the parameter from the model"):
@@ -217,9 +217,9 @@ def test_siblings_are_imported_and_nothing_stays_on_the_path(tmp_path: Path) -> 
     """Two folders with a sibling of one name each get their own; a factory may import when it is called."""
     path = list(sys.path)
     for folder, width in (("one", 3), ("two", 5)):
-        written(tmp_path / folder, f"WIDTH = {width}\n", "weft_test_sibling.py")
-        written(tmp_path / folder, f"HEIGHT = {width}\n", "weft_test_split_backward.py")
-        text = "from weft_test_sibling import WIDTH\ndef make():\n    from weft_test_split_backward import HEIGHT\n"
+        written(tmp_path / folder, f"WIDTH = {width}\n", "shardwise_test_sibling.py")
+        written(tmp_path / folder, f"HEIGHT = {width}\n", "shardwise_test_split_backward.py")
+        text = "from shardwise_test_sibling import WIDTH\ndef make():\n    from shardwise_test_split_backward import HEIGHT\n"
         text += "    return nn.Linear(WIDTH, HEIGHT)\n"
         file = written(tmp_path / folder, text)
         assert resolve(f"{file}:make").make().weight.shape == (width, width)
@@ -253,7 +253,7 @@ def test_a_sibling_does_not_take_the_place_of_what_can_be_imported(tmp_path: Pat
         ("def make(): return nn.ReLU()\n", "mak", "no function mak; did you mean make"),
         ("def make(): return nn.ReLU()\nx = 3\n", "x", "no function x"),
         ("def make(): return nn.ReLU()\n", "", "names no factory; use .*:NAME, with one of make"),
-        ("import weft_no_such_module\n", "make", "ModuleNotFoundError"),
+        ("import shardwise_no_such_module\n", "make", "ModuleNotFoundError"),
         ("def make(:\n", "make", "line 3: SyntaxError"),
         ("def make(): raise RuntimeError('no\\n luck')\n", "make", "raises RuntimeError: no luck; "),
         ("def make(): raise SystemExit(7)\n", "make", "raises SystemExit: 7; .* belongs under if __name__"),
@@ -280,7 +280,7 @@ def test_a_missing_file_and_a_sequence(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def transformers() -> object:
-    return pytest.importorskip("transformers", reason="weft[hf] is not installed")
+    return pytest.importorskip("transformers", reason="shardwise[hf] is not installed")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -290,7 +290,7 @@ def test_a_configuration_runs_a_step_in_float64(transformers: object, config: Pa
     torch.manual_seed(0)
     model = resolved.make().double()
     assert model.training
-    value = call(model, batch, resolved.loss)
+    value = call_with_loss(model, batch, resolved.loss)
     value.backward()
     # The library itself takes the logits of text to float32 for the loss.
     assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.dtype != torch.float64] == []
@@ -340,7 +340,7 @@ def test_sequence_of_a_configuration(transformers: object, tmp_path: Path) -> No
         ('{"model_type": "gtp2"}', "did you mean gpt2"),
         ('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModle"]}', "did you mean GPT2LMHeadModel"),
         ('{"model_type": "gpt2", "architectures": ["GPT2Model"]}', "cannot make up what GPT2Model learns"),
-        ('{"model_type": "whisper"}', "no head that weft can feed"),
+        ('{"model_type": "whisper"}', "no head that shardwise can feed"),
         ('{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}', "takes input_features"),
     ],
 )
@@ -368,7 +368,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(f"No module named {name}")
 
     monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
-    with pytest.raises(ModelError, match=r"install weft\[hf\]"):
+    with pytest.raises(ModelError, match=r"install shardwise\[hf\]"):
         resolve(f"hf:{CONFIGS[0]}")
 
 
@@ -378,6 +378,8 @@ def test_planning_in_python_asks_for_shapes_alone() -> None:
     def batch(size: int) -> tuple[torch.Tensor, ...]:
         raise AssertionError(f"{size} samples with values")
 
-    model = Resolved("net", lambda: torch.nn.Linear(4, 2), batch, lambda y, _: y.sum(), 8, form=lambda size: (torch.empty(size, 4),))
-    assert weft.plan(model, cluster="1xcpu-2", layout="data=2").batch_size == 8
-    assert weft.plan(model, 4, cluster="1xcpu-2", layout="data=2").batch_size == 4
+    model = ResolvedModel(
+        "net", lambda: torch.nn.Linear(4, 2), batch, lambda y, _: y.sum(), 8, empty_batch=lambda size: (torch.empty(size, 4),)
+    )
+    assert shardwise.plan(model, cluster="1xcpu-2", layout="data=2").batch_size == 8
+    assert shardwise.plan(model, 4, cluster="1xcpu-2", layout="data=2").batch_size == 4

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.capture.capture import call, capture
-from weft.capture.init import Deferred
-from weft.errors import ModelError
-from weft.model.work import work
-from weft.zoo import bert, gpt, inception, lstm, moe, resnet_v2, shared_layers, t5, unet
-from weft.zoo.names import FAMILIES, find, sizes
+from shardwise.capture.capture import call_with_loss, capture
+from shardwise.capture.initialization import DeferredInit
+from shardwise.errors import ModelError
+from shardwise.model.work import operator_work
+from shardwise.zoo import bert, gpt, inception, lstm, moe, resnet_v2, shared_layers, t5, unet
+from shardwise.zoo.names import FAMILIES, find, published_sizes
 
-TINY = sorted(name for name in sizes() if name.endswith("-tiny"))
+TINY = sorted(name for name in published_sizes() if name.endswith("-tiny"))
 BIG = ("gpt-175b", "megatron-1t", "llama-405b")  # their layers are counted in closed form
 
 # As the authors' released weights have them (torchvision for images, the original checkpoints for text), or as papers count them.
@@ -67,13 +67,13 @@ def num_parameters(module: nn.Module) -> int:
 def on_meta(name: str) -> nn.Module:
     family, config = find(name)
     with torch.device("meta"):
-        return family.Model(config)
+        return family.make_model(config)
 
 
 def tiny(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
     family, config = find(name)
     torch.manual_seed(0)
-    return family.Model(config), family.example_batch(config, 8), family.loss
+    return family.make_model(config), family.example_batch(config, 8), family.loss
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -87,7 +87,7 @@ def test_parameters_are_as_many_as_the_papers_say(name: str) -> None:
 
 
 def test_every_size_is_counted() -> None:
-    assert {*PUBLISHED, *ROUNDED, *TINY, *BIG, *(f"megatron-{size}" for size in MEGATRON)} == set(sizes())
+    assert {*PUBLISHED, *ROUNDED, *TINY, *BIG, *(f"megatron-{size}" for size in MEGATRON)} == set(published_sizes())
     assert {name.removesuffix("-tiny") for name in TINY} - {"gshard", "resnext"} == set(FAMILIES)  # kinds of moe and resnet
 
 
@@ -132,8 +132,8 @@ def test_the_largest_llama_by_layers() -> None:
 def test_any_gpt_has_the_parameters_of_the_closed_form(
     heads: int, head_dim: int, layers: int, vocabulary: int, sequence: int, inner: int, rotary: bool, tied: bool
 ) -> None:
-    config = gpt.Config(vocabulary, sequence, heads * head_dim, layers, heads, inner, "rotary" if rotary else "learned", tied)
-    model = gpt.Model(config)
+    config = gpt.GPTConfig(vocabulary, sequence, heads * head_dim, layers, heads, inner, "rotary" if rotary else "learned", tied)
+    model = gpt.GPT(config)
     assert num_parameters(model) == config.num_parameters
     assert model(gpt.example_batch(config, 2)["input_ids"]).shape == (2, sequence, vocabulary)
 
@@ -144,7 +144,7 @@ def test_a_unet_has_the_parameters_of_the_closed_form(base: int, depth: int, cla
     widths = [base * 2**level for level in range(depth + 1)]
     down = sum(9 * (c * out + out * out) + 4 * out for c, out in zip([1, *widths], widths, strict=False))
     up = sum(4 * 2 * w * w + w + 9 * (2 * w * w + w * w) + 4 * w for w in widths[:-1])
-    model = unet.Model(unet.Config(base=base, depth=depth, image=32, classes=classes))
+    model = unet.UNet(unet.UNetConfig(base=base, depth=depth, image=32, classes=classes))
     assert num_parameters(model) == down + up + base * classes + classes
 
 
@@ -164,7 +164,7 @@ def test_resnet_1k_has_1001_layers() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_reaches_every_parameter(name: str) -> None:
     model, batch, loss = tiny(name)
-    value = call(model, batch, loss)
+    value = call_with_loss(model, batch, loss)
     value.backward()
     assert torch.isfinite(value)
     without = [n for n, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all() or not p.grad.abs().sum()]
@@ -177,15 +177,15 @@ def test_a_model_starts_from_about_the_uniform_loss(name: str) -> None:
     config = find(name)[1]
     uniform = math.log(getattr(config, "vocabulary", None) or config.classes)
     # T5 starts from logits of variance 1, networks with norms before the head from a little spread.
-    assert uniform - 0.5 < call(model, batch, loss).item() < uniform + 1.5
+    assert uniform - 0.5 < call_with_loss(model, batch, loss).item() < uniform + 1.5
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_model_runs_in_float64(name: str) -> None:
     model, batch, loss = tiny(name)
-    single = call(model.eval(), batch, loss).item()
+    single = call_with_loss(model.eval(), batch, loss).item()
     double = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    value = call(model.double(), double, loss)
+    value = call_with_loss(model.double(), double, loss)
     assert value.dtype == torch.float64
     assert value.item() == pytest.approx(single, rel=1e-4)
 
@@ -193,8 +193,8 @@ def test_a_model_runs_in_float64(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_model_is_exported_in_train_mode(name: str) -> None:
     family, config = find(name)
-    with Deferred() as deferred:
-        model = family.Model(config)
+    with DeferredInit() as deferred:
+        model = family.make_model(config)
     captured = capture(model, family.example_batch(config, 8), family.loss, fake_mode=deferred.fake_mode)
     assert captured.graph.num_parameters == num_parameters(on_meta(name))
     assert len(captured.graph.operators) >= 8  # that eight stages can be cut
@@ -266,7 +266,7 @@ def test_an_encoder_sees_all() -> None:
 
 
 def test_experts_are_those_of_a_loop_over_tokens() -> None:
-    config = moe.Config(hidden=6, heads=1, experts=4, inner=10, layers=1)
+    config = moe.MoEConfig(hidden=6, heads=1, experts=4, inner=10, layers=1)
     torch.manual_seed(0)
     experts = moe.Experts(config).double()
     x = torch.randn(3, 5, 6, dtype=torch.float64)
@@ -288,7 +288,7 @@ def test_experts_are_those_of_a_loop_over_tokens() -> None:
 
 def test_room_for_all_gives_what_no_limit_gives() -> None:
     """A capacity of E: each expert has a place for every token of a sample."""
-    config = moe.Config(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=5)
+    config = moe.MoEConfig(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=5)
     torch.manual_seed(0)
     unlimited = moe.Experts(config).double()
     roomy = moe.Experts(replace(config, capacity=4.0)).double()
@@ -299,8 +299,8 @@ def test_room_for_all_gives_what_no_limit_gives() -> None:
 
 def test_experts_that_are_full_are_gone_round() -> None:
     """Against a loop over tokens: first choices before second, earlier tokens before later, and who finds no place gets nothing."""
-    config = moe.Config(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=8, capacity=1.0)
-    assert config.places == 2
+    config = moe.MoEConfig(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=8, capacity=1.0)
+    assert config.expert_capacity == 2
     torch.manual_seed(0)
     experts = moe.Experts(config).double()
     x = torch.randn(2, 8, 6, dtype=torch.float64)
@@ -328,11 +328,11 @@ def test_the_work_of_a_mixture_is_that_of_its_capacity() -> None:
     flops = {}
     for capacity in (0.0, 2.0):
         family, config = find(f"moe-tiny:experts=8,capacity={capacity}")
-        with Deferred() as deferred:
-            model = family.Model(config)
+        with DeferredInit() as deferred:
+            model = family.make_model(config)
         graph = capture(model, family.example_batch(config, 4), family.loss, fake_mode=deferred.fake_mode).graph
         up = [v.value for v in graph.parameters if v.name.endswith(("mlp.up", "mlp.down"))]
-        flops[capacity] = sum(w.flops for op in graph.operators if set(op.inputs) & set(up) for w in [work(graph)[op.name]])
+        flops[capacity] = sum(w.flops for op in graph.operators if set(op.inputs) & set(up) for w in [operator_work(graph)[op.name]])
     mixed = 2
     assert flops[2.0] == mixed * 2 * 2 * 64 * 128 * 4 * 32 * 2
     assert flops[0.0] == flops[2.0] * 8 / 2
@@ -341,7 +341,7 @@ def test_the_work_of_a_mixture_is_that_of_its_capacity() -> None:
 def test_gpt_starts_as_published() -> None:
     """Radford et al. 2019, section 2.3: N(0, 0.02), projections into the residual stream smaller by sqrt(2 layers)."""
     torch.manual_seed(0)
-    model = gpt.Model(gpt.Config(vocabulary=512, sequence=64, hidden=256, layers=8, heads=4))
+    model = gpt.GPT(gpt.GPTConfig(vocabulary=512, sequence=64, hidden=256, layers=8, heads=4))
     for name, weight in model.named_parameters():
         if name.endswith(("attention.o.weight", "mlp.down.weight")):
             assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.03), name
@@ -351,13 +351,13 @@ def test_gpt_starts_as_published() -> None:
 
 
 def test_dropout_is_off_unless_asked_for() -> None:
-    config = gpt.Config(vocabulary=96, sequence=16, hidden=64, layers=1, heads=8)
+    config = gpt.GPTConfig(vocabulary=96, sequence=16, hidden=64, layers=1, heads=8)
     ids = gpt.example_batch(config, 2)["input_ids"]
     torch.manual_seed(0)
-    model = gpt.Model(config)
+    model = gpt.GPT(config)
     assert torch.equal(model(ids), model(ids))
     _, config = find("gpt-tiny:dropout=0.5")
-    noisy = gpt.Model(config)
+    noisy = gpt.GPT(config)
     assert not torch.equal(noisy(ids), noisy(ids))
     noisy.eval()
     assert torch.equal(noisy(ids), noisy(ids))
@@ -387,9 +387,9 @@ def test_sizes_that_make_no_model_are_refused(text: str, said: str) -> None:
 
 def test_relative_positions_of_t5() -> None:
     """Exact to 8 (16 one way), then logarithmic, the last bucket from 128 on; ahead and behind do not share buckets."""
-    assert [t5.bucket(-d, both_ways=False) for d in (0, 1, 15, 16, 127, 128, 5000)] == [0, 1, 15, 16, 31, 31, 31]
-    assert {t5.bucket(d, both_ways=False) for d in range(1, 50)} == {0}
-    behind, ahead = ({t5.bucket(sign * d, both_ways=True) for d in range(1, 300)} for sign in (-1, 1))
+    assert [t5.relative_position_bucket(-d, both_ways=False) for d in (0, 1, 15, 16, 127, 128, 5000)] == [0, 1, 15, 16, 31, 31, 31]
+    assert {t5.relative_position_bucket(d, both_ways=False) for d in range(1, 50)} == {0}
+    behind, ahead = ({t5.relative_position_bucket(sign * d, both_ways=True) for d in range(1, 300)} for sign in (-1, 1))
     assert behind == set(range(1, 16))
     assert ahead == set(range(17, 32))
 
@@ -430,7 +430,7 @@ def test_generation_refuses_nothing_to_go_on() -> None:
 def test_rotation_depends_on_distance_alone() -> None:
     cos, sin = shared_layers.rotary_tables(12, 8, 1e4)
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)
-    scores = shared_layers.rotate(q, cos, sin)[0, 0] @ shared_layers.rotate(k, cos, sin)[0, 0].T
+    scores = shared_layers.apply_rotary(q, cos, sin)[0, 0] @ shared_layers.apply_rotary(k, cos, sin)[0, 0].T
     for offset in range(-11, 12):
         diagonal = scores.diagonal(offset)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-3, atol=1e-4)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.zoo import bert, gpt, llama, t5, vit
+from shardwise.zoo import bert, gpt, llama, t5, vit
 
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="weft[hf] is not installed, or its layers have other names")
+transformers = pytest.importorskip(
+    "transformers", minversion="5.0", reason="shardwise[hf] is not installed, or its layers have other names"
+)
 
 FLOAT32_INSIDE = 1e-4  # the library computes RMS norms and rotary tables in float32, whatever the model's dtype
 Names = list[tuple[str, str]]  # ours (a pattern) -> theirs
@@ -132,21 +134,21 @@ def same(ours: Tensor, other: Tensor, tolerance: float = 1e-9) -> None:
 
 def test_gpt() -> None:
     config = gpt.SIZES["gpt-tiny"]
-    model = randomised(gpt.Model(config))
+    model = randomised(gpt.GPT(config))
     settings = transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=64, n_layer=4, n_head=8, bos_token_id=0, eos_token_id=0)
     other = transformers.GPT2LMHeadModel(settings).double().eval()
     carried(model, other, GPT2, transposed=("c_proj.weight", "c_fc.weight"))
     batch = gpt.example_batch(config, 2)
     logits = other(batch["input_ids"]).logits
     same(model(**batch), logits)
-    gpt.loss(model(**batch), batch).backward()
-    gpt.loss(logits, batch).backward()
+    gpt.compute_loss(model(**batch), batch).backward()
+    gpt.compute_loss(logits, batch).backward()
     same(model.tokens.weight.grad, other.transformer.wte.weight.grad)
 
 
 def test_llama() -> None:
     config = llama.SIZES["llama-tiny"]
-    model = llama.Model(config).double()
+    model = llama.Llama(config).double()
     settings = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         max_position_embeddings=32, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": config.theta},
@@ -160,7 +162,7 @@ def test_llama() -> None:
 
 def test_bert() -> None:
     config = bert.SIZES["bert-tiny"]
-    model = randomised(bert.Model(config))
+    model = randomised(bert.Bert(config))
     settings = transformers.BertConfig(
         vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, intermediate_size=256, max_position_embeddings=32
     )
@@ -169,13 +171,13 @@ def test_bert() -> None:
     batch = bert.example_batch(config, 3)
     answer = other(**batch)
     same(model(**batch), answer.logits)
-    same(bert.loss(model(**batch), batch), answer.loss)
+    same(bert.compute_loss(model(**batch), batch), answer.loss)
 
 
 def test_t5() -> None:
     """Over 160 tokens, so that distances of all buckets occur."""
-    config = t5.Config(vocabulary=96, sequence=160, hidden=64, layers=2, heads=8, head_dim=8, inner=128)
-    model = randomised(t5.Model(config))
+    config = t5.T5Config(vocabulary=96, sequence=160, hidden=64, layers=2, heads=8, head_dim=8, inner=128)
+    model = randomised(t5.T5(config))
     settings = transformers.T5Config(
         vocab_size=96, d_model=64, d_kv=8, d_ff=128, num_layers=2, num_heads=8, decoder_start_token_id=0, pad_token_id=0
     )
@@ -184,12 +186,12 @@ def test_t5() -> None:
     batch = t5.example_batch(config, 2)
     answer = other(input_ids=batch["input_ids"], labels=batch["labels"])
     same(model(**batch), answer.logits, FLOAT32_INSIDE)
-    same(t5.loss(model(**batch), batch), answer.loss, FLOAT32_INSIDE)
+    same(t5.compute_loss(model(**batch), batch), answer.loss, FLOAT32_INSIDE)
 
 
 def test_vit() -> None:
     config = vit.SIZES["vit-tiny"]
-    model = randomised(vit.Model(config))
+    model = randomised(vit.ViT(config))
     settings = transformers.ViTConfig(
         image_size=32, patch_size=8, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, intermediate_size=256, num_labels=16,
         layer_norm_eps=1e-6,
@@ -203,7 +205,7 @@ def test_vit() -> None:
 def test_a_swapped_weight_shows() -> None:
     """The twin of `test_bert`: one layer's norms exchanged, and the outputs differ."""
     config = bert.SIZES["bert-tiny"]
-    model = randomised(bert.Model(config))
+    model = randomised(bert.Bert(config))
     batch = bert.example_batch(config, 2)
     before = model(**batch)
     block = model.layers[1]

@@ -1,0 +1,150 @@
+"""The only adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), tracing, dispatcher and pytrees.
+
+Private names of torch, and names that not every version has, are listed here once. `for_real()` is a block without fake tensors and
+tracing. Fake tensors of other devices are not supported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import _decomp, _subclasses
+from torch._decomp import decompositions
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx import config as fx_config
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as for_real
+from torch.utils._pytree import tree_flatten, tree_map
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "DETECT_CAUSAL_MASK",
+    "DEVICE_INIT",
+    "FAKE_TENSOR_ERRORS",
+    "LSTM_LAYER",
+    "MODULE_APPLY",
+    "NAMES",
+    "NO_STACK_TRACES",
+    "TORCH_ASSERT",
+    "VALIDATE_ARGS",
+    "DispatchMode",
+    "Fake",
+    "FakeMode",
+    "HostFakeMode",
+    "assume_in_trace",
+    "clear_fake_tensor_memo",
+    "decompositions",
+    "fake_mode",
+    "for_real",
+    "fx_config",
+    "patched_attribute",
+    "silence_fake_tensor_log",
+    "transformer",
+    "tree_flatten",
+    "tree_map",
+]
+
+TORCH_ASSERT = torch._assert  # used by models to check values that a trace does not have
+# (owner, attribute) of every private name used here, for the test.
+NAMES: tuple[tuple[Any, str], ...] = (
+    (torch, "_assert"),
+    (torch, "_check"),
+    (_decomp, "decompositions"),
+    (decompositions, "one_layer_lstm"),
+    (transformer, "_detect_is_causal_mask"),
+    (torch.nn.Module, "_apply"),
+    (torch.distributions.Distribution, "_validate_args"),
+    (_subclasses, "fake_tensor"),
+    (fake_tensor, "FakeTensor"),
+    (fake_tensor, "FakeTensorMode"),
+    (fake_tensor.FakeTensorMode, "avoid_device_init"),
+    (fake_tensor, "DataDependentOutputException"),
+    (fake_tensor, "DynamicOutputShapeException"),
+    (fake_tensor, "UnsupportedOperatorException"),
+    (symbolic_shapes, "GuardOnDataDependentSymNode"),
+    (_python_dispatch, "TorchDispatchMode"),
+    (_python_dispatch, "_disable_current_modes"),
+    (_pytree, "tree_flatten"),
+    (_pytree, "tree_map"),
+)
+
+Fake = FakeTensor
+FakeMode = FakeTensorMode
+# Raised by fake tensors where real values are needed: for a number, a shape, or an operator without a shape rule.
+FAKE_TENSOR_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# Raised in a trace where Python code reads a value of a tensor, or a shape depends on values.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+# Attributes that patches replace.
+NO_STACK_TRACES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
+LSTM_LAYER = "one_layer_lstm"
+DEVICE_INIT = "avoid_device_init"
+DETECT_CAUSAL_MASK = "_detect_is_causal_mask"
+MODULE_APPLY = "_apply"  # by which `to` and `double` convert parameters
+VALIDATE_ARGS = "_validate_args"  # of a distribution
+_AVOID_DEVICE_INIT: Any = FakeTensorMode.avoid_device_init
+
+
+class HostFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode for host tensors that does not touch CUDA. torch's own queries the CUDA driver whenever it is entered: such a process
+    cannot be forked into ranks that use a GPU. Without a GPU torch simulates one, which fails in a fork of a process that has run backward.
+    Host tensors need neither, so this returns the value for a machine with a GPU.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return torch.version.cuda is None and bool(_AVOID_DEVICE_INIT.fget(self))
+
+
+def assume_in_trace(holds: bool | torch.SymBool) -> None:
+    """Assume a relation of data-dependent sizes in a trace; raise if it does not hold."""
+    torch._check(holds)  # type: ignore[no-untyped-call]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a new fake mode: fake tensors of two modes cannot be mixed in one operator."""
+    return HostFakeMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute is replaced (monkey patch)."""
+    is_inherited = isinstance(owner, type) and name not in vars(owner)
+    before = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if is_inherited else setattr(owner, name, before)
+
+
+@contextmanager
+def silence_fake_tensor_log() -> Iterator[None]:
+    """A block in which failing calls on fake tensors raise without an entry in torch's log."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def clear_fake_tensor_memo(mode: FakeTensorMode) -> None:
+    """Drop the mode's weak references to its tensors, with which `nn.Module.to` and `.double` refuse to swap a parameter."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

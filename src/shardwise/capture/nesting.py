@@ -1,0 +1,188 @@
+"""Nested batches and outputs (pytrees): leaves by path, replacing leaves, and the signature that batches of one capture share.
+
+Nodes are tuples, lists, dicts and library classes of these (named tuples, dataclasses, Hugging Face's ModelOutput and BatchEncoding);
+paths read `0`, `1.mask`, `input_ids`. Everything else is a leaf. Keys with the same text (1 and "1" in one dict) are not told apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from shardwise.errors import Infeasible, ModelError
+
+
+def named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of nested tuples, lists, dicts and dataclasses, in order: `0`, `1.mask`, `input_ids`."""
+    for key, value in _named_children(batch):
+        yield from named_leaves(value, f"{path}.{key}" if path else key)
+    if not _is_nested(batch):
+        yield path, batch
+
+
+def replace_leaves(batch: Any, leaves_by_path: Mapping[str, Any], path: str = "") -> Any:
+    """Return the same nesting, of the same classes, with the leaves of `leaves_by_path` by path.
+
+    >>> replace_leaves({"a": (1, [2])}, {"a.0": 3, "a.1.0": 4})
+    {'a': (3, [4])}
+    """
+    if not _is_nested(batch):
+        return leaves_by_path[path]
+    items = {key: replace_leaves(value, leaves_by_path, f"{path}.{key}" if path else key) for key, value in _named_children(batch)}
+    if isinstance(batch, Mapping):
+        named = dict(zip(batch, items.values(), strict=True))
+        if type(batch) is dict:
+            return named
+        # Other classes are copied: their constructor arguments are unknown.
+        copied = copy.copy(batch)
+        for key, value in named.items():
+            copied[key] = value  # type: ignore[index]
+        return copied
+    if isinstance(batch, tuple | list):
+        values = list(items.values())
+        if isinstance(batch, tuple) and hasattr(batch, "_make"):
+            return batch._make(values)
+        return values if type(batch) is list else type(batch)(values)
+    copied = copy.copy(batch)
+    for key, value in items.items():
+        object.__setattr__(copied, key, value)  # frozen ones too
+    return copied
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, Mapping | tuple | list) or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+
+
+def _named_children(x: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(x, Mapping):  # before dataclasses: a ModelOutput is both, and its items exclude None
+        for key, value in x.items():
+            yield str(key), value
+    elif isinstance(x, tuple | list):
+        for i, value in enumerate(x):
+            yield str(i), value
+    elif _is_nested(x):
+        for field in dataclasses.fields(x):
+            if hasattr(x, field.name):
+                yield field.name, getattr(x, field.name)
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the size of dimension 0 of the first tensor that is no scalar. Raises ModelError without such a tensor."""
+    for _, leaf in named_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
+
+
+def with_sample_count(batch: Any, num_samples: int) -> Any:
+    """Mark a batch's tensors with the number of samples of the global batch, so that ranks need not communicate it."""
+    for x in tensors_of(batch).values():
+        x.shardwise_samples = num_samples  # type: ignore[attr-defined]
+    return batch
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples that `with_sample_count` marked a batch with; 0 if one of its tensors is unmarked.
+
+    >>> x = torch.ones(2)
+    >>> count_samples((x,)), count_samples((with_sample_count(x, 5),)), count_samples((x[:1],))
+    (0, 5, 0)
+    """
+    return min((getattr(x, "shardwise_samples", 0) for x in tensors_of(batch).values()), default=0)
+
+
+_LITERALS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+def is_literal_value(leaf: Any) -> bool:
+    """Return whether a leaf that is no tensor is a plain value, comparable between batches, and not a mutable object."""
+    return leaf is None or isinstance(leaf, _LITERALS)
+
+
+@dataclass(frozen=True)
+class BatchSignature:
+    """The signature of a batch that a capture depends on: its tensors, their shapes except the number of samples, and all other values.
+
+    `tensors`: by path, whether dimension 0 is samples, the other sizes, the kind of dtype (all floating point dtypes are one kind).
+    `fixed`: leaves that are no tensors, except None, which equals a missing leaf.
+
+    >>> a, b = ((torch.zeros(4, 3), None), (torch.zeros(2, 3),))
+    >>> BatchSignature.of(a).key == BatchSignature.of(b).key, BatchSignature.of((torch.zeros(4, 5),)).key == BatchSignature.of(b).key
+    (True, False)
+    """
+
+    tensors: Mapping[str, tuple[bool, tuple[int, ...], str]]
+    fixed: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, batch: Any) -> Self:
+        """Return the signature of a batch."""
+        samples, tensors, fixed = batch_size_of(batch), {}, {}
+        for path, leaf in named_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                batched = leaf.dim() > 0 and leaf.shape[0] == samples
+                kind = "float" if leaf.is_floating_point() else str(leaf.dtype)
+                tensors[path] = batched, tuple(leaf.shape[batched:]), kind
+            elif leaf is not None:
+                fixed[path] = leaf
+        return cls(tensors, fixed)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """A hashable key, equal for batches of the same tensors and plain values; other objects are left out."""
+        values = ((path, type(leaf), leaf) for path, leaf in self.fixed.items() if is_literal_value(leaf))
+        return frozenset(self.tensors.items()), frozenset(values)
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of the key, the same in every process."""
+        values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_literal_value(leaf)}
+        return zlib.crc32(repr((sorted(self.tensors.items()), sorted(values.items()))).encode())
+
+    def differing_objects(self, other: BatchSignature) -> dict[str, Any]:
+        """Return the objects of another signature that this one lacks, by path: their contents may change from batch to batch."""
+        return {
+            path: leaf for path, leaf in other.fixed.items() if not is_literal_value(leaf) and not _is_equal(leaf, self.fixed.get(path))
+        }
+
+    def check_objects(self, other: BatchSignature) -> None:
+        """Raise Infeasible if another signature has objects that this one lacks."""
+        for path, leaf in self.differing_objects(other).items():
+            captured = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
+            raise Infeasible(
+                f"the batch has {path}={leaf!r}, and the model {captured}; a captured model takes tensors and plain values, so leave it "
+                "out of the batch"
+            )
+
+    def check_tensors(self, other: BatchSignature) -> None:
+        """Raise Infeasible if another signature has other tensors or values; shapes may differ."""
+        missing, more = sorted(self.tensors.keys() - other.tensors.keys()), sorted(other.tensors.keys() - self.tensors.keys())
+        changed = [p for p in {**self.fixed, **other.fixed} if not _is_equal(self.fixed.get(p), other.fixed.get(p))]
+        if missing or more or changed:
+            difference = f"lacks {', '.join(missing)}" if missing else f"has {', '.join([*more, *changed])}"
+            raise Infeasible(
+                f"the batch {difference}, and the model, which could not be captured, was divided with another one; give the same tensors "
+                "and values in every batch"
+            )
+
+
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch by path."""
+    return {path: leaf for path, leaf in named_leaves(batch) if isinstance(leaf, torch.Tensor)}
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError, RuntimeError):
+        return False

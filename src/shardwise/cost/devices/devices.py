@@ -1,0 +1,148 @@
+"""Device interface of the cost model. In: a cluster, a layout. Out: seconds and bytes of a rank's operators and overheads.
+
+CPU cores (`processors`) and accelerators (`gpus`) implement it; no other module distinguishes the two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster.cluster import Cluster, Speed
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.devices.copies import HostCopies
+from shardwise.cost.devices.kernel_memory import KernelMemory
+from shardwise.cost.devices.kernels import LocalKernel
+from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.layout import Layout
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per parameter: weight, gradient, the optimizer's float32 copy of the weight, and one moment."""
+
+    weight: float
+    gradient: float
+    copies: float
+    moment: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCollectives:
+    """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
+    all ranks arrive, the fraction by which compute grows from waiting, and the fraction of ring traffic that may overlap with compute."""
+
+    slowdown: float = 1.0
+    exposed_backward: float = 1.0
+    rendezvous_s: float = 0.0
+    wait_fraction: float = 0.0
+    ring_overlap: float = 0.0  # none on CPUs, where it takes the cores that compute
+
+
+@dataclass(frozen=True)
+class Devices(ABC):
+    """Properties of a kind of device. `busy`: (concurrent ranks, threads of each); None for those of a layout.
+
+    `kernel_memory`: memory of kernels beyond the graph's tensors. `uses_autocast`: 16-bit precision means autocast over float32 parameters,
+    so that only results of products are communicated in 16 bits; without it everything is. `has_even_stages`: frameworks give stages
+    equally many layers. `scatters_sends`: each tensor rank sends one shard to the next stage (Narayanan et al. 2021, section 4.1).
+    `overlaps_tied_reduction`: reduction of tied weights overlaps with backward like others. `recomputes_by_operator`: selective
+    recomputation is counted by operator. `num_layers_loaded`: offloaded layers that are on the device at once. `has_persistent_gradients`:
+    gradient buffers persist between steps, as in Megatron-LM.
+    """
+
+    cluster: Cluster
+    busy: tuple[int, int] | None
+
+    kernel_memory: ClassVar[type[KernelMemory]]
+    uses_autocast: ClassVar[bool]
+    has_even_stages: ClassVar[bool]
+    scatters_sends: ClassVar[bool]
+    overlaps_tied_reduction: ClassVar[bool]
+    recomputes_by_operator: ClassVar[bool]
+    num_layers_loaded: ClassVar[int]
+    has_persistent_gradients: ClassVar[bool]
+
+    def speed(self, layout: Layout) -> Speed:
+        """Return the speed of one of a layout's ranks."""
+        return self.cluster.speed(*(self.busy or (layout.num_ranks, layout.threads)))
+
+    def is_cast(self, layout: Layout) -> bool:
+        """Return whether autocast casts operators one by one."""
+        return self.uses_autocast and bool(PRECISIONS[layout.precision].product_dtype)
+
+    def is_half(self, layout: Layout) -> bool:
+        """Return whether all saved activations are 16-bit."""
+        return bool(PRECISIONS[layout.precision].product_dtype) and not self.is_cast(layout)
+
+    def widths(self, precision: str) -> Widths:
+        """Return the widths of a parameter's state: those of the trained dtype."""
+        return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
+
+    @abstractmethod
+    def operator_seconds(
+        self, layout: Layout, kernels: Sequence[tuple[LocalKernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
+    ) -> tuple[Array, Array]:
+        """Return forward and backward seconds by operator. Operator i is `kernels[index[i]]` with the factor of its rows; `repeated[i]`:
+        it is in a numbered block."""
+
+    @abstractmethod
+    def with_microbatch_overhead(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
+        """Return (a stage's `busy` seconds with the overhead of a microbatch, the seconds of it that accumulate gradients)."""
+
+    @abstractmethod
+    def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
+        """Seconds of an optimizer step."""
+
+    @abstractmethod
+    def copies(self, layout: Layout) -> HostCopies:
+        """Return the cost of host copies."""
+
+    @abstractmethod
+    def layer_collectives(self, layout: Layout) -> LayerCollectives:
+        """Return the properties of collectives inside layers."""
+
+    @abstractmethod
+    def overlap(self, layout: Layout) -> float:
+        """Return the fraction of a backward that gradient reduction may overlap with."""
+
+    @abstractmethod
+    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
+        """Seconds of a step's fixed overhead and of waiting for the slowest rank."""
+
+    @property
+    def uses_buckets(self) -> bool:
+        """Return whether gradients are reduced in buckets."""
+        return True
+
+    @property
+    def contention(self) -> float:
+        """Fraction of overlapped communication time that is taken from compute."""
+        return 0.0
+
+    @property
+    def zero_overlap(self) -> float:
+        """Fraction of a microbatch that all-gathers of ZeRO-3 and reduce-scatters of ZeRO-2 overlap with."""
+        return 0.0
+
+    @property
+    def exposed_send_fraction(self) -> float:
+        """Fraction of a stage's transfers that its rank waits for, beyond what the schedule shows."""
+        return 0.0
+
+    @property
+    def saves_scores(self) -> bool:
+        """Return whether attention saves its scores, counted by stage."""
+        return False
+
+    def describe_efficiency(self, precision: str) -> str:
+        """Describe the efficiency set in use, if it was not measured on these devices."""
+        return ""

@@ -1,0 +1,152 @@
+"""Device model of GPUs and TPUs, one rank each: an efficiency set, in mixed precision as in Megatron-LM or under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost.calibration.efficiency import EfficiencySet
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.devices.copies import HOST_BYTES_PER_S, HostCopies
+from shardwise.cost.devices.devices import Array, Devices, LayerCollectives, Widths
+from shardwise.cost.devices.kernel_memory import KernelMemory
+from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
+from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.layout import Layout
+
+ZERO_OVERLAP = 0.7  # fraction of a microbatch that ZeRO-3 all-gathers and ZeRO-2 reduce-scatters overlap with, as in DeepSpeed; assumed
+HOST_ADAM_S = 2.0e-9  # Adam step of one parameter on the host's CPUs, of which a GPU has an eighth; assumed
+
+
+@dataclass(frozen=True)
+class Gpus(Devices):
+    """GPUs with 16-bit weights and activations. `stack`: their efficiency set."""
+
+    stack: EfficiencySet
+
+    kernel_memory = KernelMemory
+    uses_autocast = False
+    has_even_stages = True
+    scatters_sends = True
+    overlaps_tied_reduction = True
+    recomputes_by_operator = False
+    has_persistent_gradients = True
+    num_layers_loaded = 2  # copies overlap with compute: the next layer is loaded meanwhile
+
+    def is_eager(self, layout: Layout) -> bool:
+        """Return whether operators run in eager mode; other frameworks' sets were measured with their own fused kernels."""
+        return False
+
+    def widths(self, precision: str) -> Widths:
+        """Return the widths: 16-bit weights have float32 copies, bfloat16 gradients accumulate in float32, as in Megatron-LM."""
+        if not PRECISIONS[precision].product_dtype:
+            return super().widths(precision)
+        return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
+
+    def operator_seconds(
+        self, layout: Layout, kernels: Sequence[tuple[LocalKernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
+    ) -> tuple[Array, Array]:
+        """Price numbered blocks and the operators around them as two streams of kernels each way: the host waits for the loss."""
+        eager, device = self.is_eager(layout), self.cluster.device
+        seconds = [scale_rows(kernel, by).seconds(device, self.stack, layout.precision, eager) for kernel, by in kernels]
+        by_pass = []
+        for way in ("forward", "backward"):
+            host, busy = (np.array([getattr(pair[i], way) for pair in seconds])[index] for i in (0, 1))
+            total = np.empty(len(host))
+            for stream in (repeated, ~repeated):
+                total[stream] = overlap_launches(host[stream], busy[stream])
+            by_pass.append(total)
+        return by_pass[0], by_pass[1]
+
+    def with_microbatch_overhead(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
+        stack, device = self.stack, self.cluster.device
+        # Wider gradients move more bytes.
+        moved = stack.accumulate_bytes + 2 * max(0.0, self.widths(layout.precision).gradient - stack.gradient_bytes)
+        adding = moved * num_trained / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        adding *= layout.microbatches > 1
+        return busy + Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding), adding
+
+    def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
+        if not layout.offloads_optimizer:
+            return optimizer_s(self.cluster.device, self.stack, num_updated, states)
+        widths = self.widths(layout.precision)
+        return num_updated * (widths.gradient + widths.weight) / HOST_BYTES_PER_S + num_updated * HOST_ADAM_S
+
+    def copies(self, layout: Layout) -> HostCopies:
+        return HostCopies(1 / HOST_BYTES_PER_S, overlap_compute=True)
+
+    def layer_collectives(self, layout: Layout) -> LayerCollectives:
+        return LayerCollectives(self.stack.tensor, 1.0 - self.stack.tensor_overlap, ring_overlap=1.0)
+
+    def overlap(self, layout: Layout) -> float:
+        return self.stack.overlap
+
+    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
+        return self.stack.step_s + straggler_slowdown(layout.num_ranks, self.stack.spread) * pipeline_s
+
+    @property
+    def uses_buckets(self) -> bool:
+        return self.stack.overlap > 0
+
+    @property
+    def contention(self) -> float:
+        return self.stack.contention
+
+    @property
+    def zero_overlap(self) -> float:
+        return max(self.stack.overlap, ZERO_OVERLAP)
+
+    @property
+    def exposed_send_fraction(self) -> float:
+        return self.stack.exposed_sends
+
+    @property
+    def saves_scores(self) -> bool:
+        return self.stack.attention == "scores"
+
+    def describe_efficiency(self, precision: str) -> str:
+        return self.stack.describe_source(self.cluster.device, precision)
+
+
+class AutocastMemory(KernelMemory):
+    """Memory of torch's GPU kernels under autocast: redistributed operands are saved as read, float32 values stay float32."""
+
+    saves_as_read = True
+    is_half = False
+
+
+@dataclass(frozen=True)
+class AutocastGpus(Gpus):
+    """GPUs as shardwise uses them: autocast over float32 parameters, operator by operator; every microbatch casts the weights anew.
+
+    Compiled models save about as much as frameworks with 16-bit activations: the compiler recomputes casts, norms and activations.
+    """
+
+    kernel_memory = AutocastMemory
+    uses_autocast = True
+    has_persistent_gradients = False
+
+    def is_eager(self, layout: Layout) -> bool:
+        return layout.compile != "on"
+
+    def is_cast(self, layout: Layout) -> bool:
+        return super().is_cast(layout) and self.is_eager(layout)
+
+    def widths(self, precision: str) -> Widths:
+        return Devices.widths(self, precision)
+
+
+def straggler_slowdown(num_ranks: int, spread: float) -> float:
+    """Return the expected delay of the slowest of `num_ranks` ranks relative to the mean time.
+
+    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958) of `spread` each.
+
+    >>> round(straggler_slowdown(3072, 0.01), 3)
+    0.04
+    """
+    return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0

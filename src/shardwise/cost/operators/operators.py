@@ -1,0 +1,250 @@
+"""Seconds of a layout's operators and collectives, one microbatch of a rank. In: a graph's inventory, a cluster, a batch, a layout. Out:
+arrays by operator, which `shardwise.cost.step` combines into stages and a step.
+
+Results that equally sharded layouts share are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.calibration.efficiency import EfficiencySet
+from shardwise.cost.devices import devices_of
+from shardwise.cost.devices.devices import Array, Devices
+from shardwise.cost.devices.kernels import LocalKernel
+from shardwise.cost.memory.memory import Inventory
+from shardwise.cost.network.axes import group_of
+from shardwise.cost.network.network import RankGroup, collective_s
+from shardwise.cost.operators.build_inventory import OperatorFacts, build_sharded_inventory
+from shardwise.cost.operators.ring_attention import RING
+from shardwise.cost.operators.sharded_inventory import Collective, ShardedInventory
+from shardwise.cost.operators.sharding_choice import choose_sharding, placement_axis_sizes
+from shardwise.model.dims.labels import expert_weights
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.sharding import Sharding, priced_num_samples
+from shardwise.model.work import model_flops
+from shardwise.ops.experts import expected_ranks_per_token
+from shardwise.plan.ir.axis import EXPERT, axis_of
+from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.layout import Layout
+from shardwise.plan.microbatches import max_rows
+from shardwise.plan.plan import BUCKET_BYTES
+
+NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
+
+# The sharding axes, sequence and sample parallelism, the attention of sharded sequences, and the samples per rank that decided it.
+ShardingKey = tuple[tuple[tuple[str, int], ...], bool, bool, str, int]
+
+
+@dataclass
+class OperatorPricer:
+    """Cost model of the operators of one graph on one cluster for one batch, with caches of what layouts share.
+
+    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: size of a gradient bucket.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    batch_size: int
+    optimizer_states: int = 2
+    shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
+    stack: EfficiencySet | None = None
+    bucket_bytes: float = BUCKET_BYTES
+    busy: tuple[int, int] | None = None  # CPUs: (concurrent ranks, threads of each); None for those of a layout
+    replicas: tuple[int, int] | None = None  # range of replicas with unequal shares that this pricer prices; None for all
+    placement_batch_size: int = 0  # the batch size that decides the sharding, if this pricer is for the smaller of unequal microbatches
+    _shardings: dict[ShardingKey, Sharding | None] = field(default_factory=dict)
+    _canonical: dict[ShardingKey, ShardingKey] = field(default_factory=dict)  # the first key with an equal sharding
+    _parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
+    _cast_parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
+    _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        return Inventory.of(self.graph, self.devices.kernel_memory)
+
+    @cached_property
+    def cast_inventory(self) -> Inventory:
+        """The inventory under autocast."""
+        return Inventory.of(self.graph, self.devices.kernel_memory, is_cast=True)
+
+    @cached_property
+    def operator_facts(self) -> OperatorFacts:
+        """Facts about operators that do not depend on the sharding."""
+        return OperatorFacts(self.inventory, self._narrow)
+
+    @cached_property
+    def cast_operator_facts(self) -> OperatorFacts:
+        """The same under autocast."""
+        return OperatorFacts(self.cast_inventory, self._narrow)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The device model of the cluster."""
+        return devices_of(self.cluster, self.stack, self.busy)
+
+    @cached_property
+    def _narrow(self) -> frozenset[str]:
+        works = self.inventory.works
+        return frozenset(v for op in self.graph.operators if works[op.name].kind in NARROW for v in op.outputs)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of one step on the whole batch, as `shardwise.model.work.model_flops` counts them."""
+        return self._flops * self.batch_size / self.graph.batch_size
+
+    @cached_property
+    def _flops(self) -> float:
+        return model_flops(self.graph)
+
+    def _sharding_key(self, layout: Layout) -> ShardingKey:
+        sizes = tuple((axis, n) for axis, n in placement_axis_sizes(layout, self.graph.batch_size).items() if n > 1)
+        samples = -(-(self.placement_batch_size or self.batch_size) // (layout.data * layout.microbatches))
+        weighed_samples = priced_num_samples(samples if layout.replica_ranks > 1 else 1)
+        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", layout.attention, weighed_samples
+
+    def set_sharding(self, layout: Layout, sharding: Sharding) -> None:
+        """Set the sharding under which a layout is priced, in place of the best one."""
+        asked = self._sharding_key(layout)
+        self._canonical[asked], self._shardings[asked] = asked, sharding
+
+    def _canonical_key(self, layout: Layout) -> ShardingKey:
+        """Return the key of a layout's sharding: of equally sharded layouts that of the first."""
+        requested = self._sharding_key(layout)
+        if requested not in self._canonical:
+            sizes, *_, samples = requested
+            sharding = choose_sharding(self.graph, self.cluster, layout, samples, self.shards) if sizes else None
+            equal_keys = (key for key, candidate in self._shardings.items() if key[:-1] == requested[:-1] and candidate == sharding)
+            self._canonical[requested] = key = next(equal_keys, requested)
+            self._shardings.setdefault(key, sharding)
+        return self._canonical[requested]
+
+    def sharding(self, layout: Layout) -> Sharding | None:
+        """Return the sharding over data and tensor axes (`placement_axis_sizes`) at the samples of a rank; None for one rank per stage."""
+        return self._shardings[self._canonical_key(layout)]
+
+    def samples(self, layout: Layout) -> int:
+        """Return the samples of a microbatch on one rank: the maximum over unequal microbatches and over the priced replicas."""
+        return max_rows(self.batch_size, layout, self.replicas)
+
+    def microbatch(self, layout: Layout) -> float:
+        """Return the size of the global microbatch (the larger of unequal ones) relative to the graph's batch."""
+        return self.samples(layout) * layout.data / self.graph.batch_size
+
+    def sharded_inventory(self, layout: Layout) -> ShardedInventory:
+        """Return the inventory under the layout's sharding."""
+        key = self._canonical_key(layout)
+        if key not in self._parts:
+            self._parts[key] = build_sharded_inventory(self.operator_facts, self.sharding(layout))
+        return self._parts[key]
+
+    def cast_sharded_inventory(self, layout: Layout) -> ShardedInventory:
+        """Return the sharded inventory in the dtypes of the layout's precision."""
+        if not self.devices.is_cast(layout):
+            return self.sharded_inventory(layout)
+        key = self._canonical_key(layout)
+        if key not in self._cast_parts:
+            self._cast_parts[key] = build_sharded_inventory(self.cast_operator_facts, self.sharding(layout))
+        return self._cast_parts[key]
+
+    def inventory_in_precision(self, layout: Layout) -> Inventory:
+        """Return the inventory in the dtypes of the layout's precision."""
+        return self.cast_inventory if self.devices.is_cast(layout) else self.inventory
+
+    def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
+        """Return seconds by operator: forward and backward of compute, forward and backward of collectives."""
+        key = (*self._canonical_key(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile,
+            layout.batch_norm,
+               layout.shares, layout.begins[-1:])  # fmt: skip
+        if key not in self._times:
+            parts = self.cast_sharded_inventory(layout)
+            compute = self.devices.operator_seconds(layout, self._scaled_kernels(layout, parts), parts.index, parts.in_block)
+            self._times[key] = (*compute, *self._collective_seconds(layout, compute))
+        return self._times[key]
+
+    def _scaled_kernels(self, layout: Layout, parts: ShardedInventory) -> list[tuple[LocalKernel, Fraction]]:
+        """Return the distinct operators' kernels, each with the factor from the graph's rows to those of one rank."""
+        share = Fraction(self.samples(layout), self.graph.batch_size)
+        once = Fraction(1)
+        factors = {(True, True): share, (True, False): share * layout.data, (False, True): once / layout.data, (False, False): once}
+        return [(local.kernel, factors[local.batched, local.data_sharded]) for local in parts.compute]
+
+    def _collective_seconds(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
+        parts = self.sharded_inventory(layout)
+        costs = self.devices.layer_collectives(layout)
+        by_collective, hidden_by = [], []
+        for collective, size_bytes in zip(parts.collectives, self.collective_bytes(layout), strict=True):
+            group = self.collective_group(layout, collective)
+            seconds = self.collective(collective.name, size_bytes, group) if size_bytes else 0.0
+            by_collective.append(costs.slowdown * seconds + costs.rendezvous_s * (seconds > 0))
+            # Ring passes overlap with the compute of all blocks but the last.
+            hidden_by.append((1 - 1 / group.size) * costs.ring_overlap if collective.name == RING else 0.0)
+        unique, hidden_fraction = np.array([*by_collective, 0.0]), np.array([*hidden_by, 0.0])
+        rounds = np.array([*(collective.name == RING for collective in parts.collectives), False])
+        passes = []
+        for (operators, entries), fraction, busy in (
+            (parts.forward, 1.0, compute[0]),
+            (parts.backward, costs.exposed_backward, compute[1]),
+        ):
+            total, ring_s, hidden = (np.zeros(len(parts.index)) for _ in range(3))
+            np.add.at(total, operators, np.where(rounds[entries], 0.0, fraction * unique[entries]))
+            np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))
+            np.maximum.at(hidden, operators, hidden_fraction[entries])
+            passes.append(total + np.maximum(0.0, ring_s - hidden * busy))
+        return passes[0], passes[1]
+
+    def collective_group(self, layout: Layout, one: Collective) -> RankGroup:
+        """Return the rank group of a collective; reductions over replicas, placed over data alone, include the expert axis."""
+        group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).shards_samples else ()))
+        return RankGroup(one.subgroup[0], one.subgroup[1] * group.stride, group.num_ranks) if one.subgroup else group
+
+    def expert_divisor(self, layout: Layout) -> float:
+        """Return the experts of the widest layer over the most on one rank: the size of the expert axis, if it divides them."""
+        max_local = -(-self._max_experts // layout.expert)
+        return max(1.0, self._max_experts / max_local) if layout.expert > 1 else 1.0
+
+    @cached_property
+    def _max_experts(self) -> int:
+        return max((self.graph.tensors[value].shape[0] for value in expert_weights(self.graph)), default=1)
+
+    def collective_bytes(self, layout: Layout) -> list[float]:
+        """Return the full tensor's bytes of each collective, at the layout's precision; 0 if nothing is sent."""
+        scale, amounts = self.microbatch(layout), []
+        for collective in self.sharded_inventory(layout).collectives:
+            size = collective.size_bytes * (scale if collective.batched else 1.0) / (layout.data if collective.data_sharded else 1)
+            if axis_of(collective.axis).shards_experts:
+                size *= layout.expert  # tokens of all ranks
+                if collective.experts[1]:  # a token is sent once to each rank that has any of its experts
+                    size *= expected_ranks_per_token(*collective.experts, layout.expert) / collective.experts[1]
+            # Only statistics are always float32 over samples.
+            is_sent = self.collective_group(layout, collective).size > 1 and not (
+                collective.is_float32 and collective.axis in layout.local_statistics_axes
+            )
+            amounts.append(size * self._width_factor(layout, collective.is_narrow, collective.is_float32) if is_sent else 0.0)
+        return amounts
+
+    def _width_factor(self, layout: Layout, narrow: bool, wide: bool = False) -> float:
+        """Return the width of communicated elements relative to float32."""
+        if layout.precision == "float64":
+            return 2.0
+        if wide or not PRECISIONS[layout.precision].product_dtype or (self.devices.uses_autocast and not narrow):
+            return 1.0
+        return 0.5
+
+    def collective(self, name: str, size_bytes: float, group: RankGroup) -> float:
+        """Seconds of a collective on this cluster, cached."""
+        key = (name, size_bytes, group.size, group.stride, group.num_ranks)  # cheaper to hash than a group
+        if key not in self._network:
+            self._network[key] = collective_s(self.cluster, name, size_bytes, group)
+        return self._network[key]
+
+    def group(self, layout: Layout, *axes: str) -> RankGroup:
+        """Return the group of ranks along `axes`."""
+        return group_of(layout, *axes)

@@ -1,0 +1,209 @@
+"""Seconds of gradient reduction over data replicas (all-reduce, ZeRO, parameter servers, compression), exposed after overlap with backward.
+
+Reductions run in buckets concurrently with the last backward if a framework overlaps them, else at once after it. ZeRO (Rajbhandari et al.
+2020): stages 1 and 2 reduce-scatter gradients and all-gather the new weights; from stage 2 gradients are scattered every microbatch, since
+none stays unsharded; stage 3 gathers weights for every forward and backward, two layers ahead of use. With parameter servers gradients are
+pushed by bucket, and weights are pulled after the update, without overlap, through the server's port. Compressed reductions exchange and
+gather shards (`run.compressed`), between hosts after a reduction inside each, and packing takes compute time. With stale updates reductions
+overlap with the next steps too. On GPUs overlapped communication takes a fraction of its time from compute. Not modelled: buckets that
+start late, and random stragglers, which are the reason for stale updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from shardwise.cost.devices.compute import Seconds
+from shardwise.cost.devices.devices import Widths
+from shardwise.cost.network.collectives import hops_of, push_pull_s
+from shardwise.cost.network.network import RankGroup, split_by_host
+from shardwise.plan.ir.axis import DATA, EXPERT
+from shardwise.plan.ir.compression import Compression
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import BUCKET_BYTES
+from shardwise.schedules import schedule_of
+
+if TYPE_CHECKING:
+    from shardwise.cost.step import Pricer
+
+BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # sizes tried: the first bucket of a run is 1 MiB
+MIN_GAIN = 0.01  # fraction of the reduction time that another size than the default must save
+# Bytes of memory traffic per element: counted from the operators, except for top-k's selection, which is measured.
+ENCODE_BYTES = {"bfloat16": 10.0, "int8": 80.0, "topk": 400.0}
+ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # per received element
+
+
+@dataclass(frozen=True, slots=True)
+class GradientVolume:
+    """Numbers of gradients to reduce over each set of axes; `num_tied` are reduced with the stage that shares them; `num_parameters`:
+    parameters."""
+
+    reductions: tuple[tuple[tuple[str, ...], float], ...]
+    num_tied: float
+    num_parameters: float
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketQueue:
+    """Buckets that become ready during backward and are reduced in order: `full` ones of `bucket_bytes`, which take `each_s`,
+    and a partial one, which takes `tail_s` (0 if there is none)."""
+
+    size_bytes: float
+    full: float
+    bucket_bytes: float
+    each_s: float
+    tail_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.full * self.each_s + self.tail_s
+
+    def exposed_s(self, total_s: float, window_s: float, total_bytes: float) -> float:
+        """Seconds of `total_s` of reductions that are exposed after a backward of `window_s`, in which `total_bytes` become ready evenly.
+
+        Reductions run without a pause from the first bucket on, or from the last full one, or from the partial one; nothing overlaps
+        before the first is ready.
+        """
+        ready = self.bucket_bytes / total_bytes
+        last_ready = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
+        last = self.tail_s or self.each_s
+        tail_end_s = window_s * (last_ready - 1) + self.each_s + self.tail_s
+        return max(min(last, total_s), min(tail_end_s, total_s), total_s - window_s * (1 - ready))
+
+
+def gradient_reduction_s(
+    pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, window_s: float, each_s: float, step_s: float = 0.0
+) -> tuple[float, Seconds]:
+    """Return (exposed seconds of a step, exposed collectives of every microbatch).
+
+    `window_s`: compute that reductions of a step may overlap with; `each_s`: the same for those of a microbatch;
+    `step_s`: the compute of a whole step. With staleness=K a step's reductions have the next K steps as their window, in which K
+    more steps' reductions run too: so the overlap per step is one step, whatever K.
+    """
+    after_s, packing_s, pull_s = 0.0, 0.0, 0.0
+    queues: list[_BucketQueue] = []
+    per_microbatch = Seconds()
+    devices = pricer.devices
+    overlap, contention = devices.overlap(layout), devices.contention
+    for axes, count in sums.reductions:
+        group = pricer.group(layout, *axes)
+        if group.size == 1 or not count:
+            continue
+        if DATA in axes and EXPERT not in axes:  # experts are sharded
+            count /= pricer.expert_divisor(layout)
+        size = widths.gradient * count
+        if layout.servers:  # partial sums inside a replica are reduced before
+            local_group = pricer.group(layout, *(axis for axis in axes if axis != DATA))
+            after_s += pricer.collective("all_reduce", size, local_group)
+            group = pricer.group(layout, DATA)
+        bucket = min(size, pricer.bucket_bytes) if devices.uses_buckets else size
+        num_full, rest = divmod(size, bucket)
+        parts = [bucket_reduction_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]
+        (each, moved), (tail, moved_last) = parts
+        packing_s += (num_full * moved + moved_last) / devices.speed(layout).memory_bandwidth_bytes_per_s if moved + moved_last else 0.0
+        if layout.servers:
+            pull_s += push_pull_s(widths.weight * count, hops_of(pricer.cluster, group), layout.servers)[1]
+        queue = _BucketQueue(size, num_full, bucket, each, tail)
+        queues.append(queue)
+        weights = pricer.collective("all_gather", widths.weight * count, group) if layout.zero else 0.0
+        if layout.zero < 2:
+            after_s += queue.seconds + weights
+        elif layout.zero == 2:
+            per_microbatch += Seconds(0.0, queue.seconds)
+            after_s += weights
+        else:
+            num_gathers = 2 if layout.recomputes_layers else 1  # an upper bound if only some layers are recomputed
+            per_microbatch += Seconds(weights, num_gathers * weights + queue.seconds)
+    tied_s = 0.0
+    if sums.num_tied and layout.pipeline > 1:
+        ends = RankGroup(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
+        tied_s = pricer.collective("all_reduce", widths.gradient * sums.num_tied, ends)
+    if devices.overlaps_tied_reduction:
+        after_s += tied_s
+    if layout.staleness:
+        after_s, pull_s = max(0.0, after_s + pull_s - overlap * step_s), 0.0
+    elif overlap and after_s:
+        window, total_bytes = overlap * window_s, sum(queue.size_bytes for queue in queues)
+        # Without buckets there are only tied weights.
+        shown = max((queue.exposed_s(after_s, window, total_bytes) for queue in queues), default=max(0.0, after_s - window))
+        after_s = shown + contention * (after_s - shown)
+    # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
+    after_s += packing_s + pull_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
+    if per_microbatch.total:
+        # Collectives of a microbatch overlap with its compute; only the excess is exposed.
+        shown = max(0.0, 1 - each_s * devices.zero_overlap / per_microbatch.total)
+        shown += contention * (1 - shown)
+        per_microbatch = Seconds(per_microbatch.forward * shown, per_microbatch.backward * shown)
+    return after_s, per_microbatch
+
+
+def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_bytes: float, widths: Widths) -> tuple[float, float]:
+    """Return (network seconds, memory traffic of packing) of reducing a bucket; with servers until it is pushed and added."""
+    compression = Compression.parse(layout.compress)
+    if compression.kind != "none":
+        return compressed_reduction_s(pricer, compression, size_bytes / widths.gradient, group, layout.zero, widths)
+    if layout.servers:
+        return push_pull_s(size_bytes, hops_of(pricer.cluster, group), layout.servers)[0], 0.0
+    return pricer.collective("reduce_scatter" if layout.zero else "all_reduce", size_bytes, group), 0.0
+
+
+def compressed_reduction_s(
+    pricer: Pricer, how: Compression, num_elements: float, group: RankGroup, zero: int, widths: Widths
+) -> tuple[float, float]:
+    """Return (network seconds, memory traffic of packing) of the compressed reduction of one bucket of `num_elements`."""
+    host, rail = split_by_host(pricer.cluster, group)
+    inside_s = pricer.collective("reduce_scatter", widths.gradient * num_elements, host)
+    if not zero:
+        inside_s += pricer.collective("all_gather", widths.gradient * num_elements, host)
+    seconds, touched = _compressed_exchange_s(pricer, how, ceil(num_elements / host.size), rail, zero, round(widths.gradient))
+    return inside_s + seconds, touched
+
+
+def _compressed_exchange_s(pricer: Pricer, how: Compression, size: int, group: RankGroup, zero: int, width: int) -> tuple[float, float]:
+    """Return the same between ranks that each compress their `size` elements."""
+    n = group.size
+    piece = -(-size // n)
+    if how.kind == "topk" and not zero:
+        arrived = n * how.num_sent(size)
+        seconds = pricer.collective("all_gather", n * how.message_bytes(size, width), group)
+        return seconds, ENCODE_BYTES["topk"] * size + ADD_BYTES["topk"] * arrived
+    message = how.message_bytes(piece, width)
+    seconds = pricer.collective("all_to_all", n * n * message, group)  # every rank has a message for every rank
+    touched = ENCODE_BYTES[how.kind] * size + ADD_BYTES[how.kind] * n * how.num_sent(piece)
+    if not zero:
+        seconds += pricer.collective("all_gather", n * message, group)
+        touched += ENCODE_BYTES[how.kind] * piece + ADD_BYTES[how.kind] * size
+    return seconds, touched
+
+
+def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> int:
+    """Return the bucket size with the least exposed gradient reduction, for the stages that begin at `sites`.
+
+    Small buckets pay the start of a collective often; the last of large ones is long and does not overlap. 0: no size is better than the
+    default by more than `MIN_GAIN`, or reductions do not overlap: between ranks of one host, where small tensors of a measured table look
+    faster because they stay in caches, unlike those of a step.
+    """
+
+    def seconds(bucket_bytes: int) -> float:
+        costs = pricer.with_buckets(bucket_bytes).stages(layout, sites)
+        stage_s = [layout.microbatches * c.collectives.total + c.gradients_s for c in costs]
+        return max(sum(stage_s[s] for s in rank_stages) for rank_stages in schedule_of(layout).stages_of) if len(costs) > 1 else stage_s[0]
+
+    if layout.stage_ranks == 1 or not pricer.devices.overlap(layout):
+        return 0
+    shown = {size: seconds(size) for size in BUCKETS}
+    best = min(BUCKETS, key=lambda size: shown[size])
+    return best if shown[best] < (1 - MIN_GAIN) * shown[BUCKET_BYTES] else 0
+
+
+def replica_reduction_s(pricer: Pricer, layout: Layout, stage: int, sums: GradientVolume, widths: Widths) -> float:
+    """Seconds of reducing a stage's gradients with the pipeline ranks of its other replicas, if there are any."""
+    holders = schedule_of(layout).ranks_of[stage]
+    if len(holders) == 1:
+        return 0.0
+    stride = (max(holders) - min(holders)) // (len(holders) - 1)
+    replicas = RankGroup(len(holders), stride * layout.stage_stride, layout.num_ranks)
+    return pricer.collective("all_reduce", widths.gradient * sums.num_parameters, replicas)

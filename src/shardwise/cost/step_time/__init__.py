@@ -1,0 +1,1 @@
+"""Step time of a layout: balanced stages, heterogeneous devices, the simulated schedule."""

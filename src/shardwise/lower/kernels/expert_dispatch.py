@@ -1,0 +1,146 @@
+"""Expert parallelism: all-to-all dispatch of tokens to the ranks of their experts, and combine; message sizes depend on data.
+
+Dispatch returns the rows of this rank's experts, of all ranks' tokens, sorted by expert, and the routes by which combine returns them. A
+token is sent once to each rank with any of its experts; their outputs are summed there with the token's weights, so that it returns once.
+Counts are exchanged first. Backward takes the same routes.
+
+Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens received, V tokens sent, C choices of
+this rank's tokens, D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.ir.placement import even_shard_range
+from shardwise.world.comm.group import Group
+
+
+@dataclass(frozen=True)
+class _TokenRoutes:
+    """`token_V`: index of each sent token; `num_tokens_sent` and `num_tokens_received`: by rank. `choice_C`: choices sorted by expert;
+    `num_choices_sent` and `num_choices_received`: choices of each rank's experts, and of this rank's in each rank's tokens. Of the local
+    rows: `row_M` is the received token, `sort_M` the choice."""
+
+    token_V: Tensor
+    choice_C: Tensor
+    row_M: Tensor
+    sort_M: Tensor
+    num_tokens_sent: list[int]
+    num_tokens_received: list[int]
+    num_choices_sent: list[int]
+    num_choices_received: list[int]
+
+    def pack(self) -> Tensor:
+        """Return the routes as one tensor, which is passed along with the rows."""
+        sizes = [len(self.token_V), *self.num_tokens_sent, *self.num_tokens_received, *self.num_choices_sent, *self.num_choices_received]
+        return torch.cat((self.choice_C, self.token_V, self.row_M, self.sort_M, self.choice_C.new_tensor(sizes)))
+
+    @classmethod
+    def unpack(cls, packed: Tensor, choices: int, rows: int, ranks: int) -> _TokenRoutes:
+        """Return the routes from what `pack` returned, of so many choices, rows and ranks."""
+        body, sizes = packed[: -4 * ranks - 1], packed[-4 * ranks - 1 :].tolist()
+        choice, token, row, sort = torch.split(body, [choices, sizes[0], rows, rows])
+        return cls(token, choice, row, sort, *(sizes[1 + i * ranks : 1 + (i + 1) * ranks] for i in range(4)))
+
+
+def _exchange_rows(group: Group, x: Tensor, sent: list[int], came: list[int]) -> Tensor:
+    return torch.cat(group.exchange(torch.split(x.contiguous(), sent), [(n, *x.shape[1:]) for n in came]))
+
+
+def _sum_by_index(x: Tensor, at: Tensor, size: int) -> Tensor:
+    """Return the sums of rows by index, of `size` indices."""
+    return x.new_zeros((size, *x.shape[1:])).index_add_(0, at, x)
+
+
+class _DispatchTokens(torch.autograd.Function):
+    """Send tokens ND to the ranks of their experts, with a row MD for each expert there."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, way: _TokenRoutes, group: Group) -> Tensor:
+        ctx.way, ctx.group, ctx.tokens = way, group, len(x_ND)
+        return _exchange_rows(group, x_ND[way.token_V], way.num_tokens_sent, way.num_tokens_received)[way.row_M]
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        way = ctx.way
+        grad_VD = _exchange_rows(
+            ctx.group, _sum_by_index(grad_MD, way.row_M, sum(way.num_tokens_received)), way.num_tokens_received, way.sent
+        )
+        return _sum_by_index(grad_VD, way.token_V, ctx.tokens), None, None
+
+
+class _CombineTokens(torch.autograd.Function):
+    """Sum weighted rows MD for each token on the expert's rank, then for each token on its own rank, ND."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weight_NT: Tensor, way: _TokenRoutes, group: Group) -> Tensor:
+        weight_M = _exchange_rows(group, weight_NT.reshape(-1)[way.choice_C], way.num_choices_sent, way.num_choices_received)[way.sort_M]
+        ctx.save_for_backward(rows_MD, weight_M)
+        ctx.way, ctx.group, ctx.shape = way, group, weight_NT.shape
+        sums_UD = _sum_by_index(rows_MD * weight_M.unsqueeze(-1), way.row_M, sum(way.num_tokens_received))
+        sums_VD = _exchange_rows(group, sums_UD.to(rows_MD.dtype), way.num_tokens_received, way.num_tokens_sent)
+        return _sum_by_index(sums_VD.to(torch.result_type(rows_MD, weight_NT)), way.token_V, len(weight_NT))
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        (rows_MD, weight_M), way, group = ctx.saved_tensors, ctx.way, ctx.group
+        grad_MD = _exchange_rows(group, grad_ND[way.token_V].to(rows_MD.dtype), way.sent, way.num_tokens_received)[way.row_M]
+        of_weight_M = (grad_MD * rows_MD).sum(-1).to(weight_M.dtype)
+        of_weight_C = _exchange_rows(
+            group, torch.empty_like(of_weight_M).index_copy_(0, way.sort_M, of_weight_M), way.num_choices_received, way.asked
+        )
+        of_weight = torch.empty_like(of_weight_C).index_copy_(0, way.choice_C, of_weight_C)
+        return (grad_MD * weight_M.unsqueeze(-1)).to(rows_MD.dtype), of_weight.view(ctx.shape), None, None
+
+
+def dispatch_to_ranks(group: Group, x_ND: Tensor, which_NT: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows MD of this rank's experts, the expert of each, the routes); the number of rows depends on all ranks' tokens."""
+    parts = [even_shard_range(experts, group.size, rank) for rank in range(group.size)]
+    first, num_local = parts[group.index]
+    ids_C, choice_C = torch.sort(which_NT.reshape(-1), stable=True)
+    token_C = choice_C // which_NT.shape[1]
+    counts = torch.bincount(ids_C, minlength=experts)
+    asked = [int(counts[start : start + n].sum()) for start, n in parts]
+    tokens, slots = [], []
+    for token in torch.split(token_C, asked):  # of each rank's experts
+        unique_token, slot = torch.unique(token, return_inverse=True)
+        tokens.append(unique_token)
+        slots.append(slot)
+    sent = [len(unique_token) for unique_token in tokens]
+    outgoing = [torch.cat((counts[start : start + n], counts.new_tensor([size]))) for (start, n), size in zip(parts, sent, strict=True)]
+    counts_received = torch.stack(group.exchange(outgoing, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
+    counts_received, came = counts_received[:, :-1], counts_received[:, -1]
+    asks = counts_received.sum(1).tolist()
+    slot = _exchange_rows(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(
+        counts_received.sum(1)
+    )
+    numbers = torch.arange(first, first + num_local, device=ids_C.device).repeat(group.size)
+    ids, sort = torch.sort(numbers.repeat_interleave(counts_received.reshape(-1)), stable=True)
+    way = _TokenRoutes(torch.cat(tokens), choice_C, slot[sort], sort, sent, came.tolist(), asked, asks)
+    return _DispatchTokens.apply(x_ND, way, group), ids, way.pack()  # type: ignore[no-untyped-call]
+
+
+def combine_from_ranks(group: Group, rows_MD: Tensor, routes: Tensor, weight_NT: Tensor, experts: int) -> Tensor:
+    """Return the outputs of all ranks' experts for this rank's tokens, ND. `way`: of `dispatch_to_ranks`."""
+    packed = _TokenRoutes.unpack(routes, weight_NT.numel(), len(rows_MD), group.size)
+    out_ND: Tensor = _CombineTokens.apply(rows_MD, weight_NT, packed, group)  # type: ignore[no-untyped-call]
+    return out_ND
+
+
+def expert_matmul(
+    rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int, num_bias_shares: int
+) -> Tensor:
+    """Return the products of a rank's experts from `first` on. `shares`: of ranks that each compute a partial sum and share the bias."""
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    if bias is not None:
+        bias = (bias / num_bias_shares if num_bias_shares > 1 else bias).to(rows.dtype)
+    out: Tensor = torch.ops.shardwise.of_experts(rows, ids, weight, bias, transposed, first)
+    return out

@@ -1,0 +1,162 @@
+"""Context of lowering: sharding, groups and options shared by all stages, and the `torch.fx` graph under construction.
+
+`Lowering` also determines in which placements values are sent between stages; `bind_named` turns a function with arguments into a node
+target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.lower.kernels.paged import PagedCache
+from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.pending_constants import PendingConstants
+from shardwise.lower.redistribute import redistribute
+from shardwise.model.batch.random_draws import SampleFold
+from shardwise.model.graph import Graph
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.strides.autocast_dtypes import apply_autocast
+from shardwise.ops import is_random
+from shardwise.plan.ir.axis import axis_of
+from shardwise.plan.ir.placement import D, Placement, R, across_stages, shard
+from shardwise.plan.ir.precision import PRECISIONS, Precision
+from shardwise.world.world import Group
+
+Variant = tuple[Placement, ...]  # a value's placement along every axis, in the order of `Lowering.axes`
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradientReduction:
+    """Handling of a variable's gradient where it is read: axes over which to reduce it, and the factor of its share."""
+
+    reduced_axes: tuple[str, ...] = ()
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Everything shared by the lowering of all operators. `output_sample_dims`: of the model's outputs, the dimension of samples.
+    `gradient_shares`: of variables whose equal gradients several ranks sum, the fraction that counts. `from_other_meshes`: values from
+    stages with another mesh, whose gradient is returned replicated. `sample_folds`: location of samples in every draw. `awaited_constants`:
+    constants possibly in flight when a stage begins, for which `pending_constants` waits where they are first read. `local_statistics`:
+    axes along which batch norm statistics are per rank. `precision`: of products, with autocast where it says so. `local_reductions`: of
+    variables, gradient handling where nobody else reduces over the axes over which this graph leaves partial sums. `pages`: of a decoder,
+    the paged cache of earlier keys and values."""
+
+    graph: Graph
+    sharding: Sharding
+    groups: Mapping[str, Group]
+    device: torch.device
+    draw_state: DrawState
+    output_sample_dims: Mapping[str, int] = field(default_factory=dict)
+    gradient_shares: Mapping[str, float] = field(default_factory=dict)
+    from_other_meshes: frozenset[str] = frozenset()
+    sample_folds: Sequence[SampleFold | None] = ()
+    awaited_constants: frozenset[str] = frozenset()
+    pending_constants: PendingConstants = field(default_factory=PendingConstants)
+    local_statistics: tuple[str, ...] = ()
+    precision: Precision = PRECISIONS["float32"]
+    local_reductions: Mapping[str, LocalGradientReduction] = field(default_factory=dict)
+    pages: PagedCache | None = None
+    tried_functions: set[object] = field(default_factory=set)  # users' autograd functions with the shards on which they were checked
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.sharding.sizes)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's coordinate along each axis."""
+        return {axis: self.groups[axis].index for axis in self.axes}
+
+    def variant(self, forms: Mapping[str, Placement]) -> Variant:
+        return tuple(forms[axis] for axis in self.axes)
+
+    def read_variant(self, value: str) -> Variant:
+        """Return the placements in which a value is available: as computed, or as it left a region of branches."""
+        return self.variant(self.sharding.read_placements(value))
+
+    def sent_variant(self, value: str) -> Variant:
+        """Return the placements in which a value is sent to another stage: partial sums reduced and runs gathered."""
+        return tuple(map(across_stages, self.read_variant(value)))
+
+    def received_variant(self, value: str) -> Variant:
+        """Return the placements in which a value is received from another stage."""
+        sent = self.sent_variant(value)
+        return tuple(R if form is D else form for form in sent) if value in self.from_other_meshes else sent
+
+    def output_variant(self, value: str) -> Variant:
+        """Return the placements in which user code gets an output: this rank's samples, replicated otherwise."""
+        return tuple(
+            self._sample_shard(value, axis) if axis_of(axis).shards_samples and value in self.output_sample_dims else R
+            for axis in self.axes
+        )
+
+    def _sample_shard(self, value: str, axis: str) -> Placement:
+        """Return the placement of an output's samples."""
+        dim, n = self.output_sample_dims[value], self.sharding.sizes[axis]
+        length = self.graph.tensors[value].shape[dim]
+        count = self.graph.num_units_by_dim[False].get((value, dim), length)
+        return shard(dim, length, n, length // count if length % count == 0 else 1)
+
+    def dtype(self, value: str) -> torch.dtype:
+        """Return the dtype of a value in the run."""
+        return getattr(torch, self.precision.product_dtype if value in self._narrow_values else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _narrow_values(self) -> frozenset[str]:
+        """Values that autocast narrows. GPUs have other lists; values not known to be narrow keep their traced dtype."""
+        casted = apply_autocast(self.graph).tensors if self.precision.product_dtype and self.device.type == "cpu" else {}
+        return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
+
+    @cached_property
+    def operator_index(self) -> dict[str, int]:
+        """Index of each operator."""
+        return {op.name: i for i, op in enumerate(self.graph.operators)}
+
+    @cached_property
+    def draw_index(self) -> dict[str, int]:
+        """Index of each random operator among the random ones."""
+        return {op.name: i for i, op in enumerate(op for op in self.graph.operators if is_random(op))}
+
+
+class Nodes:
+    """The graph of a stage under construction. Every node records its layer."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.layer_run = (0, False)  # index of the run of operators of one layer, and whether it is a repeated layer
+        self.layer = ""  # the layer itself
+        self.in_region = False  # inside of parallel branches, each on one rank
+
+    def add(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """Add a node that calls `target`."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["part"], node.meta["layer"], node.meta["in_region"] = self.layer_run, self.layer, self.in_region
+        return node
+
+    def redistribute(self, node: fx.Node, group: Group, source: Placement, target: Placement) -> fx.Node:
+        """Add a redistribution. Groups are bound, since generated code can only name numbers and text."""
+        return self.add(bind_named(redistribute, source=source, target=target, group=group), (node,))
+
+
+def torch_operator(target: str) -> Callable[..., Any]:
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+
+
+def bind_named(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
+    """Bind arguments as `functools.partial` does, with a name that fx can write into generated code."""
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return function(*first, *args, **named, **kwargs)
+
+    bound.__name__ = bound.__qualname__ = function.__name__.lstrip("_")
+    bound.__module__ = function.__module__
+    return bound

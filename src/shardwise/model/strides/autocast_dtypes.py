@@ -1,0 +1,64 @@
+"""Dtypes under torch's 16-bit autocast on CPUs: which values are 16-bit, which operands are cast first.
+
+From a graph as traced in float32 to the same graph with the dtypes of a run; float16 is written as bfloat16, which has the same width.
+Every operator of torch's table (aten/src/ATen/autocast_mode.h, the lists for CPU) is of one of three kinds: products cast inputs to
+bfloat16, losses, transforms and decompositions to float32, `cat` and `stack` to the widest input. Others are not touched: types are
+promoted, norms have their input's. Not modeled: recurrent layers, whose widths differ inside; they count as products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from shardwise.model.graph import Graph, Operator, Tensor, Word
+from shardwise.ops import record_of
+
+
+def cast_operands(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, by value, the operands that autocast casts, in their new dtype. `tensors`: with the dtypes of the run."""
+    to = autocast_dtype(op)
+    if not to:
+        return {}
+    casted = {v: tensors[v] for v in op.inputs if tensors[v].dtype in ("float32", "bfloat16") and tensors[v].dtype != to}
+    return {v: replace(t, dtype=to) for v, t in casted.items()}
+
+
+def autocast_dtype(op: Operator) -> str:
+    """Return the dtype to which autocast casts an operator's operands; "" for none."""
+    if op.autocast == "off":
+        return ""
+    return {"lower": "bfloat16", "wider": "float32"}.get(record_of(op).autocast, "")
+
+
+def apply_autocast(graph: Graph) -> Graph:
+    """Return the graph with the dtypes that its tensors have under autocast."""
+    tensors = dict(graph.tensors)
+    for op in graph.operators:
+        policy = record_of(op).autocast
+        all_narrow = policy != "apart" and _is_narrow(op, tensors)
+        for i, v in enumerate(op.outputs[:1] if policy == "first" else op.outputs):  # statistics are float32
+            if tensors[v].dtype == "float32" and (all_narrow or (policy == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
+                tensors[v] = replace(tensors[v], dtype="bfloat16")
+    return replace(graph, tensors=tensors)
+
+
+def _is_narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether an operator's floating-point outputs are bfloat16."""
+    to = autocast_dtype(op)
+    if to or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
+        return to == "bfloat16"
+    record = record_of(op)
+    if record.autocast == "narrow" and op.autocast != "off":
+        return True
+    decide = op.inputs[:1] if record.autocast == "first" else op.inputs
+    if record.dtype_from is not None and op.autocast != "off":
+        decide = op.inputs[record.dtype_from : record.dtype_from + 1]
+    return _promotes_to_bfloat16(tensors[v] for v in decide if tensors[v].dtype in ("float32", "bfloat16"))
+
+
+def _promotes_to_bfloat16(floats: Iterable[Tensor]) -> bool:
+    """Return whether type promotion gives bfloat16; scalars do not widen other tensors."""
+    floats = list(floats)
+    decide = [t for t in floats if t.shape] or floats
+    return bool(decide) and all(t.dtype == "bfloat16" for t in decide)

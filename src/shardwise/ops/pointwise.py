@@ -1,0 +1,105 @@
+"""Elementwise operators: each output element depends only on the input elements at its own (broadcast) position."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from shardwise.ops.operator import Operator, Ref
+from shardwise.ops.record import ALL_HOLD, AT_LEAST, AT_MOST, FILLS, NOT, Op, Shape
+from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.saved_tensors import first_output, integer_inputs, product_operands, quotient_operands
+
+
+def elementwise_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Return the rule: dimensions pass through; broadcast dimensions of size 1 are replicated."""
+    return elementwise_rule_of_shapes(ins, outs)
+
+
+def elementwise_rule_of_shapes(ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Return the rule of any elementwise operator at these shapes."""
+    rank = len(outs[0])
+    out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
+    rows = []
+    for shape in ins:
+        extra = rank - len(shape)
+        rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
+    return Rule(tuple(rows), tuple(out for _ in outs))
+
+
+def _cast_like_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Return the rule of a cast to another tensor's dtype; that tensor's values are not read."""
+    first = elementwise_rule_of_shapes(ins[:1], outs)
+    return Rule((*first.inputs, *(None for _ in ins[1:])), first.outputs)
+
+
+def _cast_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    return _cast_like_rule(op, ins, outs) if op.target == "aten.to.other" else elementwise_rule_of_shapes(ins, outs)
+
+
+ELEMENTWISE_RULES = (elementwise_rule, _cast_rule, _cast_like_rule)  # these rules
+
+
+def _where_linear_in(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
+    """Return the inputs in which `where` is linear: its alternatives, where each is a tensor or zero."""
+    return op.inputs[1:] if op.inputs and all(isinstance(a, Ref) or a == 0 for a in op.args) else None
+
+
+def _masked_fill_linear_in(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
+    """Return the input in which `masked_fill` with zeros is linear."""
+    filled = op.args[2]
+    return op.inputs[:1] if (filled.value in zeros if isinstance(filled, Ref) else filled == 0) else None
+
+
+OPS = (
+    Op(
+        """
+        __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos acosh addcdiv addcmul
+        angle asin asinh atan atanh bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min
+        clip complex copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward
+        hardshrink hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0 igamma igammac isclose
+        isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_or
+        logical_xor logit logit_backward mish_backward mvlgamma nan_to_num nextafter polygamma positive rad2deg relu6 remainder resolve_neg
+        sgn sigmoid_backward sign silu_backward sinc sinh softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr
+        special_erfcx special_expit special_i0 special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri
+        special_xlog1py special_xlogy special_zeta square square_ tan tanh_backward threshold threshold_backward trunc xlogy zero
+        """,
+        elementwise_rule,
+    ),
+    Op("__and__ bitwise_and logical_and", elementwise_rule, mask_predicate=ALL_HOLD),
+    Op("bitwise_not logical_not", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=NOT),
+    Op("ceil conj copy fill floor resolve_conj round", elementwise_rule, saves_for_backward=integer_inputs),
+    Op("eq ne not_equal", elementwise_rule, saves_for_backward=integer_inputs),
+    Op("lt less le less_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=AT_MOST),
+    Op("gt greater ge greater_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=AT_LEAST),
+    Op("add sub subtract", elementwise_rule, linear="sum", saves_for_backward=integer_inputs, gradient="summed"),
+    Op("rsub", elementwise_rule, linear="sum", saves_for_backward=integer_inputs),
+    Op("neg negative", elementwise_rule, linear="together", saves_for_backward=integer_inputs),
+    Op("mul multiply", elementwise_rule, linear="each", saves_for_backward=product_operands, gradient="broadcast"),
+    Op("div divide true_divide", elementwise_rule, linear="numerator", saves_for_backward=quotient_operands, gradient="broadcast"),
+    Op("maximum minimum", elementwise_rule, gradient="broadcast"),
+    Op("where", elementwise_rule, linear=_where_linear_in, saves_for_backward=integer_inputs, gradient="broadcast"),
+    Op("masked_fill", elementwise_rule, linear=_masked_fill_linear_in, saves_for_backward=integer_inputs, mask_predicate=FILLS),
+    Op("relu reciprocal", elementwise_rule, saves_for_backward=first_output),
+    Op("exp sigmoid sqrt tanh", elementwise_rule, kind="activation", saves_for_backward=first_output, conjugates_saved=True),
+    Op("exp2 expm1 rsqrt", elementwise_rule, kind="activation", saves_for_backward=first_output),
+    Op("atan2 cos elu erf hardswish log log1p log_sigmoid mish selu silu sin softplus", elementwise_rule, kind="activation"),
+    Op("logsigmoid log_sigmoid_forward", kind="activation"),
+    Op("gelu", elementwise_rule, kind="activation", transpose_copies=2.0),
+    Op("pow", elementwise_rule, kind="activation", backward_temporaries=2.0),
+    Op("abs absolute", elementwise_rule, backward_temporaries=1.0),
+    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast="first"),
+    Op("to", _cast_rule, view_kind="cast", linear="together", num_differentiable=1, saves_for_backward=integer_inputs),
+    Op("_to_copy", elementwise_rule, view_kind="cast", linear="together", saves_for_backward=integer_inputs),
+    Op("type_as", _cast_like_rule, num_differentiable=1, saves_for_backward=integer_inputs),
+    Op("contiguous", elementwise_rule, view_kind="rows", linear="together", saves_for_backward=integer_inputs, gradient="same"),
+    Op("clone", elementwise_rule, view_kind="copy", linear="together", saves_for_backward=integer_inputs),
+    Op("lift_fresh_copy", elementwise_rule, kind="make", view_kind="copy", saves_for_backward=integer_inputs),
+    Op("lift_fresh", view_kind="same"),
+    Op("alias", elementwise_rule, kind="view", view_kind="same", linear="together", gradient="same"),
+    Op("detach", elementwise_rule, kind="view", view_kind="same", linear="together", num_differentiable=0),
+    Op("real imag", elementwise_rule, kind="view"),
+    Op("view_as_real", "b* -> b* !r", kind="view"),
+    Op("view_as_complex", "b* !r -> b*", lowering="pairs", saves_for_backward=integer_inputs, autocast="wider"),
+    Op("polar", elementwise_rule, autocast="wider"),
+    Op("broadcast_tensors", elementwise_rule, kind="view", autocast="apart"),
+)

@@ -1,0 +1,147 @@
+"""Compatibility of a layout's keys: tables of the values that go with a choice, and why a layout is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from shardwise.plan.ir.choice import AUTO
+from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.ir.schedule_sizes import SCHEDULES
+from shardwise.plan.residency import strip_layers
+
+# Values that go with stages of different arrangements.
+INNER_WITH: dict[str, tuple[int | str, ...]] = {
+    "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
+    "chunks": (1,),
+    "expert": (1,),
+    "compress": ("none",),
+    "lend": (AUTO, "off"),
+    "context": (1,),
+    "channel": (1,),
+    "shares": ("",),
+    "batch_norm": ("exact",),
+    "branch": (1,),
+    "neighbours": ("branch",),
+    "staleness": (0,),
+    "servers": (0,),
+}
+# Values that go with late updates (staleness).
+STALE_WITH: dict[str, tuple[int | str, ...]] = {
+    "chunks": (1,),
+    "schedule": ("1f1b", "gpipe", "sequential"),
+    "expert": (1,),
+    "zero": (0,),
+    "offload": ("none", "activations"),
+    "compress": ("none",),
+    "context": (1,),
+    "spatial": ("1",),
+    "channel": (1,),
+    "precision": tuple(name for name, one in PRECISIONS.items() if not one.scales_loss),
+    "batch_norm": ("exact",),
+    "branch": (1,),
+}
+# Values that go with parameter servers: those for late updates, and no other all-reduce.
+SERVERS_WITH: dict[str, tuple[int | str, ...]] = {**STALE_WITH, "all_reduce": (AUTO,)}
+# Values that go with branch parallelism.
+BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
+    "sample_parallel": ("off",),
+    "expert": (1,),
+    "compress": ("none",),
+    "shares": ("",),
+    "batch_norm": ("exact",),
+}
+# Values that go with compiled stages: no gather, offload or recompute inside of them, and no split backward.
+COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
+    "expert": (1,),
+    "branch": (1,),
+    "zero": (0, 1, 2),
+    "recompute": ("none",),
+    "offload": ("none", "optimizer"),
+    "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
+}
+# Values of `split`: one for all microbatches, or one for each by its length.
+SPLIT_FIXED, SPLIT_BY_LENGTH = "fixed", "lengths"
+# Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
+SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
+    "pipeline": (1,),
+    "chunks": (1,),
+    "zero": (0, 1),
+    "expert": (1,),
+    "branch": (1,),
+    "spatial": ("1",),
+    "channel": (1,),
+    "sample_parallel": ("off",),
+    "shares": ("",),
+    "batch_norm": ("exact",),
+    "compress": ("none",),
+    "staleness": (0,),
+    "servers": (0,),
+}
+
+
+class ReplicaOptions(Protocol):
+    """Keys of a layout that concern its replicas."""
+
+    @property
+    def data(self) -> int: ...
+    @property
+    def branch(self) -> int: ...
+    @property
+    def compile(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def staleness(self) -> int: ...
+    @property
+    def servers(self) -> int: ...
+
+
+def refuse_staleness(layout: ReplicaOptions) -> str:
+    """Return why updates of a layout cannot be late; empty where they can, or need not."""
+    if layout.staleness < 0:
+        return f"staleness={layout.staleness}; it counts steps, so use staleness=0 for updates at once, or more"
+    if not layout.staleness:
+        return ""
+    if layout.data == 1:
+        return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
+    return refuse_incompatible(layout, STALE_WITH, f"staleness={layout.staleness}", "staleness=0")
+
+
+def refuse_servers(layout: ReplicaOptions) -> str:
+    """Return why no replicas of a layout can be parameter servers; empty where some can, or need not."""
+    if layout.servers < 0:
+        return f"servers={layout.servers}; it counts replicas that hold the weights, so use servers=1 or more, or servers=0 for none"
+    if not layout.servers:
+        return ""
+    if layout.data == 1 or layout.servers > layout.data:
+        have, need = layout.data, max(2, layout.servers)
+        return f"servers={layout.servers} of data={have}: servers are replicas, and serve others; use data={need} or more, or servers=0"
+    return refuse_incompatible(layout, SERVERS_WITH, f"servers={layout.servers}", "servers=0")
+
+
+def refuse_combinations(layout: ReplicaOptions) -> str:
+    """Return why a choice of a layout does not go with another one; empty where all go together."""
+    reason = refuse_incompatible(layout, COMPILE_WITH, "compile=on", "compile=off") if layout.compile == "on" else ""
+    if not reason and layout.branch > 1:
+        reason = refuse_incompatible(layout, BRANCH_WITH, f"branch={layout.branch}", "branch=1")
+    if not reason and layout.split == SPLIT_BY_LENGTH:
+        reason = refuse_incompatible(layout, SPLIT_WITH, f"split={SPLIT_BY_LENGTH}", f"split={SPLIT_FIXED}")
+    return reason
+
+
+def server_ranks(data: int, servers: int) -> tuple[int, ...]:
+    """Return the replicas that are servers, evenly among all, so that hosts share the traffic.
+
+    >>> server_ranks(8, 2), server_ranks(3, 3), server_ranks(4, 0)
+    ((0, 4), (0, 1, 2), ())
+    """
+    return tuple(server * data // servers for server in range(servers))
+
+
+def refuse_incompatible(layout: object, table: Mapping[str, tuple[int | str, ...]], word: str, remedy: str) -> str:
+    """Return why a layout's values do not go with a word, by a table; empty where they do. `remedy`: what else would do."""
+    for key, values in table.items():
+        if strip_layers(key, value := getattr(layout, key)) not in values:
+            return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in values)}, or {remedy}"
+    return ""

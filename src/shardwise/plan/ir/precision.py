@@ -1,0 +1,55 @@
+"""Precisions of computation: `PRECISIONS`, by the word of a layout, with all their dtypes and properties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One precision.
+
+    `weight_dtype`: dtype of the trained weights, and of gradients, their reductions and the optimizer's state. `product_dtype`: dtype to
+    which autocast casts products' operands; empty where nothing is cast. `scales_loss`: whether the loss is scaled before backward, since
+    small gradients underflow in `product_dtype` (Micikevicius et al. 2018, section 3.2). `fraction_bits`: bits of the fraction that matrix
+    units keep of operands, where those are not cast. `substitute`: the precision whose results and speed it has on devices other than GPUs
+    without such units; empty where it is a precision of every device or of none. `linear_dtype`: dtype of the operands of linear layers,
+    with a scale for each row; gradients among them have more range (`float8_e5m2`), and gradients of weights are products in
+    `product_dtype`.
+    """
+
+    name: str
+    weight_dtype: str = "float32"
+    product_dtype: str = ""
+    scales_loss: bool = False
+    fraction_bits: int = 0
+    substitute: str = ""
+    linear_dtype: str = ""
+
+    @property
+    def product_precision(self) -> str:
+        """Return the precision of products that are no linear layers."""
+        return self.product_dtype if self.linear_dtype else self.name
+
+    @property
+    def rounds_operands(self) -> bool:
+        """Return whether operands of products are rounded."""
+        return bool(self.product_dtype or self.fraction_bits)
+
+    @property
+    def rounding_dtype(self) -> str:
+        """Return the dtype whose rounding shows in the results."""
+        return self.product_dtype or self.weight_dtype
+
+
+PRECISIONS = {
+    one.name: one
+    for one in (
+        Precision("float32"),
+        Precision("tf32", fraction_bits=10, substitute="float32"),
+        Precision("bfloat16", product_dtype="bfloat16"),
+        Precision("float16", product_dtype="float16", scales_loss=True, substitute="float32"),
+        Precision("float8", product_dtype="bfloat16", linear_dtype="float8_e4m3fn", substitute="bfloat16"),
+        Precision("float64", weight_dtype="float64"),
+    )
+}

@@ -1,0 +1,104 @@
+"""Table of operators' placements under a sharding, with repeated layers merged into one row.
+
+A row's pattern is an operator's site in the model with `*` for layer numbers. Listed are operators that read a parameter, multiply
+matrices, or communicate; the others take the placements of their inputs without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.model.graph import Graph, Operator
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.work import MATMUL_KINDS, differentiable_values, operator_work
+from shardwise.plan.ir.patterns import pattern_of
+from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_fully_replicated, is_shard
+from shardwise.report.tables import TextTable
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRow:
+    """`count` operators at `site` (a pattern): placements of weights and output, and collectives, each in words by axis."""
+
+    site: str
+    count: int
+    weights: str
+    output: str
+    forward: str
+    backward: str
+
+
+def placement_rows(graph: Graph, sharding: Sharding) -> tuple[PlacementRow, ...]:
+    """Return one entry per pattern and placement, in the order of the model."""
+    names = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
+    kinds = {name: done.kind for name, done in operator_work(graph).items()}
+    moves: dict[str, list[tuple[str, str, str]]] = {}
+    with_gradient = differentiable_values(graph)
+    for move in sharding.redistributions:
+        if sharding.sizes.get(move.axis, 1) > 1:
+            moves.setdefault(move.op, []).append((move.axis, move.forward, move.backward if move.value in with_gradient else ""))
+    counts: dict[tuple[str, ...], int] = {}
+    for op in graph.operators:
+        variables = [value for value in dict.fromkeys(op.inputs) if value in names]
+        if not variables and kinds[op.name] not in MATMUL_KINDS and not any(f or b for _, f, b in moves.get(op.name, [])):
+            continue
+        ahead, back = _collective_words(moves.get(op.name, []))
+        inside = _bias_reduction_words(op, kinds[op.name], sharding)
+        weights = _weight_words(variables, graph, sharding)
+        row = (pattern_of(op.site), weights, _output_words(op, sharding), ", ".join(filter(None, (ahead, inside))), back)
+        counts[row] = counts.get(row, 0) + 1
+    return tuple(PlacementRow(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in counts.items())
+
+
+def placements_table(placed: tuple[PlacementRow, ...], sizes: Mapping[str, int]) -> TextTable:
+    """Tabulate placements; without rows where nothing is sharded."""
+    axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    rows = tuple((p.site, f"{p.count}", p.weights, p.output, p.forward, p.backward) for p in placed)
+    columns = ("operator", "count", "weights", "output", "communicates, forward", "backward")
+    return TextTable(f"How operators are placed over {' and '.join(axes)}", columns, rows if axes else (), right=(1,))
+
+
+def _weight_words(variables: list[str], graph: Graph, sharding: Sharding) -> str:
+    """Describe the placement of the largest of an operator's variables; the others have the same."""
+    if not variables:
+        return ""
+    value = max(variables, key=lambda v: graph.tensors[v].size)
+    return _placement_words(sharding.placements.get(value, {}), sharding.sizes, replicated="whole")
+
+
+def _bias_reduction_words(op: Operator, kind: str, sharding: Sharding) -> str:
+    """Describe the all-reduce before the bias of a sharded product with a replicated result, which is not among the moves."""
+    if kind not in ("linear", "convolution"):
+        return ""
+    replicated = [
+        axis
+        for axis, size in sharding.sizes.items()
+        if size > 1 and sharding.labels[op.name].get(axis) and is_fully_replicated(sharding.placements[op.outputs[0]].get(axis, R))
+    ]
+    return ", ".join(f"all-reduce over {axis}, of its result" for axis in replicated)
+
+
+def _output_words(op: Operator, sharding: Sharding) -> str:
+    return _placement_words(sharding.placements.get(op.outputs[0], {}), sharding.sizes, replicated="whole")
+
+
+def _placement_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], replicated: str) -> str:
+    words = []
+    for axis, size in sizes.items():
+        form = forms.get(axis, R)
+        if size > 1 and is_shard(form):
+            words.append(f"dim {form.dim} by {axis}")
+        elif size > 1 and has_single_owner(form):
+            words.append(f"rank {form.rank} of {axis}")
+        elif size > 1 and form is P:
+            words.append(f"partial sums over {axis}")
+    return ", ".join(words) or replicated
+
+
+def _collective_words(moves: list[tuple[str, str, str]]) -> tuple[str, str]:
+    """Describe the collectives of forward and backward; moves of no bytes are left out."""
+    silent = ("", "slice", "pad")
+    ahead = dict.fromkeys(f"{f.replace('_', '-')} over {axis}" for axis, f, _ in moves if f not in silent)
+    back = dict.fromkeys(f"{b.replace('_', '-')} over {axis}" for axis, _, b in moves if b not in silent)
+    return ", ".join(ahead), ", ".join(back)

@@ -1,0 +1,548 @@
+"""The engine that `shardwise.parallelize` returns: runs training steps, evaluation and checkpoints of one rank of a parallelised model.
+
+In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters, in the serial model's terms and under its names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.capture import Loss
+from shardwise.capture.modes import evaluation_modes, in_modes
+from shardwise.capture.nesting import BatchSignature, batch_size_of, count_samples, tensors_of
+from shardwise.errors import Infeasible, UsageError
+from shardwise.model.work import model_flops
+from shardwise.plan.ir.axis import DATA, PIPELINE, sample_axes
+from shardwise.plan.ir.compression import Compression
+from shardwise.plan.ir.program import Manage, ManageOp
+from shardwise.plan.ir.timeline import Timeline
+from shardwise.plan.microbatches import check_equal_shares, num_microbatches, partial_batch_sizes, replica_sizes
+from shardwise.plan.plan import MemoryBreakdown, Plan
+from shardwise.run import checkpoint
+from shardwise.run.checkpoint import StateShard
+from shardwise.run.checkpointing import CheckpointMixin
+from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
+from shardwise.run.gradients.error_feedback import ErrorFeedbackState
+from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.gradients.parameter_servers import ParameterServers, ServerState
+from shardwise.run.gradients.stale_updates import StaleUpdates
+from shardwise.run.parts.rows import BatchRows, StageReplica
+from shardwise.run.publish import Address, publish_weights
+from shardwise.run.rank_agreement import check_batch_agrees
+from shardwise.run.rank_model.build import CachedModelSource, ModelSource, build_rank_model
+from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs, sequence_length_of
+from shardwise.run.rank_model.runnable_capture import RunnableCapture, StepInputs
+from shardwise.run.recovery.fingerprints import Fingerprints, SuspectStep
+from shardwise.run.recovery.snapshots import RankState
+from shardwise.run.residency.host_store import HostStore
+from shardwise.run.residency.weight_gatherer import WeightGatherer
+from shardwise.run.sharded_state import checkpoint_shards, full_state, full_tensors, gradient_shards, input_gradients, rank_state
+from shardwise.run.state.optimizer import Optimizer, OptimizerSpec
+from shardwise.run.state.parameters import share_gradient_memory
+from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_precision
+from shardwise.run.step.executor import RunResult
+from shardwise.run.step.executors import ExecutorCache
+from shardwise.run.step.result import StepCheck, StepResult, mean_loss
+from shardwise.run.step.resumption import StepResumption
+from shardwise.run.step.stage_resharding import pipeline_group_of
+from shardwise.run.uncaptured.replicated import build_replicated
+from shardwise.schedules import schedule_of
+from shardwise.world.memory import HOST, PARTS, accounts_of
+from shardwise.world.world import CollectiveWork, Group, World
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Device options of an engine. `memory_limit_bytes`: 0 for all memory of the device. `initial_loss_scale`: of float16."""
+
+    memory_limit_bytes: float = 0.0
+    initial_loss_scale: float = INITIAL_SCALE
+
+
+class Engine(CheckpointMixin):
+    """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order."""
+
+    _judge: StepCheck | None = None
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module | Callable[[], nn.Module] | ModelSource,
+        batch: Any,
+        loss: Loss | None,
+        world: World,
+        optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
+        *,
+        seed: int | None = None,
+        device: DeviceOptions = DeviceOptions(),
+    ) -> None:
+        """`model`: a module or factory that is not a `ModelSource` yet is initialised with `seed`.
+
+        Raises:
+            OutOfMemory: parameters, gradients and optimizer state alone exceed the memory of `device`; steps raise it too.
+        """
+        self.plan, self.world = plan, world
+        set_matmul_precision(plan.layout.precision, world.device)
+        self.memory = accounts_of(world.device, device.memory_limit_bytes)
+        self.optimizer_spec = OptimizerSpec.of(optimizer)
+        if not isinstance(model, ModelSource) and seed is not None:
+            torch.manual_seed(seed)
+        source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
+        seed = torch.initial_seed() if seed is None else seed
+        if plan.uncaptured:
+            self.rank_model = build_replicated(plan, source, batch, loss, world, self.optimizer_spec, seed)
+        else:
+            self.rank_model = build_rank_model(plan, source, batch, loss, world, self.optimizer_spec, seed)
+        self.mesh = plan.layout.mesh_of(world.rank)
+        sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples
+        self.data_index, self.data_size, self._sample_group = self.mesh.index_along(world.rank, cut), len(sharing), world.group(sharing)
+        self._counters = {"step": torch.zeros((), dtype=torch.int64)}
+        self._world_group = world.group(tuple(range(world.num_ranks)))
+        replicas = DeferredBufferUpdates(self.rank_model, self.mesh, world)
+        sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.rank_model.groups]
+        self._connect_groups(sums, replicas.groups)
+        staleness = plan.layout.staleness
+        share_gradient_memory(self.rank_model.groups, sums, staleness + 1, keeps_gradients=plan.layout.servers > 0)
+        self._weight_gatherer = WeightGatherer(self.rank_model.groups, sums, self.memory)
+        self._host_store = HostStore(world.device, self.memory, self.rank_model.variables.values())
+        self._loss_divisor: Tensor | None = None  # this rank's summand of a divisor that is reduced along with the loss
+        self.gradients = self._build_gradient_reducer(sums)
+        self.resumption = StepResumption(world, self.rank_model, plan.layout, self.gradients)
+        self._residuals = ErrorFeedbackState(self.gradients.compressed.values(), plan.layout, world.rank)
+        self.loss_scale = LossScale(world.device, plan.layout.precision, device.initial_loss_scale)
+        compiles = plan.layout.compile == "on"
+        self._executors = ExecutorCache(
+            self.rank_model,
+            plan,
+            world,
+            self.memory,
+            self.gradients,
+            self._weight_gatherer,
+            self._host_store,
+            compile=compiles,
+            loss_scale=self.loss_scale,
+        )
+        self._executor = self._executors.executor_for(plan.microbatch_sizes)
+        self._captures, self.source = (
+            CaptureCache(RunnableCapture(BatchSignature.of(batch), self._executors, replicas), source, loss),
+            source,
+        )
+        self.build_executors = self._captures.build_executors  # for other captures
+        self._optimizer, self._stale = self._build_optimizer(sums)
+        self._optimizer.load_parameters()
+        self.owner_of = self._optimizer.owner_of
+        self._fingerprints = Fingerprints(self.rank_model.groups, world)
+        self._account_for_state()
+        world.pace.is_regular = plan.layout.compile != "on"
+        self.timeline: Timeline | None = None
+        self.phase_times_s: dict[str, float] = {}  # last step: "program", "gradients" (reduction after it), "optimizer"
+        self.model_flops = model_flops(self.rank_model.graph) * plan.batch_size / self.rank_model.graph.batch_size
+
+    def _connect_groups(self, reduction_groups: Sequence[Group | None], replica_groups: Sequence[Group]) -> None:
+        """Connect every group of this rank, in one order on every rank: different orders would deadlock."""
+        axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.rank_model.sharding.sizes]
+        axes += self.rank_model.lowering.groups.values() if self.rank_model.lowering is not None else ()
+        axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] if self.plan.layout.staleness else []
+        groups = {
+            self._world_group,
+            pipeline_group_of(self.plan.layout, self.world),
+            self._sample_group,
+            *axes,
+            *replica_groups,
+            *(g for g in reduction_groups if g is not None),
+        }
+        for group in sorted(groups, key=lambda g: g.ranks):
+            group.connect()
+
+    def _build_gradient_reducer(self, reduction_groups: Sequence[Group | None]) -> GradientReducer:
+        parts, layout = self.rank_model, self.plan.layout
+        reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
+        return GradientReducer(
+            parts.groups, parts.parameters, reduction_groups, layout.zero > 0, reduces, Compression.parse(layout.compress), self.memory
+        )
+
+    def _build_optimizer(self, reduction_groups: Sequence[Group | None]) -> tuple[Optimizer, StaleUpdates | ParameterServers | None]:
+        """Build the optimizer of this rank's parameters, and what delays updates (staleness) or makes them for all replicas (servers)."""
+        groups, layout = self.rank_model.groups, self.plan.layout
+        if layout.servers:
+            served = ServerState.connect(self.optimizer_spec, groups, layout, self.world)
+            replicas = self.world.group(self.mesh.group(self.world.rank, DATA))
+            servers = ParameterServers(layout.staleness, self.gradients, served, groups, replicas)
+            return served.optimizer, servers
+        stale, zero = layout.staleness > 0, layout.zero > 0
+        counting = self.world.group(layout.replica_of(self.world.rank)) if stale else self._world_group
+        optimizer = Optimizer(
+            self.optimizer_spec, groups, reduction_groups, counting, zero, layout.offloads_optimizer, stale, self.loss_scale
+        )
+        return optimizer, StaleUpdates(layout.staleness, self.gradients, optimizer) if stale else None
+
+    def _account_for_state(self) -> None:
+        """Account for the memory that persists from the first step to the last, and check that it fits."""
+        parts, optimizer = self.rank_model, self._optimizer
+        self.memory.assign("buffers", parts.buffers.values())
+        self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.state_tensors())
+        rooms, weights = (self._stale.receive_buffers, self._stale.weights) if self._stale is not None else ([], [])
+        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.gradient_buffers), *self._residuals.tensors, *rooms])
+        self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups), *weights])
+        self.memory.reset_peak()
+        self.memory.check(self.world.rank)
+
+    def peak_memory(self) -> MemoryBreakdown | None:
+        """Return the peak memory of this rank's device since the engine was built; None where it is not measured."""
+        return self.memory.peak() if self.memory.is_counting else None
+
+    def peak_memory_over_ranks(self) -> dict[str, float]:
+        """Return the peak bytes over all ranks' devices, by part and in `total`; empty where not measured. Every rank calls it."""
+        if not self.memory.is_counting:
+            return {}
+        peak = self.memory.peak()
+        peaks = self.world.all_reduce_max([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
+        return dict(zip((*PARTS, "total"), map(float, peaks), strict=True))
+
+    @property
+    def step_index(self) -> int:
+        """Number of completed steps."""
+        return int(self._counters["step"])
+
+    @step_index.setter
+    def step_index(self, value: int) -> None:
+        self._counters["step"].fill_(value)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's shards of the parameters, by the model's own names.
+
+        Raises:
+            UsageError: with zero=3 parameters are gathered only while a layer uses them.
+        """
+        if self._weight_gatherer.buckets_by_layer:
+            raise UsageError("with zero=3 full weights exist only while a layer uses them; use full_state_dict(), or zero=2")
+        return self.rank_model.parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the whole model; tied parameters count once."""
+        return self.rank_model.graph.num_parameters
+
+    def step(
+        self, batch: Any, lr: float | None = None, record: bool = False, is_global_batch: bool | None = None, samples: int = 0
+    ) -> StepResult:
+        """Run one training step on the global batch (the same on every rank; also as `Microbatches`), or on this rank's rows of it.
+
+        A batch may have fewer samples than the plan's, like the last one of an epoch. It may have other tensors or shapes: the model is
+        captured once for each form of batch, and the most recent captures are cached (`MAX_CAPTURES`).
+
+        Args:
+            is_global_batch: whether `batch` is the global batch; by default if it has more samples than one replica's share of the plan's.
+            samples: size of the global batch, where every rank passes its own rows. Known for rows from `shardwise.shard`; otherwise, if
+                omitted, ranks all-gather their row counts, which may then be unequal and of any form.
+
+        Raises:
+            Infeasible: more samples than the plan's, or unequal shares of a batch whose samples interact in the model.
+            StateDiverged, SuspectStep: corrupted state, or the check given to `watch` objects; on every rank, before any update.
+        """
+        with self.world.pace.step():
+            return self._step(batch, lr, record, is_global_batch, samples)
+
+    def _step(self, batch: Any, lr: float | None, record: bool, is_global_batch: bool | None, samples: int) -> StepResult:
+        began = time.perf_counter()
+        result = self.forward_backward(batch, record=record, is_global_batch=is_global_batch, samples=samples)
+        summed = time.perf_counter()
+        if self._stale is None:
+            self._fingerprints.check()
+            if self._judge is not None and (why := self._judge(result, self._fingerprints.norms)):
+                raise SuspectStep(why)
+        norm = self.update(lr)
+        waited = self._stale.waited_s if self._stale else 0.0
+        self.phase_times_s["optimizer"] = time.perf_counter() - summed - waited
+        self.phase_times_s["gradients"] += waited
+        total, work = result.pending_loss or self._sum_over_ranks(result)
+        if self._stale is None:
+            work.wait()
+        return StepResult(norm, time.perf_counter() - began, total, work, self.loss_scale.factor if self.loss_scale.is_scaled else None)
+
+    def forward_backward(
+        self, batch: Any, record: bool = False, wants_input_gradients: bool = False, is_global_batch: bool | None = None, samples: int = 0
+    ) -> RunResult:
+        """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
+        parts = self._step_parts(batch, is_global_batch, samples, trains=True)
+        self._loss_divisor = parts[0][1].divisor
+        if self._stale is not None:
+            self._stale.start()
+        self.gradients.start()
+        if record:
+            self._world_group.barrier()  # spans start here, on every rank
+        began = time.perf_counter()
+        with self.memory.with_out_of_memory_error(self.world.rank):
+            result = self._run_parts(parts, record=record, wants_input_gradients=wants_input_gradients)
+            ended = time.perf_counter()
+            self.gradients.finish()
+            for capture, inputs in parts:
+                capture.replicas.finish(inputs.executor.program.microbatches)
+            result.pending_loss = self._sum_over_ranks(result)  # all-reduced concurrently with the gradients
+            if self._stale is None:
+                self._fingerprints.start(self.step_index, self.gradients.norms)
+                self.gradients.wait()
+                self._optimizer.unscale()
+            else:
+                total, work = result.pending_loss
+                self._stale.begin_update(work, total[1] if total.dim() else None, self._loss_divisor)
+        for capture, _ in parts:
+            capture.executors.gathered.release_all()
+        self.phase_times_s = {"program": ended - began, "gradients": time.perf_counter() - ended}
+        if record:
+            name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
+            self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
+        return result
+
+    def _run_parts(
+        self,
+        parts: Sequence[tuple[RunnableCapture, StepInputs]],
+        train: bool = True,
+        record: bool = False,
+        wants_input_gradients: bool = False,
+    ) -> RunResult:
+        """Run the programs of a step in order; return the last one's result, with the losses and spans of all."""
+        began = time.perf_counter()
+        result = RunResult()
+        for number, (capture, inputs) in enumerate(parts):
+            draw, start_s = capture.rank_model.draw, time.perf_counter() - began
+            draw.step, draw.samples, ends = self.step_index, inputs.samples, number == len(parts) - 1
+            capture.replicas.start()
+            run, done, after = self.resumption.begin(
+                inputs.executor, self.step_index, train and len(parts) == 1 and not wants_input_gradients
+            )
+            latest = run.run(
+                inputs.inputs,
+                is_training=train,
+                record=record,
+                wants_input_gradients=wants_input_gradients,
+                is_last_program=ends,
+                run_after=after,
+                result=done,
+            )
+            latest.loss_summand = (0.0 if result.loss_summand is None else result.loss_summand) + capture.loss_summand(latest)
+            spans = (span._replace(start_s=span.start_s + start_s, end_s=span.end_s + start_s) for span in latest.spans)
+            latest.spans = [*result.spans, *spans]
+            result = latest
+        return result
+
+    def by_length(self, batch: Any, lengths: Sequence[int] | Tensor | str, multiple: int = 0) -> Microbatches:
+        """Group the rows of a global batch into microbatches of similar length (layouts with split=lengths), for `step` and `evaluate`.
+
+        Each microbatch is truncated to its longest row, rounded up to a `multiple` (default: an eighth of the plan's sequence length), and
+        uses the fastest data x context split. `lengths`: length of each row, or the path of a mask from which they follow."""
+        return by_length(batch, lengths, self.plan.splits, multiple)
+
+    def update(self, lr: float | None = None) -> float | None:
+        """Clip the reduced gradients and update the parameters. Returns the gradient norm if clipping is on.
+
+        With staleness=K the gradients applied are those of K steps ago, and `lr` is stored for those of this step.
+        """
+        with self.memory.with_out_of_memory_error(self.world.rank):
+            norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
+        self.step_index += 1
+        return norm
+
+    def drain(self) -> None:
+        """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
+        if self._stale is not None:
+            with self.memory.with_out_of_memory_error(self.world.rank):
+                self._stale.drain()
+
+    def evaluate(self, batch: Any, is_global_batch: bool | None = None, samples: int = 0) -> float:
+        """Return the loss on a batch in evaluation mode, which is captured at the first call. `is_global_batch`, `samples`: as for `step`.
+
+        Raises:
+            ModelError: the model cannot be captured in evaluation mode.
+        """
+        self.drain()
+        parts = self._step_parts(batch, is_global_batch, samples, trains=False)
+        self._loss_divisor = None
+        module = (
+            self.rank_model.single_stage.module if self.plan.uncaptured else nn.Module()
+        )  # an uncaptured model is the user's module, with modes
+        with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.with_out_of_memory_error(self.world.rank):
+            result = self._run_parts(parts, train=False)
+            for capture, inputs in parts:
+                capture.replicas.finish(inputs.executor.program.microbatches)
+            total, work = self._sum_over_ranks(result)
+            work.wait()
+            return float(total)
+
+    def _step_parts(self, batch: Any, is_global_batch: bool | None, samples: int, trains: bool) -> list[tuple[RunnableCapture, StepInputs]]:
+        """Return the captures that run a batch, with their inputs: several if microbatches have shapes of their own."""
+        if not isinstance(batch, Microbatches):
+            rows = self._assign_rows(batch, is_global_batch, samples)
+            length = sequence_length_of(batch, self.plan.splits) if rows.is_global_batch or len(rows.table[0]) == 1 else 0
+            if not length:
+                capture = self._captures.capture_for(batch, trains)
+                return [(capture, capture.step_inputs(tensors_of(batch), rows, is_stale=trains and self._stale is not None))]
+            batch = self.by_length(batch, [length] * rows.num_samples)
+        elif batch.num_samples > self.plan.batch_size:
+            raise Infeasible(f"the batch has {batch.num_samples} samples; the plan is for {self.plan.batch_size}")
+        elif self.step_index == 0 and self.world.num_ranks > 1:
+            check_batch_agrees(batch.batches, self.world)
+        parts = self._captures.step_parts(batch, trains)
+        return list(zip((capture for capture, _, _ in parts), prepare_step_inputs(parts), strict=True))
+
+    def loss_of(self, result: RunResult) -> float:
+        """Return the loss of the global batch, reduced over ranks and microbatches."""
+        total, work = result.pending_loss or self._sum_over_ranks(result)
+        work.wait()
+        return mean_loss(total)
+
+    def _sum_over_ranks(self, result: RunResult) -> tuple[Tensor, CollectiveWork]:
+        """Start the all-reduce of the loss over ranks; return its buffer and the pending work."""
+        total = result.loss_summand
+        assert total is not None
+        if self._loss_divisor is not None:
+            total = torch.stack((total, self._loss_divisor))
+        return total, self._world_group.all_reduce(total, wait=False).without_timing()  # a loss need not be read
+
+    def _local_inputs(self, batch: Any) -> list[dict[str, Tensor]]:
+        """Return this rank's input tensors of every microbatch, by graph value."""
+        return self._step_parts(batch, None, 0, trains=True)[0][1].inputs
+
+    def sizes_of(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each microbatch (over all data replicas) of a batch of `samples`.
+
+        Raises:
+            Infeasible: they do not divide over data, or are too few.
+        """
+        layout = self.plan.layout
+        if self.plan.uncaptured:
+            check_equal_shares(samples, layout, "this model runs whole")
+        return partial_batch_sizes(samples, layout, self.plan.batch_size, schedule_of(layout).min_microbatches)
+
+    def rows_of(self, size: int) -> tuple[int, int]:
+        """Return (first row, number of rows) of a microbatch of `size` samples that this rank computes."""
+        return self._replica.row_range(size)
+
+    @cached_property
+    def _replica(self) -> StageReplica:
+        """This rank's replica of its pipeline stage, which determines its rows of a batch."""
+        return StageReplica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
+
+    def _assign_rows(self, batch: Any, is_global_batch: bool | None, samples: int) -> BatchRows:
+        """Assign the rows of a batch, global or local, to replicas and microbatches."""
+        plan, each, have = self.plan, self._replica.rows_per_replica, batch_size_of(batch)
+        is_global = have > max(each) if is_global_batch is None else is_global_batch
+        row_counts, one_form, samples = [have], True, samples or count_samples(batch)
+        by_rows = is_global_batch is False or samples > 0  # with per-stage meshes only some stages have all rows then
+        shared = is_global or self.data_size == 1
+        if shared:
+            samples = have
+        elif not samples:
+            row_counts, one_form = self._gather_row_counts(have, BatchSignature.of(batch))
+            samples = sum(row_counts)
+        if samples > plan.batch_size:
+            per_replica = f"{max(each)} for each" if len(set(each)) == 1 else f"{'/'.join(map(str, each))} for the ranks"
+            raise Infeasible(
+                f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {per_replica} of data={self.data_size}"
+            )
+        if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
+            check_batch_agrees(batch, self.world)
+        planned_rows = self._replica.assign_planned(self.sizes_of(samples), is_global)
+        if len(row_counts) == 1 or (one_form and [sum(column) for column in zip(*planned_rows.table, strict=True)] == row_counts):
+            return planned_rows
+        most, fewest = max(replica_sizes(plan.microbatch_sizes[0], plan.layout)), schedule_of(plan.layout).min_microbatches
+        return self._replica.assign_unplanned(row_counts, num_microbatches(max(row_counts), most, plan.layout, fewest), one_form)
+
+    def _gather_row_counts(self, rows: int, form: BatchSignature) -> tuple[list[int], bool]:
+        """All-gather how many rows each replica has of this step's batch, and whether all batches have the same form."""
+        count_and_form = torch.tensor([[rows, form.checksum]], dtype=torch.int64, device=self.world.device)
+        row_counts, forms = self._sample_group.all_gather(count_and_form, 0).T.tolist()
+        return row_counts, len(set(forms)) == 1
+
+    def state_shards(self, drain: bool = True) -> list[StateShard]:
+        """Return this rank's parameters, buffers, optimizer state, counters and compression residuals, for checkpoints.
+
+        Pending updates are applied first, unless `drain` is False.
+        """
+        if drain:
+            self.drain()
+        pieces = checkpoint_shards(
+            self.rank_model, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters
+        )
+        if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
+            pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
+        return [
+            *pieces,
+            *self._residuals.state_shards(self.step_index),
+            *self.loss_scale.state_shards(self.step_index, self.world.rank == 0),
+        ]
+
+    def state(self) -> RankState:
+        """Return this rank's state: the tensors themselves, not copies."""
+        other_tensors = (*self._residuals.tensors, *self.loss_scale.tensors, *self._counters.values())
+        return rank_state(self.rank_model, self._optimizer, other_tensors, is_served=self.plan.layout.servers > 0)
+
+    def watch(self, judge: StepCheck) -> Fingerprints:
+        """Check in every step that only updates change weights and optimizer state, and call `judge` before each update (no staleness).
+
+        Returns the fingerprints, whose `record_expected` is to be called after each update."""
+        if self._stale is None:
+            self._judge, self.gradients.records_norms = judge, True
+            self._fingerprints.watch([*self._optimizer.state_changed_by_update(), *self.state().constant], self.step_index)
+        return self._fingerprints
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the full state dict under the model's own names (tied tensors under each of theirs) on rank 0; None elsewhere."""
+        return full_state(self.rank_model, self.state_shards(), self._world_group)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return this rank's shard of a parameter's reduced gradient after `forward_backward`; None on other stages. With ZeRO only this
+        rank's flat shard of it is reduced, until `full_gradients` has been called; from zero=2 on only that shard is returned."""
+        self._wait_for_stale_updates()
+        gradients = (group.gradient(name) for group in self.rank_model.groups)
+        return next((x for x in gradients if x is not None), None)
+
+    def _wait_for_stale_updates(self) -> None:
+        if self._stale is not None:
+            self._stale.synchronize_gradients()
+
+    def full_gradients(self) -> dict[str, Tensor] | None:
+        """Return the full reduced gradients by parameter name on rank 0, after `forward_backward`; None elsewhere."""
+        self._wait_for_stale_updates()
+        self.gradients.gather()
+        pieces = gradient_shards(self.rank_model)
+        return full_tensors({v.name: v for v in self.rank_model.graph.parameters}, pieces, self._world_group)
+
+    def full_input_gradients(self, result: RunResult) -> dict[str, Tensor] | None:
+        """Return the gradients of the global batch's floating-point inputs by path on rank 0; None elsewhere."""
+        return input_gradients(self.rank_model, self.plan, result, self.mesh.coordinates(self.world.rank), self._world_group)
+
+    def publish(self, to: Sequence[Address]) -> int:
+        """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
+        return publish_weights(self.state_shards(), to, self._world_group, self.step_index)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.
+
+        Raises:
+            CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
+        """
+        if self.plan.layout.servers:  # which may be updating
+            self.drain()
+        wanted = checkpoint_shards(
+            self.rank_model, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters
+        )
+        optional = [*self._residuals.state_shards(-1), *self.loss_scale.state_shards(-1, self.world.rank == 0)]
+        extra = checkpoint.load(folder, [*wanted, *optional], self.world)
+        if self._stale is not None:
+            self._stale.discard_pending()
+        self._optimizer.load_parameters()
+        self.step_index = int(self._counters["step"])
+        self._residuals.finish_load(self.step_index)
+        self.loss_scale.after_load(self.step_index)
+        self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
+        return extra

@@ -1,0 +1,333 @@
+"""Bucketed gradient reduction that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
+
+When the last action that adds to a bucket completes it, it is all-reduced while backward goes on. Buckets are launched strictly in order,
+so that all ranks launch the same ones in the same order, independent of autograd. A parameter without a gradient in this step counts as
+zero.
+
+If a bucket has a permanent buffer, a hook on every parameter copies its gradient there as it is computed. Otherwise gradients stay in
+autograd's tensors until their bucket is complete, and are then copied in one call; the bucket's buffer exists only from then until the next
+step begins, so that forward has its memory. Buckets that are not reduced have no hooks.
+
+With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduce-scattered: each rank gets the sum of its own shard, in place, with half of an
+all-reduce's bytes; the rest of the bucket is this rank's alone until `gather` is called. From stage 2 on no rank stores a full gradient: a
+bucket has a buffer from its first gradient until it is scattered, in every backward anew, and the shards accumulate.
+
+Compressed gradients (`reduce/compressed`) take two phases. The second phase of a bucket follows the first of the next bucket, in the same
+order on all ranks; if a rank of another stage takes part, which may be waiting for this one, it follows backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.ir.compression import Compression
+from shardwise.run.gradients.compressed import DTYPES, CompressedBucket
+from shardwise.run.gradients.gradient_scatterer import GradientScatterer, norm_of
+from shardwise.run.gradients.two_level_compression import TwoLevelCompressedBucket, build_compressed_bucket
+from shardwise.run.state.parameters import Bucket, FlatGroup
+from shardwise.world.memory import Accounts
+from shardwise.world.world import CollectiveWork, Group
+
+
+class GradientReducer:
+    """Accumulates the gradients of one rank's parameters over a step's microbatches and reduces them over ranks.
+
+    Call `begin(...)` before each action that adds to gradients, with the parameters that it completes, `finish()` after the last, and
+    `wait()`; gradients are then in the flat groups. `by_program`: ZeRO gradients are scattered by calls of `reduce`. `compress`: for
+    gradients that are all-reduced, or reduce-scattered by ZeRO-1. `memory`: accounts for gradient buffers.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        parameters: Mapping[str, torch.nn.Parameter],
+        reduction_groups: Sequence[Group | None],
+        sharded: bool = False,
+        by_program: bool = False,
+        compress: Compression | None = None,
+        memory: Accounts | None = None,
+    ) -> None:
+        self._memory = memory or Accounts()
+        self.groups, self.parameters = list(groups), parameters
+        self._reduction_groups, self._sharded = list(reduction_groups), sharded
+        # In the order in which backward completes them: a late bucket must not hold back earlier ones.
+        ready = {member.name: member.gradient_order for group in groups for member in group.members}
+        numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.is_scattered]
+        self.ordered_buckets = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
+        self._bucket_of = {name: k for k, (_, bucket) in enumerate(self.ordered_buckets) for name in bucket.names}
+        self._views = {name: view for group in groups for name, view in group.views.items()}
+        self._completed: frozenset[str] = frozenset()
+        self._is_first = dict.fromkeys(self._bucket_of, True)
+        self._num_missing: list[int] = []  # by index in the order: parameters still to be completed
+        self._next_bucket = 0
+        self._works: list[CollectiveWork] = []
+        self.is_reducing = True
+        self.records_norms = False  # whether norms of this rank's own gradients are recorded before the reduction
+        self._norms: list[Tensor] = []
+        self.on_bucket: Callable[[int, Tensor], None] | None = None  # of parameter servers: called with (index in the order, bucket)
+        # By index in the order; and buckets of this step in their first and second phase, in that order.
+        self.compressed = {
+            k: compressed for k, (g, bucket) in enumerate(self.ordered_buckets) if (compressed := self._compress(compress, g, bucket))
+        }
+        self._in_first_phase: list[CompressedBucket | TwoLevelCompressedBucket] = []
+        self._in_second_phase: list[CompressedBucket | TwoLevelCompressedBucket] = []
+        self.uncompressed: dict[int, Tensor] | None = (
+            None  # if a dictionary: gets copies of gradients before compression, by index in the order
+        )
+        self._scatterers = {
+            number: GradientScatterer(group, over, not by_program)
+            for number, (group, over) in enumerate(zip(groups, reduction_groups, strict=True))
+            if group.is_scattered and over is not None
+        }
+        self._scatterer_of = {member.name: scatterer for number, scatterer in self._scatterers.items() for member in groups[number].members}
+        # Gradients that are copied bucket by bucket, not one by one.
+        self._collected_by_bucket = frozenset(
+            name for number, bucket in self.ordered_buckets if groups[number].is_allocated_per_bucket for name in bucket.names
+        )
+        self._is_reduced = [(over := self._reduction_groups[number]) is not None and over.size > 1 for number, _ in self.ordered_buckets]
+        # Gradients that are not reduced need no hook.
+        hooked = (
+            name
+            for (_, bucket), has_hooks in zip(self.ordered_buckets, self._is_reduced, strict=True)
+            if has_hooks
+            for name in bucket.names
+        )
+        for name in (*hooked, *self._scatterer_of):
+            self._register_hook(name)
+
+    def _compress(self, compression: Compression | None, number: int, bucket: Bucket) -> CompressedBucket | TwoLevelCompressedBucket | None:
+        over, group = self._reduction_groups[number], self.groups[number]
+        if compression is None or compression.kind == "none" or over is None or over.size == 1 or group.grad.dtype not in DTYPES:
+            return None
+        early = not group.members[0].is_on_several_stages
+        size = bucket.stop - bucket.start
+        return build_compressed_bucket(
+            compression, bucket.names[0], size, lambda: group.bucket_gradient(bucket), over, self._sharded, overlaps_backward=early
+        )
+
+    def _register_hook(self, name: str) -> None:
+        # The garbage collector does not see through parameter hooks: a strong reference would keep all parameters alive for ever.
+        reducer_ref = weakref.ref(self)
+
+        def done(parameter: Tensor) -> None:
+            reducer, grad = reducer_ref(), parameter.grad
+            if grad is None or reducer is None:
+                return
+            view = reducer._views.get(name)
+            if grad is view or name in reducer._collected_by_bucket:  # autograd has accumulated into it
+                reducer._on_gradient(name)
+            else:
+                parameter.grad = view
+                reducer.add(name, grad)
+
+        self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add to a parameter's gradient; at most once per parameter between two calls of `begin`."""
+        if name in self._scatterer_of:
+            self._scatterer_of[name].add(name, grad)
+            return
+        view = self._view(name)
+        if self._is_first[name]:
+            view.copy_(grad)
+            self._is_first[name] = False
+        else:
+            view.add_(grad)
+        self._on_gradient(name)
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add the product of two matrices to a parameter's gradient, without an intermediate tensor."""
+        if name in self._scatterer_of:
+            self.add(name, a @ b)
+            return
+        view = self._view(name)
+        torch.addmm(view, a, b, beta=0 if self._is_first[name] else 1, out=view)  # beta 0 also drops NaN
+        self._is_first[name] = False
+        self._on_gradient(name)
+
+    def _view(self, name: str) -> Tensor:
+        """Return the view of a bucket where a gradient is accumulated."""
+        with self._memory.counting("gradients"):
+            self.ordered_buckets[self._bucket_of[name]][1].allocate()
+        return self._views[name]
+
+    def _on_gradient(self, name: str) -> None:
+        if name in self._completed:
+            self._num_missing[self._bucket_of[name]] -= 1
+            self._launch()
+
+    def start(self) -> None:
+        """Begin a step without gradients."""
+        self._is_first = dict.fromkeys(self._is_first, True)
+        self._num_missing = [len(bucket.names) * waits for (_, bucket), waits in zip(self.ordered_buckets, self._is_reduced, strict=True)]
+        self._next_bucket = 0
+        self._completed = frozenset()
+        for name in self._views:
+            self.parameters[name].grad = None
+        for _, bucket in self.ordered_buckets:
+            bucket.free()
+        self._norms.clear()
+        for scattered in self._scatterers.values():
+            scattered.start(self.records_norms)
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """Norms of this rank's own gradients of the step before the reduction, one per bucket, in the same order in every step."""
+        return [*self._norms, *(norm for scattered in self._scatterers.values() for norm in scattered.norms)]
+
+    def use_buffer(self, number: int) -> None:
+        """Accumulate in the groups' buffers of that number from now on; call before `start`."""
+        for group in self.groups:
+            group.use_gradient_buffer(group.step_buffers[number])
+            self._views.update(group.views)
+
+    def begin(self, completed: frozenset[str]) -> None:
+        """Begin a backward that completes these parameters: a bucket is reduced as soon as its last one has its gradient."""
+        self._completed = completed
+
+    def reduce(self, names: Collection[str]) -> None:
+        """Reduce-scatter buckets with gradients of these parameters, complete or not; other buckets are reduced when complete."""
+        for scattered in self._scatterers.values():
+            scattered.flush(names)
+
+    def scatter_sets(self, names: Collection[str]) -> list[tuple[str, ...]]:
+        """Group `names` into sets that are scattered together; parameters that are not scattered are sets of their own."""
+        sets: dict[object, list[str]] = {}
+        for name in sorted(names):
+            key = (id(scatterer), scatterer.bucket_of(name)) if (scatterer := self._scatterer_of.get(name)) else name
+            sets.setdefault(key, []).append(name)
+        return [tuple(members) for members in sets.values()]
+
+    def buffer_like(self, name: str) -> Tensor:
+        """Return a tensor like the accumulated gradient of a parameter, or like the shard of its scattered bucket."""
+        return scatterer.shard_of(name) if (scatterer := self._scatterer_of.get(name)) is not None else self._views[name]
+
+    def accumulated(self, name: str) -> tuple[Tensor, bool] | None:
+        """Return the gradient accumulated so far, and whether it is in the bucket; None if there is none.
+
+        Raises:
+            ValueError: it is partly in the bucket and partly in `.grad`.
+        """
+        if (scatterer := self._scatterer_of.get(name)) is not None:
+            return scatterer.accumulated_shard(name), True
+        grad, view, is_in_bucket = self.parameters[name].grad, self._views[name], not self._is_first[name]
+        if is_in_bucket and grad is not None and grad is not view:
+            raise ValueError(f"the gradient of {name} is partly in its bucket and partly in .grad")
+        return (view, True) if is_in_bucket else None if grad is None else (grad, False)
+
+    @torch.no_grad()
+    def restore(self, name: str, value: Tensor, is_in_bucket: bool) -> None:
+        """Restore an accumulated gradient after `start`."""
+        if (scatterer := self._scatterer_of.get(name)) is not None:
+            scatterer.shard_of(name).copy_(value)
+        elif is_in_bucket:
+            self._view(name).copy_(value)
+            self._is_first[name] = False
+        else:
+            self.parameters[name].grad = torch.empty_like(self.parameters[name]).copy_(value)
+
+    def _launch(self) -> None:
+        while self._next_bucket < len(self.ordered_buckets) and self._num_missing[self._next_bucket] <= 0:
+            self._reduce_bucket(self._next_bucket)
+            self._next_bucket += 1
+
+    @torch.no_grad()
+    def _fill_bucket(self, place: int) -> Tensor:
+        """Copy gradients that are not in the bucket yet; missing ones are zero. Return the bucket's gradients."""
+        number, bucket = self.ordered_buckets[place]
+        views: list[Tensor] = []
+        gradients: list[Tensor] = []
+        with self._memory.counting("gradients"):
+            bucket.allocate()
+        for name in bucket.names:
+            parameter, view = self.parameters[name], self._views[name]
+            grad = parameter.grad
+            if grad is not None and grad is not view:
+                parameter.grad = None
+                if self._is_first[name]:
+                    views.append(view)
+                    gradients.append(grad)
+                else:
+                    view.add_(grad)
+            elif self._is_first[name]:
+                view.zero_()
+            self._is_first[name] = False
+        if gradients:
+            torch._foreach_copy_(views, gradients)
+        return self.groups[number].bucket_gradient(bucket)
+
+    def _reduce_bucket(self, place: int) -> None:
+        over = self._reduction_groups[self.ordered_buckets[place][0]]
+        if over is None or not self._is_reduced[place]:
+            return
+        gradient = self._fill_bucket(place)
+        if self.records_norms:
+            self._norms.append(norm_of(gradient))
+        if self.on_bucket is not None:
+            self.on_bucket(place, gradient)
+            return
+        if not self.is_reducing:
+            return
+        if (compressed := self.compressed.get(place)) is not None:
+            if self.uncompressed is not None:
+                self.uncompressed[place] = gradient.clone()
+            compressed.start()
+            self._begin_second_phase(in_backward=True)
+            self._in_first_phase.append(compressed)
+        elif self._sharded:
+            self._works.append(over.reduce_scatter_into(gradient.view(over.size, -1)[over.index], gradient, wait=False))
+        else:
+            self._works.append(over.all_reduce(gradient, wait=False))
+
+    def _begin_second_phase(self, in_backward: bool) -> None:
+        """Begin the second phase of buckets whose first phase was started; in backward only of those that may overlap it."""
+        remaining = [bucket for bucket in self._in_first_phase if in_backward and not bucket.overlaps_backward]
+        for bucket in self._in_first_phase:
+            if bucket.overlaps_backward or not in_backward:
+                bucket.reduce_received()
+                self._in_second_phase.append(bucket)
+        self._in_first_phase = remaining
+
+    def finish(self) -> None:
+        """Launch the remaining buckets in order after the last backward, and fill those that are not reduced."""
+        for scattered in self._scatterers.values():
+            scattered.flush()
+        while self._next_bucket < len(self.ordered_buckets):
+            self._reduce_bucket(self._next_bucket)
+            self._next_bucket += 1
+        for place, is_exchanged in enumerate(self._is_reduced):
+            if not is_exchanged:
+                gradient = self._fill_bucket(place)
+                if self.records_norms:
+                    self._norms.append(norm_of(gradient))
+
+    def take_pending_work(self) -> list[CollectiveWork]:
+        """Return the pending all-reduces of uncompressed gradients, after `finish` and instead of `wait`."""
+        works, self._works = self._works, []
+        return works
+
+    def wait(self) -> None:
+        """Wait for all reductions."""
+        self._begin_second_phase(in_backward=False)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for bucket in self._in_second_phase:
+            bucket.finish()
+        self._in_second_phase.clear()
+        for scattered in self._scatterers.values():
+            scattered.wait()
+
+    def gather(self) -> None:
+        """Gather the ZeRO-1 shards after `wait`, so that each rank has the full sums. Every rank calls it, or none."""
+        if not self._sharded:
+            return
+        for number, bucket in self.ordered_buckets:
+            over = self._reduction_groups[number]
+            if over is not None and over.size > 1:
+                gradient = self.groups[number].bucket_gradient(bucket)
+                over.all_gather_into(gradient, gradient.view(over.size, -1)[over.index].clone())

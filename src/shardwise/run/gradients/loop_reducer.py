@@ -1,0 +1,186 @@
+"""All-reduce of gradients during a user's own `backward`: averaged over the ranks that hold partial gradients, complete when it returns.
+
+Gradient hooks of the parameters in flat groups overlap it with backward; every parameter's `.grad` ends as in one process.
+
+Ranks that run the same graph use the same parameters. An uncaptured model may branch on its samples, so that they do not
+(`uses_differ=True`): ranks then all-reduce which parameters they used, since an optimizer decays a parameter whose gradient is zero but
+skips one without a gradient.
+
+torch's DistributedDataParallel does not suffice: it reduces over one set of ranks, sharded weights need several; it raises if a parameter
+is used in two reentrant checkpoints, by the loop only, or in the first of two calls, hangs if a rank's output depends on no parameter, and
+leaves `torch.autograd.grad` local to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.run.state.parameters import FlatGroup, share_gradient_memory
+from shardwise.world import private
+from shardwise.world.world import World
+
+
+class LoopGradientReducer:
+    """Averages gradients over ranks during backward. An earlier content of `.grad` is equal on all ranks, so averaging preserves it.
+
+    `uses_differ`: ranks may use different parameters. `reduces_at_end`: reduce at the end of backward only, for models with collectives of
+    their own in backward, which could otherwise start in different orders. `outputs`: those whose rows are counted.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        parameters: Mapping[str, nn.Parameter],
+        world: World,
+        uses_differ: bool = False,
+        reduces_at_end: bool = False,
+        outputs: Sequence[str] = (),
+    ) -> None:
+        sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
+        share_gradient_memory(groups, sums)
+        self._reduced_groups = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
+        self._ordered_buckets = [(group, over, bucket) for group, over in self._reduced_groups for bucket in group.buckets]
+        self._parameters, self._uses_differ, self._reduces_at_end = parameters, uses_differ, reduces_at_end
+        self._in_backward = False
+        self._arriving: set[str] = set()  # parameters whose gradient is not in `.grad` yet
+        self._used: set[str] = set()
+        self._num_missing: list[int] = []
+        self._works: list[Any] = []
+        self._rows = dict.fromkeys(outputs, 0.0)
+        self._is_accumulating = False
+        self._used_before: set[str] = set()  # used by backwards without a reduction
+        for number, (_, _, bucket) in enumerate(self._ordered_buckets):
+            for name in bucket.names:
+                with private.as_base_tensor():
+                    parameters[name].register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+                    parameters[name].register_post_accumulate_grad_hook(partial(self._on_accumulated, number, name))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def accumulate_locally(self) -> Iterator[None]:
+        """Accumulate gradients locally within a block; the first backward after it reduces them together. If ranks may use different
+        parameters, each backward is reduced all the same."""
+        was_accumulating, self._is_accumulating = self._is_accumulating, not self._uses_differ
+        try:
+            yield
+        finally:
+            self._is_accumulating = was_accumulating
+
+    def begin_backward(self) -> None:
+        """Begin a backward; called from gradient hooks only."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._arriving.clear()
+        self._used.clear()
+        self._works.clear()
+        self._rows = dict.fromkeys(self._rows, 0.0)
+        self._num_missing = [len(bucket.names) for _, _, bucket in self._ordered_buckets]
+        private.after_backward(self._finish)
+
+    def count_rows(self, output: str, rows: float, grad: Tensor) -> None:
+        """Count rows of an output that have a gradient, relative to equal shares of samples (a hook). Ranks must have equally many, or the
+        mean of their means is not the mean over all."""
+        self.begin_backward()
+        self._rows[output] += rows
+
+    def _on_gradient(self, name: str, grad: Tensor) -> None:
+        if grad.requires_grad:
+            self._in_backward = False  # backward ends here on every rank
+            raise UsageError(
+                f"a gradient of {name} that has a gradient itself (create_graph=True) is this rank's alone, which is not summed over "
+                "ranks; differentiate by the model's inputs or outputs, or use shardwise.parallelize"
+            )
+        self.begin_backward()
+        self._arriving.add(name)
+
+    def _on_accumulated(self, number: int, name: str, p: Tensor) -> None:
+        self._arriving.discard(name)
+        if number < len(self._works):
+            raise ModelError(
+                f"the gradient of {name} arrives twice in one backward, after it was summed over ranks; checkpoint with use_reentrant=False"
+            )
+        if name not in self._used:
+            self._used.add(name)
+            self._num_missing[number] -= 1
+            if not self._is_accumulating:
+                self._launch(is_finished=False)
+
+    def _launch(self, is_finished: bool) -> None:
+        """Start the all-reduces of complete buckets, in the same order on all ranks."""
+        while len(self._works) < len(self._ordered_buckets) and (
+            is_finished or not (self._reduces_at_end or self._num_missing[len(self._works)])
+        ):
+            group, over, bucket = self._ordered_buckets[len(self._works)]
+            with private.as_base_tensor():
+                for name in bucket.names:
+                    grad = self._parameters[name].grad
+                    if grad is None:
+                        group.views[name].zero_()
+                    else:
+                        torch.mul(grad.to_dense() if grad.is_sparse else grad, 1 / over.size, out=group.views[name])
+            self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
+
+    def _finish(self) -> None:
+        self._in_backward = False
+        if self._is_accumulating:
+            self._check_arrived()
+            self._used_before |= self._used
+            return
+        self._launch(is_finished=True)
+        for work in self._works:
+            work.wait()
+        self._check_arrived()
+        self._used |= {name for name in self._used_before if self._parameters[name].grad is not None}
+        self._used_before.clear()
+        with private.as_base_tensor():
+            self._write_gradients(self._all_reduce_used() if self._uses_differ else None)
+
+    def _check_arrived(self) -> None:
+        """Raise UsageError if a gradient was computed that does not go to `.grad`."""
+        if self._arriving:
+            raise UsageError(
+                f"torch.autograd.grad by {min(self._arriving)} gives this rank's gradient, not that of all ranks; call loss.backward() and "
+                "read its .grad"
+            )
+
+    def _all_reduce_used(self) -> set[str]:
+        """Return the parameters that any rank used.
+
+        Raises:
+            Infeasible: ranks had different numbers of rows of an output.
+        """
+        names = [name for group, _ in self._reduced_groups for name in group.views]
+        over, outputs = self._reduced_groups[0][1], list(self._rows)
+        used = [float(name in self._used) for name in names]
+        rows = [self._rows[output] for output in outputs]
+        counts = torch.tensor([*used, *rows, *(n * n for n in rows)], dtype=torch.float64, device=over.device)
+        over.all_reduce(counts)
+        total, squares = counts[len(names) :].view(2, -1)
+        for output, local, sum_, square in zip(outputs, rows, total.tolist(), squares.tolist(), strict=True):
+            if abs(square * over.size - sum_**2) > 1e-9 * sum_**2:
+                raise Infeasible(
+                    f"the output {output or 'of the model'} has {local:g} rows on this rank and {sum_:.0f} on all {over.size}, so the "
+                    "mean over ranks of a mean over rows is not that of all; return rows of fixed number, or the loss's sum and count from "
+                    "forward, or use one rank"
+                )
+        return {name for name, times in zip(names, counts.tolist(), strict=False) if times}
+
+    def _write_gradients(self, used: set[str] | None) -> None:
+        """Write the averaged gradient of every parameter that any rank used; as in one process, other gradients stay unchanged."""
+        for group, _ in self._reduced_groups:
+            for name, view in group.views.items():
+                p = self._parameters[name]
+                is_used = bool(view.any()) if used is None else name in used
+                if name not in self._used and not (p.requires_grad and is_used):
+                    continue
+                if p.grad is None or p.grad.is_sparse:
+                    p.grad = view.clone()
+                else:
+                    p.grad.copy_(view)

@@ -1,0 +1,442 @@
+"""The forward of a sharded module, computed by captured graphs: one for each combination of module modes and input structure.
+
+It returns the module's output for this rank's samples, in full tensors. A plain loop reduces a parameter's gradient over the same ranks
+whichever capture computed it (`run/loop/shard_module`), so partial gradients over any other axis are reduced where the parameter enters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardwise.capture.modes import Modes, modes_of
+from shardwise.capture.nesting import (
+    BatchSignature,
+    batch_size_of,
+    count_samples,
+    is_literal_value,
+    named_leaves,
+    replace_leaves,
+    tensors_of,
+)
+from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.redistribute import redistribute, scale_gradient
+from shardwise.plan.ir.axis import DATA, axis_of, sample_axes
+from shardwise.plan.ir.placement import D, R, even_shard_range, is_shard
+from shardwise.plan.plan import Plan
+from shardwise.run.call_convention import CallConvention
+from shardwise.run.checkpoint import StateShard
+from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.loop.gathered_weights import FullWeightCache
+from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
+from shardwise.run.loop.mutation_guard import MutationGuard
+from shardwise.run.loop.original_module import OriginalModule
+from shardwise.run.loop.zero_gather import GatheredWeightSaver, ZeroShard, insert_gathers
+from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
+from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.rank_agreement import digest_tensors
+from shardwise.run.rank_model.build import CachedModelSource, ModelSource
+from shardwise.run.rank_model.capture_variants import CaptureRequest, build_capture_variant
+from shardwise.run.sharded_state import full_state, narrow_to, weight_shards
+from shardwise.run.state.precision import autocast_dtype_of
+from shardwise.world import private
+from shardwise.world.world import Group, World
+
+
+class BatchMode(Enum):
+    """The samples with which ranks call a model: each with its shard of the batch; each with the global batch, computed in full by each; or
+    each with the global batch, of which it computes its shard and returns all outputs."""
+
+    LOCAL_SHARD = 0
+    REPLICATED = 1
+    GLOBAL_BATCH = 2
+
+
+class UnreturnedOutput:
+    """Placeholder for an output that a sharded model does not return: an object that is no nest of tensors (a key-value cache)."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self._reason = f"the output {path} is a {kind}, which a divided model does not return; switch it off in the model (use_cache=False)"
+
+    def __repr__(self) -> str:
+        return f"NotReturned({self._reason})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(self.__dict__["_why"])
+
+    def __getitem__(self, key: object) -> Any:
+        raise ModelError(self._reason)
+
+    def __len__(self) -> int:
+        raise ModelError(self._reason)
+
+
+def _returnable_output(path: str, leaf: Any) -> Any:
+    return leaf if is_literal_value(leaf) else UnreturnedOutput(path, type(leaf).__name__)
+
+
+def with_tensors(rank_model: RankModel, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> RankModel:
+    """Return a capture's rank model over other tensors of the same names."""
+    tensors = {**buffers, **parameters}
+    names = {v.value: v.name for v in (*rank_model.graph.parameters, *rank_model.graph.buffers)}
+    variables = {value: tensors[names[value]] if value in names else x for value, x in rank_model.variables.items()}
+    return replace(rank_model, parameters=dict(parameters), buffers=dict(buffers), variables=variables)
+
+
+@dataclass(frozen=True)
+class CapturedForward:
+    """The forward of one capture. `reduced_axes`: axes over which the loop reduces each parameter's gradient, by name. `relative_share`:
+    number of this replica's samples over that of an equal share."""
+
+    rank_model: RankModel
+    plan: Plan
+    world: World
+    reduced_axes: Mapping[str, tuple[str, ...]]
+    batch_mode: BatchMode = BatchMode.LOCAL_SHARD
+    relative_share: float = 1.0
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Return the output. `inputs`: the tensors of the call by path."""
+        parts, layout, stage = self.rank_model, self.plan.layout, self.rank_model.single_stage
+        tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
+        for value, group in self._reduced_input_gradients:
+            if tensors[value].requires_grad:  # another model computed it and needs the full gradient
+                tensors[value] = redistribute(tensors[value], R, D, group)
+        coordinates = layout.mesh.coordinates(self.world.rank)
+        kept_axes = () if self.batch_mode is BatchMode.GLOBAL_BATCH else parts.sharding.sample_axes
+        for value, x in tensors.items():
+            tensors[value] = narrow_to(x, parts.sharding.stored(value, x.shape, coordinates, excluded_axes=kept_axes))
+        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in stage.variables]
+        for position, group in self._extra_gradient_reductions:
+            values[position] = redistribute(values[position], R, D, group)
+        for position, share in self._gradient_scales:
+            values[position] = scale_gradient(values[position], share)
+        kind = self.world.device.type
+        user_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own autocast around the call
+        autocast = autocast_dtype_of(layout.precision) or user_dtype
+        saved, module = self._module_with_gathers
+        with private.as_base_tensor(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None), saved.saved_tensor_hooks():
+            results = module(*values)
+        outputs = []
+        for name, x in zip(stage.results, results, strict=True):
+            # Equal on all data ranks, each of which may use it differently (to scale its own samples' scores), so gradients are reduced.
+            for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
+                x = x if is_shard(stage.placements[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
+            # The loop averages over this rank's samples; its gradient is weighted by their number.
+            x = x if self.relative_share == 1.0 else scale_gradient(x, self.relative_share)
+            outputs.append(private.as_writable(x))  # a loop may change an output in place: a loss, an image that it scales
+        paths, constants = self._outputs
+        return replace_leaves(parts.structure, constants | dict(zip(paths, outputs, strict=True)))
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Return whether the graph communicates, so that all ranks must call it, with tensors of the same shapes."""
+        groups: list[Group] = []
+        for node in getattr(self.rank_model.single_stage.module, "graph", fx.Graph()).nodes:
+            fx.node.map_aggregate((node.args, node.kwargs), lambda x: groups.append(x) if isinstance(x, Group) and x.size > 1 else None)
+        return bool(groups or self.rank_model.zero_shards)
+
+    @cached_property
+    def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model's output by path: tensors, and all other leaves as they will be returned."""
+        returned = list(named_leaves(self.rank_model.structure))
+        tensors = {path: leaf for path, leaf in returned if isinstance(leaf, Tensor)}
+        return tensors, {path: _returnable_output(path, leaf) for path, leaf in returned if path not in tensors}
+
+    @cached_property
+    def _gradient_axes(self) -> dict[str, tuple[set[str], set[str]]]:
+        """Trained parameters by graph value: axes over which this capture leaves partial gradients, and axes that the loop reduces."""
+        names = {member.name for group in self.rank_model.groups for member in group.members}
+        gradients, pieces = self.rank_model.sharding.gradient_axes, self.rank_model.zero_shards
+        return {  # the all-gather of ZeRO shards reduces over data in its backward
+            v.value: (set(gradients.get(v.value, ())) - ({DATA} if v.name in pieces else set()), set(self.reduced_axes[v.name]))
+            for v in self.rank_model.graph.parameters
+            if v.name in names
+        }
+
+    @cached_property
+    def _module_with_gathers(self) -> tuple[GatheredWeightSaver, nn.Module]:
+        """The module to run, with all-gathers of ZeRO shards inserted, and the saver of its gathered weights."""
+        parts, saved, module = self.rank_model, GatheredWeightSaver(self.plan.layout.zero == 3), self.rank_model.single_stage.module
+        names = {v.value: v.name for v in parts.graph.parameters if v.name in parts.zero_shards}
+        if not names:
+            return saved, module
+        assert isinstance(module, fx.GraphModule)
+        read = R if self.batch_mode is BatchMode.REPLICATED else D  # where every rank computes all samples, its gradient is complete
+        pieces = {
+            i: ZeroShard(names[v], parts.zero_shards[names[v]], read, self._group(DATA))
+            for i, v in enumerate(parts.single_stage.variables)
+            if v in names
+        }
+        return saved, insert_gathers(module, pieces, saved)
+
+    @cached_property
+    def _extra_gradient_reductions(self) -> list[tuple[int, Group]]:
+        """Positions of parameters with partial gradients that the loop does not reduce, with the groups to reduce over."""
+        sums = []
+        for i, value in enumerate(self.rank_model.single_stage.variables):
+            partial, exchanged = self._gradient_axes.get(value, (set[str](), set[str]()))
+            sums += [(i, self._group(axis)) for axis in self.rank_model.sharding.sizes if axis in partial - exchanged]
+        return sums
+
+    @cached_property
+    def _gradient_scales(self) -> list[tuple[int, float]]:
+        """Positions of parameters whose number of partial gradients is not that of the data ranks, with the ratio of the two.
+
+        The reducer takes a mean (see `run/loop/shard_module`), which this ratio corrects.
+        """
+        data, sizes = 1 if self.batch_mode is BatchMode.REPLICATED else self.plan.layout.data, self.rank_model.sharding.sizes
+        shares = {
+            value: prod(sizes[axis] for axis in partial & exchanged) / data for value, (partial, exchanged) in self._gradient_axes.items()
+        }
+        return [(i, shares[v]) for i, v in enumerate(self.rank_model.single_stage.variables) if shares.get(v, 1.0) != 1.0]
+
+    @cached_property
+    def _reduced_input_gradients(self) -> list[tuple[str, Group]]:
+        """Inputs with partial gradients over a group of tensor ranks."""
+        gradients = self.rank_model.sharding.gradient_axes
+        axes = [
+            (v.value, axis) for v in self.rank_model.graph.inputs for axis in gradients.get(v.value, ()) if not axis_of(axis).shards_samples
+        ]
+        return [(value, self._group(axis)) for value, axis in axes]
+
+    def _group(self, axis: str) -> Group:
+        return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
+
+
+# The model's modes, the form of its inputs, which samples these are, and the hooks on its submodules.
+CallKey = tuple[Modes, Hashable, BatchMode, HookedModules]
+
+
+@dataclass(frozen=True)
+class ModuleCaptures:
+    """The captures of one model, by its modes and input structure: `net(x)` is another graph than `net(x, targets)`.
+
+    Copies of the model share them. `rank_model`: the training capture, made in `modes` on `batch_mode`; `variants`: captures made since.
+    """
+
+    rank_model: RankModel
+    plan: Plan
+    source: ModelSource
+    batch: Any
+    world: World
+    original: OriginalModule
+    signature: inspect.Signature
+    modes: Modes
+    variants: LRUCache[RankModel] = field(default_factory=lambda: LRUCache(MAX_CAPTURES))
+
+    @cached_property
+    def batch_form(self) -> BatchSignature:
+        """The form of the batch that it was captured with."""
+        return BatchSignature.of(self.batch)
+
+    def rank_model_for(self, call: CallKey, inputs: Any, num_samples: int) -> RankModel:
+        """Return the rank model for such a call of so many samples; it is captured at the first call."""
+        is_training_call = call == (self.modes, self.batch_form.key, BatchMode.LOCAL_SHARD, ())
+        if is_training_call and num_samples == self.plan.batch_size:
+            return self.rank_model
+        base = (
+            self.rank_model
+            if is_training_call
+            else self.variants.get_or_build(call, lambda: self._build_capture(call, inputs, num_samples))
+        )
+        try:
+            with self.original.restored(), record_hooked_calls(self.source.model, call[3]):
+                variant = base.microbatch_variant(num_samples, num_samples)
+        except Infeasible:  # with that many samples it computes another graph
+            return self._build_capture(call, inputs, num_samples)
+        variables = {**base.variables, **{v: x for v, x in variant.constants.items() if v in base.variables}}
+        return replace(base, graph=variant.loss_graph.graph, sharding=variant.sharding, lowered=dict(variant.lowered), variables=variables)
+
+    def _build_capture(self, call: CallKey, inputs: Any, num_samples: int) -> RankModel:
+        # A source caches captures of one input form.
+        is_usual = call[1] == self.batch_form.key and not call[3]
+        batch, source = (self.batch, self.source) if is_usual else (inputs, CachedModelSource(self.source.model, self.source.deferred))
+        try:
+            with self.original.restored(), record_hooked_calls(self.source.model, call[3]):
+                is_replicated, is_global = call[2] is BatchMode.REPLICATED, call[2] is BatchMode.GLOBAL_BATCH
+                request = CaptureRequest(
+                    call[0],
+                    batch,
+                    returns_outputs=True,
+                    microbatch_size=num_samples,
+                    is_replicated=is_replicated,
+                    gathers_outputs=is_global,
+                )
+                return build_capture_variant(request, self.rank_model, self.plan, source, self.world)
+        except ModelError as error:
+            mode = "trains" if call[0][0] else "evaluates"
+            names = ", ".join(sorted(tensors_of(inputs)))
+            raise ModelError(f"the model as it {mode} now, called with {names}, cannot be divided: {error}") from error
+
+    def nest_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a call's arguments nested like the captured batch: by keyword or in order."""
+        bound = self.signature.bind(*args, **kwargs)
+        if not isinstance(self.batch, Mapping):
+            if bound.kwargs:
+                raise Infeasible(
+                    f"the model was captured with arguments in order, and is called with {', '.join(bound.kwargs)} by keyword alone"
+                )
+            return bound.args
+        arguments: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
+            arguments.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        return arguments
+
+
+@dataclass(frozen=True)
+class GraphReplica:
+    """The replica of a captured module (`run/loop/module`). `rank_model`: its training capture over this module's own tensors.
+    `gradient_reducer`: None for a copy, which does not train."""
+
+    model: nn.Module
+    rank_model: RankModel
+    captures: ModuleCaptures
+    mutation_guard: MutationGuard
+    gradient_reducer: LoopGradientReducer | None = None
+    call_convention: CallConvention = field(default_factory=CallConvention)
+    forwards: LRUCache[CapturedForward] = field(default_factory=lambda: LRUCache(1 + MAX_CAPTURES))
+
+    @property
+    def draw(self) -> DrawState:
+        """State of its random draws, shared with its copies."""
+        return self.rank_model.draw
+
+    def check(self) -> None:
+        """Raise UsageError if the module was changed in a way that its graphs do not see."""
+        self.mutation_guard.check()
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""
+        called = self.captures.nest_arguments(args, kwargs)
+        form = BatchSignature.of(called)
+        if torch.is_grad_enabled():
+            self.captures.batch_form.check_objects(form)
+            self.gathered_weights.clear()
+        elif self.captures.batch_form.differing_objects(form):
+            with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
+                return type(self.model).forward(self.model, *args, **kwargs)
+        hooked = self.mutation_guard.hooked_modules()
+        call = (modes_of(self.model), form.key, BatchMode.LOCAL_SHARD, hooked)
+        samples, batch = self._resolve_samples(call, called, form)
+        forward = self._forward_for((*call[:2], batch, hooked), samples, called)
+        forward.rank_model.draw.step += 1
+        output = forward(tensors_of(called))
+        if hooked:
+            output, calls = output
+            call_hooks(self.model, hooked, calls)
+        return output
+
+    @cached_property
+    def gathered_weights(self) -> FullWeightCache:
+        """Full weights, for calls that run the model's own code."""
+        return FullWeightCache(self.captures.world)
+
+    def _resolve_samples(self, call: CallKey, inputs: Any, form: BatchSignature) -> tuple[int, BatchMode]:
+        """Return the global number of samples, and the mode in which ranks are called with them.
+
+        Raises:
+            Infeasible: on all ranks, if they are called with other shards than `shardwise.shard` gives, or with different forms.
+        """
+        num_local, samples, places, layout = batch_size_of(inputs), count_samples(inputs), self._sample_shards, self.captures.plan.layout
+        n, batch = max(places) + 1, BatchMode.LOCAL_SHARD
+        if self.captures.world.num_ranks > 1 and not samples:
+            # Without gradients and communication, a rank may call the model alone.
+            alone = (
+                not (torch.is_grad_enabled() or self.call_convention.is_global_batch)
+                and not self._forward_for(call, num_local * n, inputs).communicates
+            )
+            samples, batch = (num_local, batch) if alone else self._agree_on_batch(inputs, num_local, form)  # alone: on its own samples
+        if n == 1:
+            return num_local, BatchMode.LOCAL_SHARD
+        if samples == num_local and layout.expert == 1 and (batch is BatchMode.LOCAL_SHARD or num_local < n):
+            return num_local, BatchMode.REPLICATED
+        if batch is BatchMode.LOCAL_SHARD and num_local != even_shard_range(samples, n, places[self.captures.world.rank])[1]:
+            raise Infeasible(
+                f"the model was called with {num_local} of {samples} samples, which {layout} divides otherwise; draw batches through "
+                "shardwise.shard(loader)"
+            )
+        return samples, batch
+
+    @cached_property
+    def _sample_shards(self) -> list[int]:
+        """Index of the shard of samples that each rank has."""
+        mesh = self.captures.plan.layout.mesh
+        axes = sample_axes(mesh.stage_axes)
+        return [mesh.group(rank, *axes).index(rank) for rank in range(self.captures.world.num_ranks)]
+
+    def _agree_on_batch(self, inputs: Any, num_local: int, form: BatchSignature) -> tuple[int, BatchMode]:
+        """Agree on the global number of samples and the mode: ranks all-gather their number of samples, form and digest (24 bytes each).
+
+        Raises:
+            Infeasible: on all ranks, if their calls would deadlock or reduce gradients of mismatched samples.
+        """
+        world, places, layout = self.captures.world, self._sample_shards, self.captures.plan.layout
+        local_info = [num_local, form.checksum, int(digest_tensors(inputs), 16)]
+        counts, forms, digests = world.world_group.all_gather(
+            torch.tensor([local_info], dtype=torch.int64, device=world.device), 0
+        ).T.tolist()
+        if len(set(forms)) > 1:
+            raise Infeasible(
+                "ranks call the model with tensors of different shapes or kinds, and exchange values and gradients; draw batches through "
+                "shardwise.shard(loader), or pad them to one shape on all ranks"
+            )
+        if len(set(digests)) == 1:
+            return num_local, BatchMode.GLOBAL_BATCH
+        distinct_batches = {(place, number) for place, number in zip(places, digests, strict=True)}
+        if self.call_convention.is_global_batch or len(distinct_batches) > len(set(places)):
+            affected_ranks = "all of them" if self.call_convention.is_global_batch else "those with the same samples"
+            raise UsageError(
+                f"ranks call the model with different batches, and {affected_ranks} need the same: let every rank load and shuffle "
+                "alike (the same seed on every rank, no DistributedSampler)"
+            )
+        n = max(places) + 1
+        samples = sum(dict(zip(places, counts, strict=True)).values())
+        if counts != [even_shard_range(samples, n, place)[1] for place in places]:
+            raise Infeasible(
+                f"ranks call the model with {', '.join(map(str, counts))} samples, which {layout} divides otherwise; draw batches through "
+                "shardwise.shard(loader), or give every rank as many"
+            )
+        return samples, BatchMode.LOCAL_SHARD
+
+    def _forward_for(self, call: CallKey, num_samples: int, inputs: Any) -> CapturedForward:
+        def build() -> CapturedForward:
+            captures, n = self.captures, max(self._sample_shards) + 1
+            parts = with_tensors(captures.rank_model_for(call, inputs, num_samples), self.rank_model.parameters, self.rank_model.buffers)
+            reduced_axes = {name: spec.reduction_axes for name, spec in parts.local_parameters.items()}
+            relative_share = batch_size_of(inputs) * n / num_samples if call[2] is BatchMode.LOCAL_SHARD else 1.0
+            return CapturedForward(parts, captures.plan, captures.world, reduced_axes, call[2], relative_share)
+
+        return self.forwards.get_or_build((call, num_samples), build)
+
+    def for_copy(self, copied: nn.Module, memo: Mapping[int, Any]) -> GraphReplica:
+        """Return a replica with the same captures over the copy's tensors."""
+        tensor_tables = self.rank_model.parameters, self.rank_model.buffers
+        parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in tensor_tables)
+        return GraphReplica(copied, with_tensors(self.rank_model, parameters, buffers), self.captures, MutationGuard(copied))
+
+    def state_shards(self) -> list[StateShard]:
+        """Return this rank's shards of the state dict, for a checkpoint."""
+        variables = {v.name: v for v in self.rank_model.graph.buffers}
+        saved = {name for name, v in variables.items() if not self.rank_model.state_dict_names.isdisjoint((name, *v.aliases))}
+        return [piece for piece in self._weight_shards() if piece.kind == "parameter" or piece.name in saved]
+
+    def full_state(self) -> dict[str, Tensor] | None:
+        """Return the full state dict on rank 0, None elsewhere. Every rank calls it."""
+        with private.as_base_tensor():
+            return full_state(self.rank_model, self._weight_shards(), self.captures.world.world_group)
+
+    def _weight_shards(self) -> list[StateShard]:
+        return weight_shards(self.rank_model, self.captures.plan.layout.mesh.coordinates(self.captures.world.rank))

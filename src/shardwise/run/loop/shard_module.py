@@ -1,0 +1,181 @@
+"""Sharding a module in place for a plain training loop: `net(x)`, `loss.backward()` and `opt.step()` stay the user's.
+
+The plan has no pipeline. The module object stays the same; its parameters become this rank's shards and its forward the lowered graph. A
+model that could not be captured is replicated and keeps its own forward. Gradients are reduced while backward runs and are complete when
+`loss.backward()` returns.
+
+The loss is the user's, over this rank's samples, so gradients are averaged over the ranks that reduce them: that is the gradient of the
+mean over all samples if the loss is a mean over samples, and also right for terms of the weights alone (a penalty on their norm). What the
+model itself computes is exact over the whole batch (batch norm included): its gradient contributions are scaled to survive the averaging.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.capture.fakes import fake_mode
+from shardwise.capture.modes import training_modes
+from shardwise.errors import Infeasible, UsageError
+from shardwise.model.graph import Variable
+from shardwise.plan.compatibility import SPLIT_FIXED
+from shardwise.plan.ir.mesh import Mesh
+from shardwise.plan.ir.placement import is_shard
+from shardwise.plan.plan import Plan
+from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
+from shardwise.run.loop.module import OVERRIDDEN_ATTRIBUTES, ShardedModule, sharded_modules_of, unsharded_tensors
+from shardwise.run.loop.mutation_guard import MutationGuard
+from shardwise.run.loop.original_module import OriginalModule
+from shardwise.run.loop.sharded_optimizer import full_optimizer_state, patch_optimizer_methods
+from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter
+from shardwise.run.loop.submodule_calls import register_submodule_hooks
+from shardwise.run.loop.wrappers import patch_wrappers
+from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.rank_model.build import ModelSource, build_rank_model
+from shardwise.run.state.block_ranges import block_of, block_shape
+from shardwise.run.state.optimizer import OptimizerSpec
+from shardwise.run.state.parameters import install_tensors
+from shardwise.run.state.precision import set_matmul_precision
+from shardwise.run.uncaptured.replicated import replicate_module
+from shardwise.world.current import current_world
+from shardwise.world.world import World
+
+
+def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, world: World) -> None:
+    """Shard `model` in place under `plan`; `batch` holds the arguments of a call with the global batch.
+
+    Raises:
+        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness or servers, which need the engine; or a model that
+            could not be captured and would train something else on shards of the batch.
+    """
+    layout = plan.layout
+    has_stages = max(layout.num_stages, layout.microbatches, layout.branch) > 1
+    if has_stages or layout.compress != "none" or layout.staleness or layout.servers:
+        raise Infeasible(
+            f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
+            "staleness and servers do not apply; use shardwise.parallelize"
+        )
+    patch_wrappers()
+    set_matmul_precision(layout.precision, world.device)
+    if layout.compile == "on":
+        raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use shardwise.parallelize")
+    if layout.split != SPLIT_FIXED:
+        raise Infeasible(f"{layout}: a plain loop's module keeps its data x context; leave split out, or use shardwise.parallelize")
+    if layout.batch_norm == "local":
+        raise Infeasible(
+            f"{layout}: statistics of each replica would be kept apart in a plain loop; leave batch_norm out, or use shardwise.parallelize"
+        )
+    if plan.uncaptured and layout.zero:
+        raise Infeasible(f"{layout}: {plan.model} could not be captured, so a plain loop keeps all of it on every rank; leave zero out")
+    if plan.uncaptured:
+        ShardedModule(model, plan, world, replicate_module(model, source, plan, batch, world)).install()
+        return
+    parts = build_rank_model(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
+    names = [v.name for v in parts.graph.parameters if v.is_complex_pairs]
+    if names:
+        raise Infeasible(
+            f"parameter {names[0]} is complex, which a plain loop's optimizer cannot be given in parts; use shardwise.parallelize"
+        )
+    _mark_sharded_parameters(parts, world, layout.mesh)
+    original = OriginalModule(model, OVERRIDDEN_ATTRIBUTES, fake_mode() if source.deferred is None else source.deferred.fake_mode)
+    install_tensors(model, parts.parameters, parts.buffers)
+    register_submodule_hooks(model, _sharded_buffer_specs(parts, world, layout.mesh), world)
+    captures = ModuleCaptures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
+    exchange = LoopGradientReducer(parts.groups, parts.parameters, world)
+    ShardedModule(model, plan, world, GraphReplica(model, parts, captures, MutationGuard(model), exchange)).install()
+    _register_state_dict_hooks(model, parts)
+
+
+def full_state_dict(model: nn.Module | Optimizer) -> dict[str, Any] | None:
+    """Return the full parameters and buffers of a sharded model under its own names on rank 0, None elsewhere. Every rank calls it.
+
+    For an optimizer, return its state dict as plain PyTorch has it, which `load_state_dict` takes in any layout.
+
+    Raises:
+        UsageError: the model is not sharded and contains no sharded module.
+    """
+    if isinstance(model, Optimizer):
+        return full_optimizer_state(model, current_world().rank == 0)
+    sharded_modules = sharded_modules_of(model)
+    if not sharded_modules:
+        raise UsageError(
+            f"{type(model).__name__} is not divided: give the module that was built under shardwise.auto_parallelize; "
+            "an engine has full_state_dict() of its own"
+        )
+    states = [(prefix, module.replica.full_state()) for prefix, module in sharded_modules]
+    outside = {name: x.detach().cpu().clone() for name, x in unsharded_tensors(model).items()}
+    if sharded_modules[0][1].world.rank != 0:
+        return None
+    return outside | {prefix + name: x for prefix, state in states for name, x in (state or {}).items()}
+
+
+def _mark_sharded_parameters(rank_model: RankModel, world: World, mesh: Mesh) -> None:
+    """Replace sharded parameters by `ShardedParameter`s, which carry their global spec."""
+    variables = {v.name: v for v in rank_model.graph.parameters}
+    for name, spec in rank_model.local_parameters.items():
+        if spec.shape != spec.global_shape:
+            global_spec = _global_tensor_spec(rank_model, variables[name], world, mesh)
+            if global_spec.block_ranges != spec.block_ranges:
+                raise AssertionError(f"{name} is cut {global_spec.shards}, and lies at {spec.block_ranges}")
+            patch_optimizer_methods()
+            sharded_parameter = ShardedParameter.from_local(rank_model.parameters[name], global_spec)
+            rank_model.parameters[name] = sharded_parameter
+            if variables[name].value in rank_model.variables:
+                rank_model.variables[variables[name].value] = sharded_parameter
+
+
+def _sharded_buffer_specs(rank_model: RankModel, world: World, mesh: Mesh) -> dict[str, GlobalTensorSpec]:
+    """Return the global specs of the sharded buffers by name."""
+    specs = {
+        name: _global_tensor_spec(rank_model, variable, world, mesh)
+        for name, (variable, _) in rank_model.buffer_blocks.items()
+        if name in rank_model.buffers
+    }
+    return {name: spec for name, spec in specs.items() if spec.placements}
+
+
+def _global_tensor_spec(rank_model: RankModel, variable: Variable, world: World, mesh: Mesh) -> GlobalTensorSpec:
+    placements = tuple(
+        (p, world.group(mesh.group(world.rank, axis))) for axis, p in rank_model.stored_placements(variable).items() if is_shard(p)
+    )
+    return GlobalTensorSpec(variable.name, variable.tensor.shape, placements)
+
+
+def _register_state_dict_hooks(model: nn.Module, rank_model: RankModel) -> None:
+    """Register hooks: `load_state_dict` takes full tensors for shards, and `state_dict` refuses to return shards."""
+    places = {name: (spec.global_shape, spec.block_ranges) for name, spec in rank_model.local_parameters.items()}
+    places |= {
+        name: (variable.tensor.shape, spans) for name, (variable, spans) in rank_model.buffer_blocks.items() if name in rank_model.buffers
+    }
+    names = {id(x): name for name, x in (*rank_model.parameters.items(), *rank_model.buffers.items())}
+    for module in model.modules():
+        named_tensors = [kind(recurse=False, remove_duplicate=False) for kind in (module.named_parameters, module.named_buffers)]
+        shards = {}
+        for local, x in chain(*named_tensors):
+            if id(x) in names and places[names[id(x)]][0] != block_shape(places[names[id(x)]][1]):
+                shards[local] = places[names[id(x)]]
+        if shards:
+            module.register_load_state_dict_pre_hook(partial(_load_shards, shards))  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+
+
+def _load_shards(cuts: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for local, (full, spans) in cuts.items():
+        value = state.get(prefix + local)
+        if value is not None and tuple(value.shape) == full:
+            state[prefix + local] = block_of(value, spans)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise UsageError(
+        f"{prefix or type(module).__name__ + '.'}state_dict() would hold only this rank's shards of sharded weights; "
+        "shardwise.full_state_dict(net), called on every rank, returns the full one on rank 0, and net.load_state_dict takes it"
+    )

@@ -1,0 +1,117 @@
+"""Lower a rank's stages for another microbatch size: the same operators under the same sharding, at other shapes.
+
+In: how the stages were lowered, and the graph with another number of samples. Out: a `MicrobatchVariant` that shares parameters, groups
+and random state, so that one step may have microbatches of several sizes.
+
+Not supported: a model that computes something else with another number of samples; it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import Infeasible
+from shardwise.lower.local import LocalStage, Lowering, lower
+from shardwise.model.batch.summable_loss import SummableLossGraph
+from shardwise.model.graph import Graph, Operator
+from shardwise.model.sharding.sample_shards import AxisShares, resize_sample_shards
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.plan.ir.axis import DATA
+from shardwise.plan.ir.placement import is_shard
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class MicrobatchVariant:
+    """One rank's stages, by index, for microbatches of `graph.batch_size` samples. `constants`: override those of the base size.
+    `shardings`: of the graph on every pipeline rank; `sharding`: on this one."""
+
+    loss_graph: SummableLossGraph
+    lowered: Mapping[int, LocalStage]
+    constants: Mapping[str, Tensor]
+    shardings: tuple[Sharding, ...]
+    sharding: Sharding
+
+    @property
+    def graph(self) -> Graph:
+        """Graph of one microbatch."""
+        return self.loss_graph.graph
+
+
+def sample_shares(layout: Layout) -> AxisShares:
+    """Return the sample shares of replicas, by axis."""
+    return {DATA: layout.replica_shares}
+
+
+def lower_variant(
+    base: MicrobatchVariant, lowering: Lowering, loss_graph: SummableLossGraph, plan: Plan, constants: Mapping[str, Tensor]
+) -> MicrobatchVariant:
+    """Lower the stages of `base` (lowered by `lowering`) on the graph of another microbatch size.
+
+    Raises:
+        Infeasible: the model computes something else at this size, or a tensor does not divide.
+    """
+    check_same_operators(lowering, loss_graph.graph)
+    shares = sample_shares(plan.layout)
+    resized = {id(base_sharding): resize_sample_shards(base_sharding, loss_graph.graph, shares) for base_sharding in base.shardings}
+    sharding = resized[id(base.sharding)]
+    check_divisible(sharding, loss_graph.graph)
+    variant_lowering = replace(lowering, graph=loss_graph.graph, sharding=sharding)
+    stages = loss_graph.split_stages(plan.stages)
+    lowered = {number: lower(stages[number], variant_lowering) for number in base.lowered}
+    return MicrobatchVariant(
+        loss_graph, lowered, constants, tuple(resized[id(base_sharding)] for base_sharding in base.shardings), sharding
+    )
+
+
+def check_same_operators(lowering: Lowering, graph: Graph) -> None:
+    """Raise Infeasible if `graph` has other operators than the lowered one."""
+    base = lowering.graph
+    for base_op, op in zip_longest(base.operators, graph.operators):
+        if base_op is None or op is None or _operator_key(base, base_op) != _operator_key(graph, op):
+            raise Infeasible(_describe_difference(graph, base, (base_op or op).site))
+    if [(v.value, v.name, v.batched) for v in base.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
+        raise Infeasible(_describe_difference(graph, base, "the inputs that it reads"))
+
+
+def check_divisible(sharding: Sharding, graph: Graph) -> None:
+    """Raise Infeasible if a tensor's shape does not divide by its sharding."""
+    stored = list(sharding.placements.items())
+    operands = [
+        pair for op in graph.operators for pair in zip(op.inputs, sharding.input_placements[op.name], strict=True)
+    ]  # also as operands
+    for value, placements in (*stored, *operands):
+        shape = graph.tensors[value].shape if value in graph.tensors else ()
+        for axis, placement in placements.items():
+            if not is_shard(placement) or not shape or (value, placement.dim) in graph.expert_rows:
+                continue
+            if sum(placement.lengths) != shape[placement.dim] if placement.lengths else shape[placement.dim] % sharding.sizes[axis]:
+                raise Infeasible(
+                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {placement.dim} "
+                    f"does not divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
+                )
+
+
+def _operator_key(graph: Graph, op: Operator) -> tuple[object, ...]:
+    return op.site, op.name, op.target, op.inputs, op.outputs, tuple(len(graph.tensors[v].shape) for v in op.outputs)
+
+
+def _describe_difference(graph: Graph, ours: Graph, where: str) -> str:
+    return (
+        f"with microbatches of {graph.batch_size} samples the model computes something else than with {ours.batch_size}, first at {where}; "
+        "use batches that divide into equal microbatches"
+    )
+
+
+def constants_on_device(constants: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move constants of the captured graph to the device, by graph value; float32 becomes float64 in double precision."""
+    on_device = {value: tensor.to(device) for value, tensor in constants.items()}
+    if dtype is torch.float64:
+        on_device = {value: t.double() if t.dtype is torch.float32 else t for value, t in on_device.items()}
+    return on_device

@@ -1,0 +1,106 @@
+"""`RankModel`: one rank's model, built from a plan by `run/rank_model/build`, or by `run/uncaptured` for a model that could not be
+captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import Infeasible
+from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.local import LocalStage, Lowering
+from shardwise.lower.pending_constants import PendingConstants
+from shardwise.model.batch.additive import SampleCoupling
+from shardwise.model.batch.random_draws import SampleFold
+from shardwise.model.batch.summable_loss import SummableLossGraph
+from shardwise.model.graph import Graph, Variable
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.stages.stages import Stage, stage_links
+from shardwise.plan.ir.axis import DATA
+from shardwise.plan.ir.placement import Placement, Shard
+from shardwise.plan.ir.program import Program
+from shardwise.plan.plan import Plan
+from shardwise.run.parts.microbatch_variants import MicrobatchVariant
+from shardwise.run.state.block_ranges import BlockRanges
+from shardwise.run.state.parameters import FlatGroup, LocalParameter
+from shardwise.schedules import check_custom
+from shardwise.schedules import program_of as schedule_of
+from shardwise.world.world import World
+
+
+@dataclass
+class RankModel:
+    """Everything that one rank trains with: graph, sharding, lowered stages, parameters, buffers."""
+
+    graph: Graph
+    sharding: Sharding
+    stages: tuple[Stage, ...]  # of the whole model
+    program: Program
+    lowered: dict[int, LocalStage]  # this rank's stages, by index
+    parameters: dict[str, nn.Parameter]  # by name
+    local_parameters: dict[str, LocalParameter]
+    groups: list[FlatGroup]
+    buffers: dict[str, Tensor]  # by name
+    buffer_blocks: dict[str, tuple[Variable, BlockRanges]]  # buffer name -> (variable, ranges of its local block)
+    variables: dict[str, Tensor]  # arguments of its stages, by graph value
+    draw: DrawState = field(default_factory=DrawState)
+    structure: Any = None  # the model's output, where it runs without a loss
+    state_dict_names: frozenset[str] = frozenset()  # names in the model's own state dict, which may omit buffers
+    variant_for: Callable[[int, int], MicrobatchVariant] | None = None  # (microbatch size, batch size); None: any size
+    sample_folds: tuple[SampleFold | None, ...] = ()  # how samples lie in each random tensor, draw by draw
+    shardings: tuple[Sharding, ...] = ()  # by pipeline rank, if stages have meshes of their own
+    lowering: Lowering | None = None  # of its stages; None for an uncaptured model
+    couplings: tuple[SampleCoupling, ...] = ()  # where microbatches compute something else than the whole batch
+    divisor_inputs: frozenset[str] = frozenset()  # inputs from which the loss divisor is counted
+    pending_constants: PendingConstants = field(default_factory=PendingConstants)
+    zero_shards: Mapping[str, Shard] = field(default_factory=dict)  # ZeRO in a plain loop: data sharding by name
+
+    @property
+    def single_stage(self) -> LocalStage:
+        """The only stage of a plan without a pipeline."""
+        (local,) = self.lowered.values()
+        return local
+
+    def stored_placements(self, v: Variable) -> Mapping[str, Placement]:
+        """Return the stored placement of a parameter or buffer on every axis."""
+        forms = self.sharding.placements[v.value]
+        return {**forms, DATA: self.zero_shards[v.name]} if v.name in self.zero_shards else forms
+
+    def microbatch_variant(self, size: int, samples: int) -> MicrobatchVariant:
+        """Return this rank's stages for microbatches of `size` samples (over all data replicas) of a batch of `samples`.
+
+        Raises:
+            Infeasible: with this size the model computes something else.
+        """
+        if self.variant_for is not None:
+            return self.variant_for(size, samples)
+        return MicrobatchVariant(SummableLossGraph(self.graph), self.lowered, {}, (self.sharding,), self.sharding)
+
+    def pipeline_ranks_reading(self, value: str) -> list[int]:
+        """Return the pipeline ranks with a stage that reads a variable, in order; the first rank if none does."""
+        return pipeline_ranks_reading(self.stages, self.program, value)
+
+
+def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
+    """Return the program of the layout's schedule for these stages; a custom schedule is proven here.
+
+    Raises:
+        Infeasible: the plan has another number of stages. ProgramError: a custom schedule for other links, or proven wrong.
+    """
+    layout = plan.layout
+    if len(stages) != layout.num_stages:
+        raise Infeasible(f"the plan has {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
+    # On NCCL a send may block until its receive is posted; an order that tolerates this costs a thousandth of the step.
+    rendezvous = world.device.type == "cuda"
+    check_custom(layout, stage_links(stages), rendezvous)
+    return schedule_of(layout, stage_links(stages), rendezvous)
+
+
+def pipeline_ranks_reading(stages: Sequence[Stage], program: Program, value: str) -> list[int]:
+    """Return the pipeline ranks with a stage that reads a variable, in order; the first rank if none does."""
+    read = {stage.index for stage in stages if value in stage.variables}
+    # The first rank stores what no operator reads, so that checkpoints are complete.
+    return [rank for rank, stage_indices in enumerate(program.stages_of) if not read.isdisjoint(stage_indices)] or [0]

@@ -1,0 +1,257 @@
+"""In-memory snapshots of a rank's state in persistent memory, restored by the rank that replaces it after a failure.
+
+A double buffer: the state is written next to the previous one, then a header says, in one store, of which step it is. A half is overwritten
+only when all ranks have completed the step in the other half (a step ends with an all-reduce over all ranks), so the newest common step is
+the last completed one, wherever a rank died. CPUs that reorder stores would need a memory fence before the header.
+
+Replicated state is stored as one shard per replica if ranks can read each other's memory: replicas together store one copy. Weights are
+excepted: replicas compare fingerprints to find a corrupted one, which of two ranks is known only if each has stored its own.
+
+Not modelled: asynchronous updates (`staleness`), whose pending gradients lie outside of these tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.run.recovery.fingerprints import fingerprint_of
+from shardwise.world.persistent_memory import ALIGNMENT_BYTES, PersistentMemory, copy_past_caches, padded_size
+from shardwise.world.world import World
+
+NOTE_BYTES = 1024  # of a step's result as JSON, next to its state
+_LENGTH = struct.Struct("<I")
+_RANGES_ENTRY = struct.Struct("<QQQ")  # rank set id, and the offsets of its shards in both halves
+
+
+class RankState(NamedTuple):
+    """Tensors of a rank's state (not copies), in an order that depends on the plan alone. `mutable`: changed by steps; `constant`: not;
+    `replicated_on`: by index in `mutable`, the ranks with the same tensor, in order, each of which stores a shard of it."""
+
+    mutable: Sequence[Tensor]
+    constant: Sequence[Tensor] = ()
+    replicated_on: Mapping[int, tuple[int, ...]] = {}
+
+
+def common_steps(steps_by_rank: Sequence[Sequence[int | None]]) -> list[int]:
+    """Return the steps of which every rank has a snapshot, newest first.
+
+    >>> common_steps([(4, 3), (3, 4)]), common_steps([(1, None), (None, None)]), common_steps([])
+    ([4, 3], [], [])
+    """
+    common = set[int | None].intersection(*(set(pair) for pair in steps_by_rank)) if steps_by_rank else set[int | None]()
+    return sorted((step for step in common if step is not None), reverse=True)
+
+
+def newest_common_step(steps_by_rank: Sequence[Sequence[int | None]]) -> int | None:
+    """Return the newest step of which every rank has a snapshot; None if there is none.
+
+    >>> newest_common_step([(4, 3), (4, 5)]), newest_common_step([(4, 3), (None, 3)]), newest_common_step([(1, None), (None, None)])
+    (4, 3, None)
+    """
+    return next(iter(common_steps(steps_by_rank)), None)
+
+
+def agree_on_step(world: World) -> int | None:
+    """Agree on the step that all ranks restore; every rank calls it. None if there is none."""
+    steps_by_rank = world.all_gather_ints([0 if step is None else step + 1 for step in _snapshot_steps(world)])
+    return newest_common_step([[n - 1 if n else None for n in sides] for sides in steps_by_rank])
+
+
+def _snapshot_steps(world: World) -> tuple[int | None, int | None]:
+    return world.recorder.snapshot_steps()[world.recorder.index]
+
+
+def state_for_memory(state: RankState, memory: PersistentMemory) -> RankState:
+    """Return the state as stored in `memory`: without sharding of replicated tensors if other ranks cannot read it."""
+    return state if memory.survives_rank else state._replace(replicated_on={})
+
+
+def required_bytes(state: RankState) -> int:
+    """Bytes of memory for a double buffer of the mutable state, and for the constant state."""
+    unsharded = (x.nbytes for number, x in enumerate(state.mutable) if number not in state.replicated_on)
+    shards = (
+        _shard_of_tensor(state.mutable[number], 0, len(ranks)).nbytes for number, ranks in state.replicated_on.items()
+    )  # the largest shard
+    table = (len(set(state.replicated_on.values())) + 1) * ALIGNMENT_BYTES
+    return table + sum(padded_size(x.nbytes) for x in state.constant) + 2 * (NOTE_BYTES + sum(map(padded_size, (*unsharded, *shards))))
+
+
+class Snapshots:
+    """Snapshots of one rank. Replicated tensors are sharded only if other ranks can read its memory.
+
+    Raises OSError without enough memory.
+    """
+
+    def __init__(self, world: World, state: RankState) -> None:
+        assert world.recovery is not None
+        self._world, self._persistent_memory = world, world.recovery.memory
+        self.pinned_step: int | None = None  # the snapshot of this step is not overwritten
+        self.takes_fingerprints, self.fingerprints = False, dict[int, int]()  # of the last state, modulo 2^64, by tensor id
+        self._state = state = state_for_memory(state, self._persistent_memory)
+        if self._persistent_memory.size() != (size := required_bytes(state)):
+            self.forget()
+        self._memory = _BufferAllocator(self._persistent_memory.memory(size))
+        sets = sorted(set(state.replicated_on.values()))
+        # Offsets of each rank set's shards in both halves; stored at the start, for other ranks to find.
+        offsets: dict[tuple[int, ...], list[int]] = {ranks: [] for ranks in sets}
+        self._memory.take_bytes((len(sets) + 1) * ALIGNMENT_BYTES)
+        self._constant = [(self._memory.buffer_like(x), x) for x in state.constant]
+        self._double_buffer: list[list[_TensorBuffer]] = []
+        self._notes: list[memoryview] = []
+        for _ in range(2):
+            self._notes.append(self._memory.take_bytes(NOTE_BYTES))
+            buffers = [
+                _TensorBuffer(n, 0, self._memory.buffer_like(x), x) for n, x in enumerate(state.mutable) if n not in state.replicated_on
+            ]
+            for ranks in sets:
+                offsets[ranks].append(self._memory.offset)
+                buffers += self._memory.shard_buffers(self._replicated_tensors(ranks), ranks.index(world.rank), len(ranks))
+            self._double_buffer.append(buffers)
+        for entry, (ranks, entry_offsets) in enumerate(offsets.items()):
+            self._memory.write(entry * ALIGNMENT_BYTES, _RANGES_ENTRY.pack(_rank_set_id(ranks), *entry_offsets))
+
+    def _replicated_tensors(self, ranks: tuple[int, ...]) -> list[tuple[int, Tensor]]:
+        """Return the tensors replicated on these ranks, with their indices."""
+        return [
+            (number, self._state.mutable[number]) for number, replicas in sorted(self._state.replicated_on.items()) if replicas == ranks
+        ]
+
+    @property
+    def steps(self) -> tuple[int | None, int | None]:
+        """Steps of the two halves; None: empty."""
+        return _snapshot_steps(self._world)
+
+    def forget(self) -> None:
+        """Discard both snapshots."""
+        for side in range(2):
+            self._world.recorder.publish_snapshot(side, None)
+
+    def has(self, step: int) -> bool:
+        """Return whether there is a snapshot after `step` steps."""
+        return step in self.steps
+
+    def first_difference(self, step: int, includes_peers: bool = False) -> tuple[int, int] | None:
+        """Return (tensor, element) of the first bitwise difference from the snapshot after `step` steps; None if there is none. Compares
+        what this rank stores, and with `includes_peers` what its replicas store. Constant tensors are numbered after mutable ones."""
+        constant = (_TensorBuffer(len(self._state.mutable) + n, 0, buffer, x) for n, (buffer, x) in enumerate(self._constant))
+        buffers = [*self._double_buffer[self.steps.index(step)], *constant, *(self._peer_buffers(step) if includes_peers else ())]
+        for buffer in sorted(buffers, key=lambda entry: (entry.number, entry.start)):
+            current = buffer.of.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            other = (buffer.room.reshape(-1).view(torch.uint8) != current).nonzero()
+            if other.numel():
+                return buffer.number, buffer.start + int(other[0]) // buffer.of.element_size()
+        return None
+
+    @torch.no_grad()
+    def take(self, step: int, note: Mapping[str, Any]) -> None:
+        """Store the state after `step` steps, and a note on the last of them."""
+        a, b = self.steps
+        if (a, b) == (None, None):
+            for buffer, x in self._constant:
+                buffer.copy_(x)
+        # The previous step may be the newest common one, even if this rank had a later one before a peer failed.
+        target = 1 if a == step - 1 or (a is not None and b != step - 1 and (b is None or b < a)) else 0
+        if self.pinned_step is not None and self.steps[target] == self.pinned_step:
+            target = 1 - target
+        self._world.recorder.publish_snapshot(target, None)
+        self.fingerprints.clear()
+        for entry in self._double_buffer[target]:
+            words_sum = copy_past_caches(entry.buffer, entry.source)
+            if words_sum is not None and self.takes_fingerprints:
+                x = self._state.mutable[entry.number]
+                self.fingerprints[id(x)] = words_sum + sum(int(fingerprint_of(rest)) for rest in _outside_of(x, entry))
+        data = json.dumps(note).encode()
+        if len(data) > NOTE_BYTES - _LENGTH.size:
+            raise ValueError(f"a note of {len(data)} bytes; there are {NOTE_BYTES - _LENGTH.size:,}")
+        self._notes[target][: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        self._world.recorder.publish_snapshot(target, step)
+
+    @torch.no_grad()
+    def restore(self, step: int) -> dict[str, Any]:
+        """Restore the tensors to their values after `step` steps; returns the note. Every rank calls it; since a step ends with an
+        all-reduce, no rank takes the next but one snapshot before all have restored."""
+        source = self.steps.index(step)
+        for buffer, x in self._constant:
+            x.copy_(buffer)
+        for entry in (*self._double_buffer[source], *self._peer_buffers(step)):
+            entry.source.copy_(entry.buffer)
+        note = self._notes[source]
+        (length,) = _LENGTH.unpack_from(note)
+        return json.loads(bytes(note[_LENGTH.size : _LENGTH.size + length]))  # type: ignore[no-any-return]
+
+    def _peer_buffers(self, step: int) -> Iterator[_TensorBuffer]:
+        """Return the buffers in which replicas store shards of this rank's tensors."""
+        peers = {rank for ranks in self._state.replicated_on.values() for rank in ranks} - {self._world.rank}
+        for rank in sorted(peers):
+            memory, half = _BufferAllocator(self._persistent_memory.of_rank(rank)), self._world.recorder.snapshot_steps()[rank].index(step)
+            for ranks in sorted({replicas for replicas in self._state.replicated_on.values() if rank in replicas}):
+                memory.offset = memory.start_of(_rank_set_id(ranks), half)
+                yield from memory.shard_buffers(self._replicated_tensors(ranks), ranks.index(rank), len(ranks))
+
+
+class _TensorBuffer(NamedTuple):
+    """Buffer in which a tensor, or a shard of it from element `start` on, is stored."""
+
+    number: int
+    start: int
+    buffer: Tensor
+    source: Tensor
+
+
+class _BufferAllocator:
+    """Allocator of buffers in a rank's memory, in order; `offset`: of the next one."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._bytes, self._tensor, self.offset = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8), 0
+
+    def take_bytes(self, size: int) -> memoryview:
+        start, self.offset = self.offset, self.offset + padded_size(size)
+        return self._bytes[start : start + size]
+
+    def buffer_like(self, x: Tensor) -> Tensor:
+        """Allocate a buffer like a tensor."""
+        start, self.offset = self.offset, self.offset + padded_size(x.nbytes)
+        return self._tensor[start : start + x.nbytes].view(x.dtype).view(x.shape)
+
+    def shard_buffers(self, tensors: Sequence[tuple[int, Tensor]], index: int, count: int) -> Iterator[_TensorBuffer]:
+        """Allocate buffers for the shards that rank `index` of `count` stores."""
+        for number, x in tensors:
+            start, shard = self.offset, _shard_of_tensor(x, index, count)
+            yield _TensorBuffer(number, int(shard.storage_offset() - x.storage_offset()), self.buffer_like(shard), shard)
+            self.offset = start + padded_size(_shard_of_tensor(x, 0, count).nbytes)
+
+    def write(self, at: int, data: bytes) -> None:
+        self._bytes[at : at + len(data)] = data
+
+    def start_of(self, name: int, side: int) -> int:
+        """Return the offset of a rank set's shards."""
+        at = 0
+        while (entry := _RANGES_ENTRY.unpack_from(self._bytes, at))[0] != name:
+            assert entry[0], "replicas agree on which tensors are replicated"
+            at += ALIGNMENT_BYTES
+        return int(entry[1 + side])
+
+
+def _shard_of_tensor(x: Tensor, index: int, count: int) -> Tensor:
+    """Return the shard that one of `count` replicas stores of a tensor."""
+    aligned = max(1, ALIGNMENT_BYTES // x.element_size())
+    size = -(-x.numel() // (count * aligned)) * aligned
+    return x.detach().view(-1)[index * size : (index + 1) * size]
+
+
+def _outside_of(x: Tensor, buffer: _TensorBuffer) -> list[Tensor]:
+    """Return the rest of a tensor outside of a shard."""
+    flat, end = x.detach().view(-1) if buffer.source.numel() < x.numel() else x.new_empty(0), buffer.start + buffer.source.numel()
+    return [rest for rest in (flat[: buffer.start], flat[end:]) if rest.numel()]
+
+
+def _rank_set_id(ranks: tuple[int, ...]) -> int:
+    return 1 + int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "little")

@@ -1,0 +1,162 @@
+"""Build and cache the executors of one capture of the model: one `Executor` for each combination of microbatch sizes.
+
+In: a rank's model, captured for training or evaluation. Out: executors, built on first use, on every rank at once. Parameters, gradients
+and their buffers are shared between captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.lower.split_backward import delay_weight_gradients
+from shardwise.model.gradients import values_needing_gradient
+from shardwise.model.undifferentiable_inputs import undifferentiable_inputs
+from shardwise.plan.ir.placement import across_stages
+from shardwise.plan.ir.program import Compute, ComputeOp, Manage
+from shardwise.plan.plan import Plan
+from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.parts.lru_cache import MAX_MICROBATCH_SIZES, LRUCache
+from shardwise.run.parts.microbatch_variants import MicrobatchVariant
+from shardwise.run.parts.rank_model import RankModel, program_of
+from shardwise.run.residency.host_store import HostStore
+from shardwise.run.residency.prepare_stage import prepare_stage
+from shardwise.run.residency.weight_gatherer import WeightGatherer
+from shardwise.run.state.precision import LossScale, autocast_dtype_of
+from shardwise.run.step.executor import Executor, MicrobatchRunners, RankResources
+from shardwise.run.step.lending import lent_threads
+from shardwise.run.step.stage_resharding import StageResharding, pipeline_group_of
+from shardwise.run.step.stage_runner import StageRunner, StageRunnerOptions
+from shardwise.run.step.transfers import Crossing, Crossings, rank_pairs_of
+from shardwise.world.memory import Accounts
+from shardwise.world.world import World
+
+
+@dataclass
+class ExecutorCache:
+    """Executors of one capture. `gradients`: reducer, None without backward; `gathered`: ZeRO-3 weight gatherer."""
+
+    rank_model: RankModel
+    plan: Plan
+    world: World
+    memory: Accounts
+    gradients: GradientReducer | None
+    gathered: WeightGatherer
+    host: HostStore
+    compile: bool
+    loss_scale: LossScale
+    runs_backward: bool = True
+    executor_cache: LRUCache[Executor] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
+    runner_cache: LRUCache[tuple[dict[int, StageRunner], Crossings]] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
+
+    def executor_for(self, sizes: tuple[int, ...], samples: int = 0) -> Executor:
+        """Return the executor of microbatches of these sizes (over all data replicas) of a batch of `samples`, by default their sum.
+
+        Size 0 stands for a microbatch of which this rank has no rows: it runs one placeholder sample per data rank, with weight 0.
+        """
+        samples = samples or sum(sizes)
+        return self.executor_cache.get_or_build((sizes, samples), lambda: self._build_executor(sizes, samples))
+
+    def for_capture(self, rank_model: RankModel, gathered: WeightGatherer, runs_backward: bool) -> ExecutorCache:
+        """Return the executors of another capture, over the same parameters and gradients."""
+        return replace(
+            self,
+            rank_model=rank_model,
+            gathered=gathered,
+            runs_backward=runs_backward,
+            executor_cache=LRUCache(MAX_MICROBATCH_SIZES),
+            runner_cache=LRUCache(MAX_MICROBATCH_SIZES),
+        )
+
+    def _build_executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
+        parts, layout, world = self.rank_model, self.plan.layout, self.world
+        pipeline = pipeline_group_of(layout, world)
+        program = parts.program
+        if len(sizes) != layout.microbatches:
+            shorter_plan = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=len(sizes) * layout.replicas)
+            program = program_of(shorter_plan, parts.stages, world)
+        by_size = {
+            size: MicrobatchRunners(*self.runners_of(size or layout.data, samples), self._loss_weight(size, samples))
+            for size in dict.fromkeys(sizes)
+        }
+        by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
+        names = {number: frozenset(name for name, _ in by_value.values()) for number, by_value in self._trainable_by_stage().items()}
+        resharding = None
+        if layout.inner:
+            variants = {
+                m: parts.microbatch_variant(size or layout.data, samples) for m, size in zip(program.microbatches, sizes, strict=True)
+            }
+            resharding = StageResharding(layout, variants, world, world.world_group)
+            crossings = by_microbatch[program.microbatches[0]].crossings
+            for group in sorted(resharding.gather_groups(crossings), key=lambda g: g.ranks):
+                group.connect()  # in the same order on every rank
+            world.world_group.connect_pairs(resharding.rank_pairs(crossings))
+        if not layout.begins:
+            pipeline.connect_pairs(rank_pairs_of(program))
+        threads_by_step = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.runs_backward else {}
+        resources = RankResources(self.gradients, names, self.gathered, self.host)
+        return Executor(program, by_microbatch, pipeline, world.device, parts.draw, resources, resharding, threads_by_step)
+
+    def _trainable_by_stage(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
+        """Return the trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
+        parts = self.rank_model
+        trainable = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
+        trainable = {value: (name, p) for value, (name, p) in trainable.items() if p.requires_grad}
+        # The single stage of an uncaptured model is the user's module, with all parameters inside.
+        return {
+            number: trainable if self.plan.uncaptured else {value: trainable[value] for value in local.variables if value in trainable}
+            for number, local in parts.lowered.items()
+        }
+
+    def runners_of(self, size: int, samples: int) -> tuple[dict[int, StageRunner], Crossings]:
+        """Return this rank's stages for microbatches of `size` samples (over all data replicas), and the tensors sent between stages."""
+        return self.runner_cache.get_or_build(
+            (size, samples), lambda: self._build_runners(self.rank_model.microbatch_variant(size, samples))
+        )
+
+    def _loss_weight(self, size: int, samples: int) -> float:
+        """Return the weight of a microbatch's loss in the batch's."""
+        return size / samples if not size or not self.rank_model.microbatch_variant(size, samples).loss_graph.is_summable else 1.0
+
+    def _build_runners(self, sized: MicrobatchVariant) -> tuple[dict[int, StageRunner], Crossings]:
+        parts, graph, compile, layout = self.rank_model, sized.graph, self.compile, self.plan.layout
+        variables = {**parts.variables, **{v: x for v, x in sized.constants.items() if v in parts.variables}}
+        grads = values_needing_gradient(graph) - {v.value for v in graph.inputs}
+        dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
+        splits = self.runs_backward and any(isinstance(a, Compute) and a.op is ComputeOp.W for row in parts.program.actions for a in row)
+        if splits and compile:
+            name = parts.program.name
+            raise UsageError(f"compile=on with {name}, which splits backward, is not supported; use compile=off or schedule=1f1b")
+        if not self.runs_backward:  # nothing is saved for backward, so nothing is recomputed or offloaded
+            layout = replace(layout, recompute="none", segment=1, offload="none")
+        computing = StageRunnerOptions(self.world.device, self.memory, autocast_dtype_of(layout.precision), compile, self.loss_scale)
+        non_differentiable = undifferentiable_inputs(graph) | sized.loss_graph.microbatch_constants
+        trainable, runners = self._trainable_by_stage(), {}
+        for number, local in sized.lowered.items():
+            delayed = None
+            if splits:
+                local, delayed = delay_weight_gradients(local, trainable[number], self._saves_in_place())
+            local = prepare_stage(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
+            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, non_differentiable, delayed)
+        return runners, self._crossings(sized, grads, dtypes)
+
+    def _saves_in_place(self) -> bool:
+        """Return whether saved tensors stay in place until backward: no recompute, offload or gathered weights."""
+        layout = self.plan.layout
+        managed = any(isinstance(a, Manage) for row in self.rank_model.program.actions for a in row)
+        return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
+
+    def _crossings(self, sized: MicrobatchVariant, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
+        """Return the tensors sent between every two stages of the model, with their local shapes."""
+        sharding, tensors = sized.sharding, sized.graph.tensors
+        coordinates = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
+
+        def crossing_of(v: str) -> Crossing:
+            placements = {axis: across_stages(placement) for axis, placement in sharding.read_placements(v).items()}
+            return Crossing(v, sharding.local_shape(v, tensors[v].shape, placements, coordinates), dtypes[v], v in grads)
+
+        return {(stage.index, q): [crossing_of(v) for v in values] for stage in self.rank_model.stages for q, values in stage.sends}

@@ -1,0 +1,1 @@
+"""Inference workflows of several models: where to place them, and their deployment."""

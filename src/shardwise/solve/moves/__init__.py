@@ -1,0 +1,1 @@
+"""Variations of leading layouts that are worth a price."""

@@ -1,0 +1,1 @@
+"""What a training run does about failed, slow and corrupted ranks."""

@@ -1,0 +1,1 @@
+"""Process groups, transports and collectives between ranks."""

@@ -1,0 +1,97 @@
+"""The current world and data-parallel coordinate of this context, for calls without explicit ones.
+
+Set once by the launcher of the ranks; read by `shardwise.parallelize`, `shardwise.auto_parallelize` and `shardwise.shard`. Context
+variables, so that
+nothing else in the process sees them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TextIO
+
+from shardwise.world.guard import TOKEN_VARIABLE
+from shardwise.world.world import World
+
+# Set by torchrun, wrappers of srun and mpirun, MPICH, Open MPI, MVAPICH.
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_WORLD: ContextVar[World | None] = ContextVar("shardwise_world", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelCoordinate:
+    """The index, among `data_size` equal shards of every batch, of the shard of this rank of `world`."""
+
+    data_index: int = 0
+    data_size: int = 1
+    world: World | None = None
+
+
+_DATA_COORDINATE: ContextVar[DataParallelCoordinate | None] = ContextVar("shardwise_place", default=None)
+
+
+def set_world(world: World) -> None:
+    """Set this rank's world; called once in every rank by its launcher."""
+    _WORLD.set(world)
+
+
+def current_world(device: str = "auto") -> World:
+    """Return this rank's world: as launched, or as torchrun or srun started it, or a world of one rank."""
+    world = _WORLD.get()
+    if world is None:
+        world = World.from_environment(os.environ, device)
+        _WORLD.set(world)
+    return world
+
+
+@contextmanager
+def without_launcher_variables() -> Iterator[None]:
+    """Context in which other libraries see no launcher's variables, and so make no process groups of their own."""
+    removed = {name: os.environ.pop(name) for name in _LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(removed)
+
+
+class _IsMain:
+    """`shardwise.is_main`: true on rank 0, which prints and writes. Works with and without a call: `if shardwise.is_main:`.
+
+    >>> import shardwise
+    >>> bool(shardwise.is_main), shardwise.is_main()
+    (True, True)
+    """
+
+    def __bool__(self) -> bool:
+        return current_world().rank == 0
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+
+is_main = _IsMain()
+
+
+def print_once(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True) -> None:
+    """Print on rank 0 only (`shardwise.print`)."""
+    if is_main:
+        print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+def set_data_coordinate(coordinate: DataParallelCoordinate) -> None:
+    """Set the data coordinate; called when a model is parallelized."""
+    _DATA_COORDINATE.set(coordinate)
+
+
+def current_data_coordinate() -> DataParallelCoordinate | None:
+    """Return the data coordinate of the model that was parallelized last; None before."""
+    return _DATA_COORDINATE.get()
+
+
+def run_token() -> str:
+    """Return the secret that ranks and servers share, see `shardwise.world.guard`; empty if there is none."""
+    return os.environ.get(TOKEN_VARIABLE, "")

@@ -1,0 +1,61 @@
+"""The transport's C library: compiled on first use by the system's compiler and cached. Out: the library, or the reason why there is none.
+
+See `shardwise.world.native_build`. Without a compiler (or a folder to write) the transport runs in Python (`portable`), slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+from shardwise.world.native_build import build_library
+
+SOURCE = Path(__file__).with_name("source")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
+
+_SIGNATURES = {
+    "shardwise_segment_bytes": (c_uint64, [c_int, c_uint64, c_uint64]),
+    "shardwise_engine": (c_void_p, [c_double]),
+    "shardwise_open": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_uint64, c_uint64, POINTER(c_int)]),
+    "shardwise_buffer": (c_int, [c_void_p, c_int, POINTER(c_void_p)]),
+    "shardwise_leave": (None, [c_void_p]),
+    "shardwise_close": (None, [c_void_p]),
+    "shardwise_adds": (c_int, [c_int]),
+    "shardwise_start": (
+        c_int,
+        [
+            c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_uint64, c_uint64,
+            POINTER(c_int64), POINTER(c_int64), c_double, POINTER(c_void_p),
+        ],
+    ),
+    "shardwise_all_reduce": (c_int, [c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_double]),
+    "shardwise_start_job": (
+        c_int,
+        [
+            c_void_p, c_int, c_int, c_int, c_int, c_int, c_uint64, c_void_p, c_void_p, c_uint64, c_uint64,
+            POINTER(c_int64), c_double, POINTER(c_void_p),
+        ],
+    ),
+    "shardwise_message": (c_void_p, [c_void_p, c_int, c_int, c_void_p, c_uint64, c_uint64]),
+    "shardwise_wait": (c_int, [c_void_p, c_double]),
+    "shardwise_test": (c_int, [c_void_p]),
+    "shardwise_culprit": (c_int, [c_void_p]),
+    "shardwise_free": (None, [c_void_p]),
+    "shardwise_put": (c_int64, [c_void_p, c_void_p, c_uint64]),
+    "shardwise_sum_of_words": (c_int64, [c_void_p, c_uint64]),
+}  # fmt: skip
+
+
+def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
+    """Return the library, or the reason why there is none. `cache`: folder of compiled files (default: the user's cache folder)."""
+    try:
+        path = build_library("shared-memory", sorted(SOURCE.glob("*.[ch]")), SOURCE / "shardwise.c", FLAGS, compiler, cache)
+        library = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
+        return f"{type(error).__name__}: {error}"
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,5 +1,0 @@
-"""Reports about a plan, a run or a timeline: tables, pictures, and an HTML page."""
-
-from weft.callable import make_callable
-
-make_callable(__name__)

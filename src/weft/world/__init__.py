@@ -1,1 +1,0 @@
-"""Processes and their communication: ranks and groups (`world`), launching (`launch`), a record of each rank's collectives (`recorder`)."""

@@ -1,5 +1,0 @@
-"""Memory accounting of a rank's device by part: current, peak and limit. See `weft.world.memory.accounts`."""
-
-from weft.world.memory.accounts import HOST, PARTS, Accounts, accounts_of
-
-__all__ = ["HOST", "PARTS", "Accounts", "accounts_of"]
