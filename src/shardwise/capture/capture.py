@@ -3,6 +3,8 @@
 The module's parameters are fake tensors (no memory). In-place operators are functionalized; only buffers (batch-norm statistics) are still
 written in place. A model that `torch.export` cannot trace (data-dependent branches) raises `ModelError`. Shapes are static: another
 microbatch size is another capture.
+
+In the field's terms: graph capture.
 """
 
 from __future__ import annotations

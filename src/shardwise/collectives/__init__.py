@@ -1,6 +1,8 @@
 """Collective algorithms (all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, halo): from sizes to a `Program`.
 
 The program is proven, timed, drawn and run like a pipeline's. A new algorithm is a function and a line in `ALGORITHMS`. None imports torch.
+
+In the field's terms: all-reduce algorithm.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class _RegionExchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         # Entering values are the same on every rank; of leaving ones the owner alone has more than an empty tensor.
-        indices = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
+        indices = [i for i, way in enumerate(ctx.ways) if way.requires_grad and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
         gradients: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.num_extra)
         received = _exchange_values(not ctx.enters, [grads[i] for i in indices], [ctx.ways[i] for i in indices], ctx.group)
         for i, x in zip(indices, received, strict=True):

@@ -35,7 +35,7 @@ from shardwise.train.corpus import (
     save_description,
 )
 from shardwise.train.metrics import METRICS_FILE
-from shardwise.train.recovery import elastic
+from shardwise.train import elastic
 from shardwise.world.launch.children import LostForkServer
 from shardwise.world.launch.launch import engine_modules, launch
 from shardwise.world.launch.watch import RecoveryPolicy

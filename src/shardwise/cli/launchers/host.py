@@ -1,6 +1,6 @@
 """Start the ranks of one host, given its number and the rendezvous address, and wait for them. A rank that fails ends the others.
 
-A rank that is killed does not end the others: they continue without it (`train/recovery/elastic`), or report why they cannot. A launcher
+A rank that is killed does not end the others: they continue without it (`train/elastic`), or report why they cannot. A launcher
 may keep
 standard input open (its first line is the run's token); the ranks end when it is closed, as by a lost connection.
 """

@@ -5,6 +5,8 @@ parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradient
 weights besides the moments. Activations are the tensors that autograd saves for backward, each storage once, times the microbatches in
 flight; with full recomputation only layer inputs and what lies outside layers, plus one layer's of one microbatch. Not modelled: the
 allocator's fragmentation (a margin instead) and workspaces of kernels.
+
+In the field's terms: peak memory.
 """
 
 from __future__ import annotations

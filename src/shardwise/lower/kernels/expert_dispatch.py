@@ -6,6 +6,8 @@ Counts are exchanged first. Backward takes the same routes.
 
 Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens received, V tokens sent, C choices of
 this rank's tokens, D model.
+
+In the field's terms: expert dispatch.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class _DispatchTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         way = ctx.way
         grad_VD = _exchange_rows(
-            ctx.group, _sum_by_index(grad_MD, way.row_M, sum(way.num_tokens_received)), way.num_tokens_received, way.sent
+            ctx.group, _sum_by_index(grad_MD, way.row_M, sum(way.num_tokens_received)), way.num_tokens_received, way.num_tokens_sent
         )
         return _sum_by_index(grad_VD, way.token_V, ctx.tokens), None, None
 
@@ -89,10 +91,10 @@ class _CombineTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (rows_MD, weight_M), way, group = ctx.saved_tensors, ctx.way, ctx.group
-        grad_MD = _exchange_rows(group, grad_ND[way.token_V].to(rows_MD.dtype), way.sent, way.num_tokens_received)[way.row_M]
+        grad_MD = _exchange_rows(group, grad_ND[way.token_V].to(rows_MD.dtype), way.num_tokens_sent, way.num_tokens_received)[way.row_M]
         of_weight_M = (grad_MD * rows_MD).sum(-1).to(weight_M.dtype)
         of_weight_C = _exchange_rows(
-            group, torch.empty_like(of_weight_M).index_copy_(0, way.sort_M, of_weight_M), way.num_choices_received, way.asked
+            group, torch.empty_like(of_weight_M).index_copy_(0, way.sort_M, of_weight_M), way.num_choices_received, way.num_choices_sent
         )
         of_weight = torch.empty_like(of_weight_C).index_copy_(0, way.choice_C, of_weight_C)
         return (grad_MD * weight_M.unsqueeze(-1)).to(rows_MD.dtype), of_weight.view(ctx.shape), None, None

@@ -348,8 +348,8 @@ class _RingAttention(torch.autograd.Function):
                 keys_in_ring.send()
             if keys_in_ring.is_needed:
                 gradient = gradient_ring.zeros(owner) if step else of_kv
-                of_k, of_v = _unpack_keys_values(gradient, (k, v), ring.length(owner))
-                for part in trip.parts[owner]:
+                of_k, of_v = _unpack_keys_values(gradient, (k, v), ring.num_keys(owner))
+                for part in trip.tiles[owner]:
                     piece = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
                     targets = of_q.narrow(-2, part.row, part.rows), piece[0], piece[1]
                     of_part = None if of_mask is None else _mask_of_tile(part, of_mask)

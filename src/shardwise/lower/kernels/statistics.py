@@ -5,6 +5,8 @@ variance of the whole is the mean of the shards' and the variance of their means
 is shifted and rescaled to the merged statistics. Running statistics of every rank are those of the serial model. The gradient is in the
 closed form of torch's operator: with few values it is a difference of nearly equal terms, and differentiating the statistics would leave
 more rounding (and reduce twice). Its two sums by channel are computed by torch's kernel as well.
+
+In the field's terms: batch statistics.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ first phase only. Top-k of a full bucket is one phase: an all-gather of every ra
 Non-finite values stay non-finite in their own step: a block of int8 that contains one becomes NaN, never a plausible number. They leave no
 residual, so that skipping the update of such a step has the same effect as without compression. Not modelled: sparse sums that merge
 indices on the way; dtypes other than float32 and float64, which are reduced uncompressed.
+
+In the field's terms: gradient compression.
 """
 
 from __future__ import annotations

@@ -144,10 +144,10 @@ class Snapshots:
         constant = (_TensorBuffer(len(self._state.mutable) + n, 0, buffer, x) for n, (buffer, x) in enumerate(self._constant))
         buffers = [*self._double_buffer[self.steps.index(step)], *constant, *(self._peer_buffers(step) if includes_peers else ())]
         for buffer in sorted(buffers, key=lambda entry: (entry.number, entry.start)):
-            current = buffer.of.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            other = (buffer.room.reshape(-1).view(torch.uint8) != current).nonzero()
+            current = buffer.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            other = (buffer.buffer.reshape(-1).view(torch.uint8) != current).nonzero()
             if other.numel():
-                return buffer.number, buffer.start + int(other[0]) // buffer.of.element_size()
+                return buffer.number, buffer.start + int(other[0]) // buffer.source.element_size()
         return None
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 The saved activations of a chosen layer are offloaded as soon as it has run, and loaded when its backward reads them. If copies overlap
 compute, they are prefetched: each time a layer's backward has finished and freed its memory, the next offloaded layer is loaded.
+
+In the field's terms: activation offload.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `full` recomputes every layer, singly or in segments of several (`merge_segments`); `selective` recomputes the core of attention where it
 would save its scores (`model.stages.core_attention`). A fused attention kernel saves no scores and recomputes them in backward itself; with
 dropout there is no such kernel on CPUs, and the core is recomputed.
+
+In the field's terms: activation recomputation.
 """
 
 from __future__ import annotations

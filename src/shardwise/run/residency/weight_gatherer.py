@@ -6,6 +6,8 @@ resized while the tensors stay.
 
 A gather writes through tensors that share the weights' storage only, since autograd refuses tensors that were written after they were
 saved; the values are those that were saved, because weights change only between steps.
+
+In the field's terms: ZeRO-3 gather.
 """
 
 from __future__ import annotations
@@ -196,9 +198,9 @@ class _EnterLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         weights, unit, alone = ctx.what
-        weights.enter(unit, -1)
+        weights.enter_layer(unit, -1)
         if alone:
-            private.after_backward(lambda: weights.leave(unit))
+            private.after_backward(lambda: weights.leave_layer(unit))
         return (None, None, None, *gradients)
 
 
@@ -212,5 +214,5 @@ class _LeaveLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         weights, unit = ctx.what
-        weights.leave(unit)
+        weights.leave_layer(unit)
         return (None, None, *gradients)

@@ -8,6 +8,8 @@ ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its
 concatenated; a bucket then belongs to one set of layers, whose weights `residency/gathered` all-gathers while one of them runs. Parameters
 shared with other pipeline ranks (tied embeddings, replicas of a stage) stay replicated as in stage 1, since those use them at other times;
 so do parameters that are frozen, or that the model itself writes.
+
+In the field's terms: gradient bucket.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def peak_live_bytes(run: Callable[[], object]) -> int:
     """
     with _LiveBytesCounter() as alive:
         run()
-    return int(alive.most)
+    return int(alive.peak_bytes)
 
 
 def _iter_tensors(item: Any) -> Iterator[torch.Tensor]:

@@ -72,7 +72,7 @@ def serve_launches(control: socket.socket, lifeline: int) -> NoReturn:
                     os.close(key.fd)
                     _, status = os.waitpid(pid, 0)
                     del run.living[rank]
-                    run.tell(rank=rank, code=os.waitstatus_to_exitcode(status))
+                    run.send_event(rank=rank, code=os.waitstatus_to_exitcode(status))
 
 
 def _accept_launch(control: socket.socket, lifeline: int, selector: selectors.BaseSelector) -> bool:
