@@ -103,7 +103,7 @@ class Pricer(OperatorPricer):
         return self._with_shared_caches(replace(self, bucket_bytes=bucket_bytes, _busy={}))
 
     def _with_shared_caches(self, pricer: Pricer) -> Pricer:
-        shared = ("inventory", "unplaced", "cuts", "_first_reads", "_narrow", "_flops", "weighted")
+        shared = ("inventory", "operator_facts", "cuts", "_first_reads", "_narrow", "_flops", "weighted")
         pricer.__dict__.update({key: getattr(self, key) for key in shared})
         return pricer
 

@@ -54,8 +54,8 @@ def peak_saved_bytes(
     Args:
         saved_bytes: by stage, of one microbatch. half_bytes: the part of it retained between I and W; by default all.
 
-    >>> from shardwise.schedules import rows
-    >>> peak_saved_bytes(rows("gems-master", 3, 4, ((0, 1), (1, 2))), [5.0, 1.0, 2.0])
+    >>> from shardwise.schedules import computes_by_rank
+    >>> peak_saved_bytes(computes_by_rank("gems-master", 3, 4, ((0, 1), (1, 2))), [5.0, 1.0, 2.0])
     [5.0, 1.0, 5.0]
     """
     half_bytes = saved_bytes if half_bytes is None else half_bytes

@@ -20,11 +20,11 @@ PARTICIPLE = re.compile(
 )
 FIRST_WORDS = frozenset("What Of Whether Those As Where How Which All Who So By That Whose Until Behind Beside".split())
 LIMITS = {
-    "class names in several modules": 15,
-    "functions of one word that is no common verb": 430,
-    "functions that are a participle": 15,
-    "docstrings that begin with What, Of, ...": 50,
-    "tuples splatted into named parameters": 0,
+    "class names in several modules": 3,
+    "functions of one word that is no common verb": 80,
+    "functions that are a participle": 5,
+    "docstrings that begin with What, Of, ...": 10,
+    "tuples splatted into named parameters": 21,
 }
 
 

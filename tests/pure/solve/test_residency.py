@@ -98,7 +98,7 @@ def test_layers_that_are_dear_to_repeat_are_moved() -> None:
 
 
 def test_what_never_fits_is_said() -> None:
-    with pytest.raises(Infeasible, match="the largest keeps 4"):
+    with pytest.raises(Infeasible, match="the largest saves 4"):
         choose_layers(EQUAL, room(3.0, 1.0))
 
 

@@ -130,7 +130,7 @@ def test_the_planner_finds_segments_where_only_they_fit(devices: int, part: floa
     if devices == 1:
         assert all(layout.segment > 1 for _, _, layout in fitting)
         assert plan.layout.segment > 1
-        assert "only what enters the first of them is kept" in dict(plan.reasons)["segment"]
+        assert "only the input of the first of them is saved" in dict(plan.reasons)["segment"]
         with pytest.raises(Infeasible, match="without segment=1"):
             search(graph, here, 8, "gpt", f"{limits} segment=1")
 

@@ -20,6 +20,19 @@ from shardwise.model.strides.autocast_dtypes import apply_autocast
 from shardwise.ops import Op, record_of
 
 
+def _runs_lstm() -> bool:
+    """Return whether this processor's library has a recurrent product in bfloat16."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(8, 8, batch_first=True)(torch.zeros(1, 2, 8))
+    except RuntimeError:
+        return False
+    return True
+
+
+RUNS_LSTM = _runs_lstm()
+
+
 class _Many(nn.Module):
     """Operators of every kind of torch's table, and such as are not in it."""
 
@@ -33,7 +46,8 @@ class _Many(nn.Module):
         hidden = self.down(F.gelu(self.up(x)))
         hidden = self.layer(hidden) * self.scale + hidden.softmax(-1) + hidden.cumsum(1) * 0.1
         hidden = torch.cat([hidden, self.down(self.up(hidden))], 1) + torch.fft.irfft(torch.fft.rfft(hidden, n=8), n=8).repeat(1, 2, 1)
-        hidden = hidden + self.lstm(hidden)[0] + torch.einsum("bsd,bst->btd", hidden, hidden @ hidden.transpose(1, 2))
+        recurrent = self.lstm(hidden)[0] if RUNS_LSTM else hidden
+        hidden = hidden + recurrent + torch.einsum("bsd,bst->btd", hidden, hidden @ hidden.transpose(1, 2))
         seen = self.group(F.silu(self.batch(self.conv(image))))
         seen = F.max_pool3d(seen, 2) + F.avg_pool2d(seen, 2)[:, :2] + seen.float().amax() + seen.prod(-1).mean() + seen.logsumexp(-1).mean()
         apart = F.scaled_dot_product_attention(hidden[:, None], hidden[:, None], hidden[:, None])

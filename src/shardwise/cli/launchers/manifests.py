@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardwise import __version__
 from shardwise.cli.launchers import IMAGE, PORT
 from shardwise.cli.launchers.job import LaunchJob
 from shardwise.world.guard import TOKEN_VARIABLE
@@ -102,6 +103,6 @@ def skypilot_task(job: LaunchJob) -> str:
     else:
         task["resources"] = {"cpus": f"{job.ranks_per_host * job.threads_per_rank}+"}
     task["envs"] = {"OMP_NUM_THREADS": str(job.threads_per_rank), TOKEN_VARIABLE: secrets.token_hex(16)}
-    task["setup"] = "pip install shardwise"
+    task["setup"] = f"pip install shardwise=={__version__}"
     task["run"] = f"{first}\n{remote_job.host_command('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
     return to_yaml(task) + "\n"

@@ -46,8 +46,8 @@ def pipeline_program(name: str, rows: Rows, links: Links | None = None, rendezvo
     producer's first: the order in which values are needed and produced. With `rendezvous` some receives come earlier, see
     `advance_receives`.
 
-    >>> from shardwise.plan.ir.program import Op
-    >>> print(pipeline_program("one", [[Compute(Op.F, 0, 0), Compute(Op.B, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]]))
+    >>> from shardwise.plan.ir.program import ComputeOp
+    >>> print(pipeline_program("one", [[Compute(ComputeOp.F, 0, 0), Compute(ComputeOp.B, 0, 0)], [Compute(ComputeOp.F, 1, 0), Compute(ComputeOp.B, 1, 0)]]))
     program one
     rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
