@@ -226,7 +226,7 @@ def _lower_cross_entropy(call: OperatorCall) -> fx.Node | None:
     bound = bind_named(
         cross_entropy,
         rows=kernels.get("average", ()),
-        classes=(call.shard_offset("vocabulary"), kernels["vocabulary"][0]) if "vocabulary" in kernels else None,
+        class_shard=(call.shard_offset("vocabulary"), kernels["vocabulary"][0]) if "vocabulary" in kernels else None,
         smoothing=kwargs.get("label_smoothing", smoothing),
         mean=kwargs.get("reduction", reduction) == 1,
     )

@@ -65,9 +65,9 @@ def power_w(cluster: Cluster, layout: Layout) -> float:
 def training_bill(cluster: Cluster, layout: Layout, prediction: Prediction, batch_size: int, samples: float) -> Bill:
     """Time, money and energy of training on `samples` samples.
 
-    >>> from shardwise.plan.plan import Memory
+    >>> from shardwise.plan.plan import MemoryBreakdown
     >>> cluster = Cluster.parse("p3.16xlarge")
-    >>> b = training_bill(cluster, Layout(data=8), Prediction(3.6, 0.5, 1e15, Memory()), batch_size=10, samples=10000)
+    >>> b = training_bill(cluster, Layout(data=8), Prediction(3.6, 0.5, 1e15, MemoryBreakdown()), batch_size=10, samples=10000)
     >>> b.time_s, round(b.usd, 2), round(b.kwh, 1)
     (3600.0, 24.48, 3.2)
     """

@@ -42,9 +42,9 @@ class ScalingPoint:
 def speedups_and_efficiencies(sizes: Sequence[ScalingPoint]) -> list[tuple[float, float] | None]:
     """Return (speed-up, efficiency) of each size; None where there is no plan.
 
-    >>> from shardwise.plan.plan import Memory
+    >>> from shardwise.plan.plan import MemoryBreakdown
     >>> steps = [(8, 4.0), (16, 2.5)]
-    >>> speedups_and_efficiencies([ScalingPoint(n, 64, Layout(data=n), Prediction(step, 0.5, 1e15, Memory())) for n, step in steps])
+    >>> speedups_and_efficiencies([ScalingPoint(n, 64, Layout(data=n), Prediction(step, 0.5, 1e15, MemoryBreakdown())) for n, step in steps])
     [(1.0, 1.0), (1.6, 0.8)]
     """
     first = next((s for s in sizes if s.prediction is not None), None)

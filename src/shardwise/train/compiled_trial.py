@@ -33,8 +33,8 @@ def compiling_may_pay(plan: Plan, steps: int) -> bool:
     """Return whether a run of so many steps is long against the time of a trial.
 
     >>> from shardwise.plan.layout import Layout
-    >>> from shardwise.plan.plan import Memory, Prediction
-    >>> plan = Plan(Layout(), "gpt-10m", "here", 16, prediction=Prediction(1.0, 0, 0, Memory()))
+    >>> from shardwise.plan.plan import MemoryBreakdown, Prediction
+    >>> plan = Plan(Layout(), "gpt-10m", "here", 16, prediction=Prediction(1.0, 0, 0, MemoryBreakdown()))
     >>> compiling_may_pay(plan, 600), compiling_may_pay(plan, 6000)
     (False, True)
     """

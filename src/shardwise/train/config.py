@@ -171,8 +171,8 @@ class TrainSection(_ConfigSection):
         """Return the run's number of steps under `plan`: `steps`, or those predicted to take `within_s`, at least one.
 
         >>> from shardwise.plan.layout import Layout
-        >>> from shardwise.plan.plan import Memory, Prediction
-        >>> slow = Plan(Layout(), "gpt-10m", "here", 4, prediction=Prediction(0.5, 0, 0, Memory()))
+        >>> from shardwise.plan.plan import MemoryBreakdown, Prediction
+        >>> slow = Plan(Layout(), "gpt-10m", "here", 4, prediction=Prediction(0.5, 0, 0, MemoryBreakdown()))
         >>> [TrainSection(steps=300, within_s=s).steps_under(slow) for s in (0, 1000, 90, 0.1)]
         [300, 300, 180, 1]
         """

@@ -59,8 +59,8 @@ def num_worthwhile_trials(candidates: Sequence[LayoutCandidate], steps: int) -> 
     """Number of plans worth a trial before a run of `steps` steps: those predicted about as fast, if trials are short against the run.
 
     >>> from shardwise.plan.layout import Layout
-    >>> from shardwise.plan.plan import Memory, Prediction
-    >>> two = [LayoutCandidate(Layout(), Prediction(1.1, 0, 0, Memory())), LayoutCandidate(Layout(data=2), Prediction(1.0, 0, 0, Memory()))]
+    >>> from shardwise.plan.plan import MemoryBreakdown, Prediction
+    >>> two = [LayoutCandidate(Layout(), Prediction(1.1, 0, 0, MemoryBreakdown())), LayoutCandidate(Layout(data=2), Prediction(1.0, 0, 0, MemoryBreakdown()))]
     >>> num_worthwhile_trials(two, 100), num_worthwhile_trials(two, 1000)
     (0, 2)
     """

@@ -361,7 +361,7 @@ def test_few_layouts_are_tried_in_grids(monkeypatch: pytest.MonkeyPatch) -> None
             tried.append(str(layout))
             yield layout, least
 
-    monkeypatch.setattr("shardwise.solve.branch_and_bound.in_grids", counting)
+    monkeypatch.setattr("shardwise.solve.branch_and_bound.arrange_in_grids", counting)
     search(WIDE, DGX, 256, "wide")
     assert 1 <= len(tried) <= grids.MAX_LAYOUTS * grids.MAX_GRIDS
     tried.clear()

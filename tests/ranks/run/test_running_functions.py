@@ -31,6 +31,6 @@ def test_functions_of_users_are_what_they_are_in_one_process(name: str) -> None:
 def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: a mean over samples, cut along samples, and nothing that tries it beforehand."""
     subject = Subject(str(ROOT / "tests/support/function_models.py:centered"))
-    monkeypatch.setattr("shardwise.lower.operator_lowering.check_cut", lambda *given: None)
-    monkeypatch.setattr("shardwise.capture.autograd_functions.rule_by_following", lambda *given: Rule((("a", "b"),), (("a", "b"),)))
+    monkeypatch.setattr("shardwise.lower.operator_lowering.check_sharded_function", lambda *given: None)
+    monkeypatch.setattr("shardwise.capture.autograd_functions.infer_factor_rule", lambda *given: Rule((("a", "b"),), (("a", "b"),)))
     assert "data=2" in check(subject, ("data=2",))

@@ -136,8 +136,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def test_what_is_under_way_at_the_interpreters_end_ends_first() -> None:
     """A thread of torch's that comes back to an interpreter that is no more would abort the process."""
     script = (
-        "import time\nfrom shardwise.world.comm.worker import Worker\nworker = Worker()\n"
-        "worker.do(lambda: (time.sleep(0.2), print('ended')))\nraise SystemExit(3)\n"
+        "import time\nfrom shardwise.world.comm.worker import BackgroundWorker\nworker = BackgroundWorker()\n"
+        "worker.submit(lambda: (time.sleep(0.2), print('ended')))\nraise SystemExit(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "ended\n", "")

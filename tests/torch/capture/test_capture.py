@@ -454,7 +454,7 @@ def test_39_billion_parameters_are_captured_in_two_gigabytes() -> None:
 import resource
 import torch
 from torch import nn
-from shardwise.run.rank_model.build import Source
+from shardwise.run.rank_model.build import ModelSource
 
 class Block(nn.Module):
     def __init__(self, d):

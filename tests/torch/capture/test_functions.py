@@ -119,7 +119,7 @@ def test_a_wrong_rule_is_caught(make: Callable[[], Case], wrong: Rule, monkeypat
             continue  # the pieces are right, and only what is made of them is not
         with pytest.raises(LayoutError, match=f"{op.function.name} computes something else on shards"):
             difference(made, {"tensor": (2, choice)})
-    monkeypatch.setattr("shardwise.lower.operator_lowering.check_cut", lambda *given: None)
+    monkeypatch.setattr("shardwise.lower.operator_lowering.check_sharded_function", lambda *given: None)
     assert all(difference(made, {"tensor": (2, choice)}) for choice in tried)
 
 

@@ -82,8 +82,8 @@ def test_what_else_prints_goes_to_standard_error(tmp_path: Path, plan_file: Path
     """Also what a child process or C code prints: it holds file descriptor 1."""
     code = (
         "import os, sys\n"
-        "from shardwise.cli.output import output\n"
-        "with output(True) as out:\n"
+        "from shardwise.cli.output import open_output\n"
+        "with open_output(True) as out:\n"
         "    print('from python'); os.system('echo from a child'); out.text('for a person'); out.answer({'x': float('inf')})\n"
         "print('after')\n"
     )

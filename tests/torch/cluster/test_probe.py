@@ -214,7 +214,7 @@ def test_what_meeting_adds_is_what_sums_do_not_explain(monkeypatch: pytest.Monke
     taken = [9.0, 9.0, 9.0] + [1.0, 1.3, 0.2] * 4 + [1.0, 7.0, 0.2] + [1.0, 1.3, 0.2] * (waits.ROUNDS - 5)
     ticks = iter([tick for each in taken for tick in (0.0, each)])
     monkeypatch.setattr(waits.time, "perf_counter", lambda: next(ticks))
-    alone = SimpleNamespace(everyone=SimpleNamespace(barrier=lambda: None, all_reduce=lambda x, op="sum": None))
+    alone = SimpleNamespace(world_group=SimpleNamespace(barrier=lambda: None, all_reduce=lambda x, op="sum": None))
     assert waits.measure_waits(alone) == pytest.approx(0.1)
 
 

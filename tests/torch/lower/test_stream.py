@@ -89,13 +89,13 @@ def test_threads_change_nothing() -> None:
     code = f"""
 import torch
 from shardwise.lower.kernels import random_stream as stream
-from shardwise.lower.kernels.sample_positions import Place
+from shardwise.lower.kernels.sample_positions import DrawnShard
 
-x, box = torch.randn(3, {N // 2 + 1}), Place((3, {N // 2 + 1})).box()
+x, box = torch.randn(3, {N // 2 + 1}), DrawnShard((3, {N // 2 + 1})).box()
 drawn = []
 for threads in (1, 3):
     torch.set_num_threads(threads)
-    drawn.append(stream.dropped(x, stream.key_of(1, 2, 3), box, 0.3))
+    drawn.append(stream.apply_dropout(x, stream.key_of(1, 2, 3), box, 0.3))
 assert torch.equal(*drawn)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

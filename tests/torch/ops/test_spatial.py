@@ -199,9 +199,9 @@ def test_broken_twin_padding_is_put_on_every_rank(monkeypatch: pytest.MonkeyPatc
         inner = [x.narrow(2, part.output[0] - part.read[0], part.output[1] - part.output[0]) if part.dim == 2 else x for part in parts]
         return target(inner[0], *args)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("shardwise.lower.call.windowed", alone)
+    monkeypatch.setattr("shardwise.lower.call.apply_windows", alone)
     assert check(made, (2,), "height")
-    monkeypatch.setattr("shardwise.lower.call.windowed", right)
+    monkeypatch.setattr("shardwise.lower.call.apply_windows", right)
 
 
 def test_broken_twin_a_window_that_is_one_entry_short(monkeypatch: pytest.MonkeyPatch) -> None:

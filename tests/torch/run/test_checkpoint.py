@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, board: list[list[int]]) -> None:
         self.rank, self.num_ranks, self._barrier, self._board = rank, num_ranks, barrier, board
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         self._board[self.rank] = list(values)
         self._barrier.wait(10)
         result = [max(column) for column in zip(*self._board, strict=True)]

@@ -193,7 +193,7 @@ def test_what_is_left_is_given_up_and_whoever_takes_over_writes_beside_its_threa
         num_ranks = 2
         generation = 0
 
-        def maximum(self, values: Any) -> list[int]:
+        def all_reduce_max(self, values: Any) -> list[int]:
             return list(values)
 
     one = BackgroundSaver(tmp_path, Two(), token=token)

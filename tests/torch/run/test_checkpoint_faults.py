@@ -268,7 +268,7 @@ class Thread:
     num_ranks: int = 2
     generation: int = 0
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         self.given[self.rank] = list(values)
         self.meet.wait()
         most = [max(pair) for pair in zip(*self.given, strict=True)]

@@ -15,7 +15,7 @@ from shardwise.world.recorder import ALL_REDUCE, CollectiveRecorder
 
 
 class FakeGroup:
-    seconds = 0.0
+    total_time_s = 0.0
 
 
 class FakeWorld:
@@ -30,7 +30,7 @@ class FakeWorld:
     def group(self, ranks: tuple[int, ...]) -> FakeGroup:
         return self.tensor
 
-    def maximum(self, values: list[int]) -> list[int]:
+    def all_reduce_max(self, values: list[int]) -> list[int]:
         return values
 
 
@@ -51,7 +51,7 @@ def test_components_are_the_step() -> None:
     assert components.gather() is None
     for extra in (0.0, 0.0, 7.0):  # one slow step does not count
         components.start_step()
-        world.tensor.seconds += 1.0  # of collectives inside layers
+        world.tensor.total_time_s += 1.0  # of collectives inside layers
         engine: Any = FakeEngine(1.0 + extra, 2.0)
         components.record_step(engine, 4.0 + extra)
     found = components.gather()

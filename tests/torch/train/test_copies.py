@@ -35,20 +35,20 @@ class Wires:
             came = self.messages.setdefault((source, rank, tag), queue.Queue())
             return SimpleNamespace(wait=lambda: x.copy_(came.get(timeout=30)))
 
-        def maximum(values: Sequence[int]) -> list[int]:
+        def all_reduce_max(values: Sequence[int]) -> list[int]:
             self.votes[rank] = list(values)
             self.barrier.wait()
             out = [max(column) for column in zip(*self.votes, strict=True)]
             self.barrier.wait()
             return out
 
-        def gathered(text: str) -> list[str]:
+        def all_gather_text(text: str) -> list[str]:
             self.told[rank] = text
             self.barrier.wait()
             return list(self.told)
 
         everyone = SimpleNamespace(isend=isend, irecv=irecv)
-        return SimpleNamespace(rank=rank, num_ranks=self.num_ranks, lost_why="", everyone=everyone, maximum=maximum, gathered=gathered)
+        return SimpleNamespace(rank=rank, num_ranks=self.num_ranks, failure_reason="", world_group=everyone, all_reduce_max=all_reduce_max, all_gather_text=all_gather_text)
 
 
 def together(*work: Any) -> list[Any]:
@@ -82,8 +82,8 @@ def test_what_one_host_alone_has_arrives_bit_for_bit() -> None:
     boxes = [(0,), (1,), (2,)]
     states = together(*(lambda rank=rank: assign_copies(worlds[rank], boxes, here[rank]) for rank in range(3)))
     assert states[0] == states[1] == states[2]
-    assert {rank: len(names) for rank, names in states[0].sends.items()} == {0: 5, 1: 5}  # the step is on both
-    assert states[0].needed == {shard_id(piece) for of in here for piece in of if piece.kind != "rest"}
+    assert {rank: len(names) for rank, names in states[0].shards_by_sender.items()} == {0: 5, 1: 5}  # the step is on both
+    assert states[0].required == {shard_id(piece) for of in here for piece in of if piece.kind != "rest"}
     said: list[str] = []
     copies = [BuddyCopies(world, boxes, state, 2, said.append) for world, state in zip(worlds, states, strict=True)]
     copies[2].receive()
@@ -128,7 +128,7 @@ def test_nobody_is_the_buddy_of_its_own_host(sizes: tuple[int, ...]) -> None:
 
 def test_a_network_that_is_too_slow_for_copies_ends_them() -> None:
     wires, said = Wires(1), list[str]()
-    state = SimpleNamespace(sends={1: ["x"]}, bytes_of={1: 8})
+    state = SimpleNamespace(shards_by_sender={1: ["x"]}, bytes_by_sender={1: 8})
     copies = BuddyCopies(wires.world(0), [(0,), (1,), (2,)], state, None, said.append)  # type: ignore[arg-type]
     for step in range(3):
         copies.start_round(step, {}, list, MAX_INTERVAL_S)

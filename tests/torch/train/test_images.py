@@ -142,7 +142,7 @@ def test_what_is_wrong_is_named(photos: Path, tmp_path: Path, monkeypatch: pytes
         opened(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"a.tar, 1: no number of its class beside it \(1.cls\)"):
         opened(tar(tmp_path / "a.tar", {"1.png": png((1, 2, 3))}))
-    monkeypatch.setattr("shardwise.train.data.reading.images.members", refused)
+    monkeypatch.setattr("shardwise.train.data.reading.images.list_members", refused)
     with pytest.raises(ConfigError, match=r"data.path: .*a.tar cannot be read: Permission denied"):
         opened(tmp_path / "a.tar")
     with pytest.raises(ConfigError, match=r"tells 2 classes apart, and the images in .* have 3: give it as many"):

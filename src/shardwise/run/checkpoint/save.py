@@ -75,11 +75,11 @@ def save(
             `WriterReplaced` if another writer has taken over. Nothing visible is left, and earlier checkpoints are untouched.
 
     >>> import tempfile, torch
-    >>> from shardwise.run.checkpoint import load, full_piece
+    >>> from shardwise.run.checkpoint import load, full_shard
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(folder, 7, [full_piece("w", "parameter", torch.ones(2))], {"seed": 1})
+    ...     _ = save(folder, 7, [full_shard("w", "parameter", torch.ones(2))], {"seed": 1})
     ...     into = torch.zeros(2)
-    ...     load(folder, [full_piece("w", "parameter", into)]), into
+    ...     load(folder, [full_shard("w", "parameter", into)]), into
     ({'seed': 1, 'step': 7}, tensor([1., 1.]))
     """
     folder, ranks = Path(folder), ranks or SingleRank()

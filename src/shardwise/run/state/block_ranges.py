@@ -28,8 +28,8 @@ def full_ranges(shape: Sequence[int]) -> BlockRanges:
 def shard_block(spans: BlockRanges, placement: Shard, num_shards: int, index: int) -> BlockRanges:
     """Shard a block once more: return the ranges of rank `index` of n.
 
-    >>> from shardwise.plan.ir.placement import Shard, in_runs
-    >>> shard_block(full_ranges((6, 4)), in_runs(0, ((2, 2), (1, 1))), 2, 1), shard_block((((2, 6),),), Shard(0), 2, 1)
+    >>> from shardwise.plan.ir.placement import Shard, shard_of_runs
+    >>> shard_block(full_ranges((6, 4)), shard_of_runs(0, ((2, 2), (1, 1))), 2, 1), shard_block((((2, 6),),), Shard(0), 2, 1)
     ((((2, 4), (5, 6)), ((0, 4),)), (((4, 6),),))
     """
     (first, last), *more_ranges = spans[placement.dim]
