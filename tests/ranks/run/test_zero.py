@@ -80,7 +80,7 @@ def _step(world: World, layout: str) -> dict[str, Any]:
     kept = {
         "data": sum(g.data.untyped_storage().nbytes() for g in groups),
         "grad": sum(g.grad.untyped_storage().nbytes() for g in groups),
-        "whole": engine._gathered.gathered_bytes,
+        "whole": engine._weight_gatherer.gathered_bytes,
         "parameters": sum(
             {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.parts.parameters.values()}.values()
         ),

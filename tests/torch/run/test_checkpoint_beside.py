@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_write_is_told_by_all_and_the_next_save_is_whole(tmp_
             except CheckpointError as error:
                 said += f"{error.second_hand} {error};"
             assert one.step is None
-        ranks.maximum([0])
+        ranks.all_reduce_max([0])
         full[0] = False
         one.begin(2, pieces_of(ranks.rank))
         one.finish()
