@@ -58,7 +58,7 @@ def _whole(engine: Any, serial: torch.nn.Module) -> list[torch.Tensor]:
     found = []
     for name, tensor in serial.state_dict().items():
         x = state[name].double() if state is not None else torch.zeros_like(tensor)
-        engine._everyone.broadcast(x)
+        engine._world_group.broadcast(x)
         found.append(x)
     return found
 

@@ -48,7 +48,14 @@ class Wires:
             return list(self.told)
 
         everyone = SimpleNamespace(isend=isend, irecv=irecv)
-        return SimpleNamespace(rank=rank, num_ranks=self.num_ranks, failure_reason="", world_group=everyone, all_reduce_max=all_reduce_max, all_gather_text=all_gather_text)
+        return SimpleNamespace(
+            rank=rank,
+            num_ranks=self.num_ranks,
+            failure_reason="",
+            world_group=everyone,
+            all_reduce_max=all_reduce_max,
+            all_gather_text=all_gather_text,
+        )
 
 
 def together(*work: Any) -> list[Any]:
