@@ -46,7 +46,7 @@ def speedups_and_efficiencies(sizes: Sequence[ScalingPoint]) -> list[tuple[float
     >>> steps = [(8, 4.0), (16, 2.5)]
     >>> speedups_and_efficiencies([ScalingPoint(n, 64, Layout(data=n), Prediction(step, 0.5, 1e15, MemoryBreakdown())) for n, step in steps])
     [(1.0, 1.0), (1.6, 0.8)]
-    """
+    """  # noqa: E501
     first = next((s for s in sizes if s.prediction is not None), None)
     if first is None:
         return [None] * len(sizes)

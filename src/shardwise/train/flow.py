@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError, Infeasible, LayoutErr
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import read_plan, write_plan
 from shardwise.run.checkpoint import broadcast_from_first, committed_checkpoints, read_manifest
-from shardwise.train import loop, trials
+from shardwise.train import elastic, loop, trials
 from shardwise.train.config import TrainingConfig
 from shardwise.train.corpus import (
     DESCRIPTION,
@@ -35,7 +35,6 @@ from shardwise.train.corpus import (
     save_description,
 )
 from shardwise.train.metrics import METRICS_FILE
-from shardwise.train import elastic
 from shardwise.world.launch.children import LostForkServer
 from shardwise.world.launch.launch import engine_modules, launch
 from shardwise.world.launch.watch import RecoveryPolicy

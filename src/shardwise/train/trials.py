@@ -63,7 +63,7 @@ def num_worthwhile_trials(candidates: Sequence[LayoutCandidate], steps: int) -> 
     >>> two = [LayoutCandidate(Layout(), Prediction(1.1, 0, 0, MemoryBreakdown())), LayoutCandidate(Layout(data=2), Prediction(1.0, 0, 0, MemoryBreakdown()))]
     >>> num_worthwhile_trials(two, 100), num_worthwhile_trials(two, 1000)
     (0, 2)
-    """
+    """  # noqa: E501
     predicted = [c.prediction.step_time_s for c in select_distinct_candidates(candidates, NUM_AUTOMATIC_TRIALS) if c.prediction is not None]
     near_s = [s for s in predicted if s <= MAX_TIME_RATIO * min(predicted)]
     trials_s = sum(START_S + (NUM_WARMUP_STEPS + steps_within(TIMED_S, s)) * s for s in near_s)

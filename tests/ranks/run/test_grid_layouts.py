@@ -72,7 +72,11 @@ def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest
     """A broken twin: depth cuts every piece once more, also those that are gathered along the other axis alone."""
 
     def anything(decided: Any, sizes: Any, *_: Any) -> Any:
-        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.placements.items()}, frozenset(), frozenset()
+        return (
+            {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.placements.items()},
+            frozenset(),
+            frozenset(),
+        )
 
     monkeypatch.setattr(propagate_module, "nested_dims", anything)
     subject = Subject("gpt-tiny", 8)

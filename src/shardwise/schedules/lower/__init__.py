@@ -54,7 +54,7 @@ def pipeline_program(name: str, rows: Rows, links: Links | None = None, rendezvo
 
     Raises:
         ProgramError: two ranks have the same compute.
-    """
+    """  # noqa: E501
     num_stages = 1 + max((a.stage for row in rows for a in row), default=-1)
     computes = tuple(tuple(row) for row in rows)
     bare = Program(
