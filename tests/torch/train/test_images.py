@@ -119,10 +119,10 @@ def test_crops_by_hand() -> None:
 def test_crops_cover_from_a_twelfth_to_all_and_half_are_turned(photos: Path) -> None:
     source: Any = opened(photos, "data.augment=crop")[0].source
     crops = [source._draw_crop(number) for number in range(400)]
-    areas = [(c.right - c.left) * (c.bottom - c.top) for c in crops if not c.centre]
+    areas = [(c.right - c.left) * (c.bottom - c.top) for c in crops if not c.is_centred]
     assert 0.08 <= min(areas) < 0.15
     assert 0.9 < max(areas) <= 1
-    assert 150 < sum(c.turned for c in crops) < 250
+    assert 150 < sum(c.is_mirrored for c in crops) < 250
     assert crops == [source._draw_crop(number) for number in range(400)]
 
 
