@@ -57,7 +57,7 @@ def test_a_gradient_is_complete_after_the_last_action_that_adds_to_it(program: P
         late = {s: frozenset(data.draw(st.sets(st.sampled_from(sorted(learned[s]) or ["p0"])))) & learned[s] for s in stages}
         executor: Any = Executor.__new__(Executor)
         executor.runners = {s: Runner(Late(late[s])) for s in stages}
-        found = executor._complete(row, learned)
+        found = executor._completed_parameters(row, learned)
         for name in names:
             adds = [
                 i

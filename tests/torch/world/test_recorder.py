@@ -73,7 +73,7 @@ def test_a_record_that_is_being_written_over_is_not_one_that_runs(record: Path) 
 
 def test_the_record_survives_the_process(record: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom shardwise.world.recorder import *\nw = Recorder(Path(sys.argv[1]), 0)\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom shardwise.world.recorder import *\nw = CollectiveRecorder(Path(sys.argv[1]), 0)\n"
         "w.start(ALL_GATHER, w.slot((0, 1)), 1, (7,), 28)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(record)], check=False).returncode == -9
@@ -88,10 +88,10 @@ def test_stopping_reaches_every_rank_and_settled_waits_for_all(record: Path) -> 
     reader.request_stop()
     assert one.stopping
     assert two.stopping
-    one.phase(DONE)
-    assert not one.settled()
-    two.phase(recorder.FAILED)
-    assert one.settled()
+    one.set_phase(DONE)
+    assert not one.all_ended()
+    two.set_phase(recorder.FAILED)
+    assert one.all_ended()
 
 
 def test_a_record_holds_no_more_than_its_size(record: Path) -> None:
