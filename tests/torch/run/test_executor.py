@@ -48,7 +48,7 @@ def test_a_gradient_is_complete_after_the_last_action_that_adds_to_it(program: P
 
     class Runner:
         def __init__(self, late: Late | None) -> None:
-            self.delayed = late
+            self.delayed_gradients = late
 
     for row in program.actions:
         stages = sorted({a.stage for a in row if isinstance(a, Compute)})
