@@ -69,8 +69,8 @@ def counting() -> Accounts:
     from shardwise.world.memory import accounts_of
 
     made = accounts_of(torch.device("cpu"))
-    if not made.counts:
+    if not made.is_counting:
         if shutil.which("c++") is None:
-            pytest.skip(f"memory is counted by a library that needs a C++ compiler ({made.why})")
-        pytest.fail(f"memory is not counted although there is a C++ compiler: {made.why}")
+            pytest.skip(f"memory is counted by a library that needs a C++ compiler ({made.reason})")
+        pytest.fail(f"memory is not counted although there is a C++ compiler: {made.reason}")
     return made

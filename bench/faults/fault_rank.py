@@ -49,7 +49,7 @@ SLOW_S = 0.03
 # What a moment is: the calls (class or module, function, whether it is before the call), of which the first that comes counts.
 Call = tuple[Any, str, bool]
 CALLS: dict[str, tuple[Call, ...]] = {
-    "while ranks connect": ((Engine, "_connect", True),),
+    "while ranks connect": ((Engine, "_connect_groups", True),),
     "while data is taken": ((Loader, "__next__", True),),
     "in forward": ((StageRunner, "forward", False),),
     "in backward": ((StageRunner, "backward", False),),

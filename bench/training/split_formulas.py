@@ -126,7 +126,7 @@ def expert(case: Case, n: int) -> float:
     config = model.config
     mixed = [module for module in model.modules() if hasattr(module, "up") and isinstance(module.up, nn.Parameter)]
     spread = sum(one.up.numel() + one.down.numel() for one in mixed)  # type: ignore[union-attr, operator]
-    of_rank = WORD * case.batch / n * config.experts * config.places * config.hidden  # type: ignore[union-attr, operator]
+    of_rank = WORD * case.batch / n * config.experts * config.expert_capacity * config.hidden  # type: ignore[union-attr, operator]
     shared = WORD * (sum(p.numel() for p in model.parameters()) - spread)
     return 4 * len(mixed) * of_rank * (n - 1) / n + 2 * (n - 1) / n * shared
 

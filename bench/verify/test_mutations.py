@@ -79,10 +79,11 @@ def loss(x, parts, scale):
 
 def test_sites_are_found_by_themselves() -> None:
     sites = static_sites()
-    assert "lower/redistribute._in_order: reduce_scatter" in sites
-    assert "run/reduce/overlapped.Gradients._sum: all_reduce" in sites
+    assert "lower/redistribute._redistribute_in_rank_order: reduce_scatter" in sites
+    assert "run/gradients/gradient_reducer.GradientReducer._reduce_bucket: all_reduce" in sites
     assert "run/step/transfers.Transfers.sender: isend" in sites
-    assert not [site for site in sites if site.startswith(("run/proof/verify", "run/proof/everywhere"))]  # what carries the comparison
+    carriers = ("run/verify/verify", "run/verify/shard_differences")  # of the comparison
+    assert not [site for site in sites if site.startswith(carriers)]
     assert len(sites) > 25
 
 

@@ -34,7 +34,10 @@ OPERATIONS = (
 )  # fmt: skip
 MESSAGES = ("isend", "irecv")
 # Whose collectives carry the comparison.
-INSTRUMENT = ("run/proof/verify", "run/proof/everywhere", "run/sharded_state", "run/proof/lossy", "run/proof/division")
+INSTRUMENT = (
+    "run/verify/verify", "run/verify/shard_differences", "run/verify/compressed_gradients", "run/verify/sharded_shares",
+    "run/sharded_state",
+)  # fmt: skip
 # The dual of the same shape that is not the right one.
 PAIRS = (("", "all_reduce"), ("slice", "reduce_scatter"), ("all_gather", "pad"))
 OTHER_DUAL = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
@@ -53,7 +56,7 @@ def site_of(frame: FrameType | None) -> str:
         if module and not module.startswith("world/"):
             nearest = frame
             break
-        if inside is None and module.startswith("world/") and module != "world/group":
+        if inside is None and module.startswith("world/") and module != "world/comm/group":
             inside = frame  # a thread of the runtime's own
         frame = frame.f_back
     nearest = nearest or inside

@@ -23,7 +23,7 @@ FOLDERS = ("lower", "run")
 METHODS = ("mul", "mul_", "div", "div_", "mean", "lerp_", "true_divide")
 HOOK = "_mutated_weight"
 # The serial reference runs through these as well, or is written in terms of them.
-SHARED = ("run/proof/serial", "run/uncaptured/eager_draws", "lower/double", *INSTRUMENT)
+SHARED = ("run/verify/serial", "run/uncaptured/eager_draws", "lower/float64_mode", *INSTRUMENT)
 
 
 class _Wrap(ast.NodeTransformer):

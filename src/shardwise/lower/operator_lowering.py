@@ -261,7 +261,7 @@ def _lower_expert_dispatch(call: OperatorCall) -> fx.Node | None:
 def _lower_expert_matmul(call: OperatorCall) -> fx.Node:
     _, first, _ = _local_experts(call, call.input_spec(2).shape[0])
     shares = prod(call.lowering.sharding.sizes[axis] for axis in call.contracted_axes() if call.cut_labels[axis] != EXPERT)
-    return call.emit(bind_named(expert_matmul, first=first, shares=shares), call.args)
+    return call.emit(bind_named(expert_matmul, first=first, num_bias_shares=shares), call.args)
 
 
 def _lower_expert_combine(call: OperatorCall) -> fx.Node | None:

@@ -45,7 +45,7 @@ def carried_out(program: Program, every: tuple[Route, ...], order: list[int]) ->
             return None
         step, copy = sent  # type: ignore[misc]
         ended.add((source, step.step))
-        return copy if step.copied else [Counter(c) for c in held[source][step.first : step.last]]
+        return copy if step.is_copied else [Counter(c) for c in held[source][step.first : step.last]]
 
     stuck = 0
     while any(step < len(route.steps) for step, route in zip(at, every, strict=True)):

@@ -24,7 +24,7 @@ LIMITS = {
     "functions of one word that is no common verb": 80,
     "functions that are a participle": 5,
     "docstrings that begin with What, Of, ...": 10,
-    "tuples splatted into named parameters": 21,
+    "tuples splatted into named parameters": 30,
 }
 
 

@@ -115,7 +115,7 @@ def test_what_one_rank_owns_goes_there_and_back() -> None:
     assert str(one) == "O1"
     assert (transition_between(Shard(0), one).collective, transition_between(one, Shard(0)).collective) == ("gather", "scatter")
     assert {(a.__name__, b.__name__) for (a, b), row in TRANSITIONS.items() if SingleOwner in (a, b) and not row.is_allowed_in_forward} == {
-        ("Owned", "Replicate"), ("Owned", "Partial"),
+        ("SingleOwner", "Replicate"), ("SingleOwner", "Partial"),
     }  # fmt: skip
     # Every rank reads all: together as many bytes as an all-gather. n values of n owners back: as a reduce-scatter of one.
     assert 4 * sent_fraction(Shard(0), one, 4) * 3 / 4 == sent_fraction(Shard(0), R, 4)

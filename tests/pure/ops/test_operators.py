@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 MAY = (
     "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/global_reductions.py", "run/uncaptured/constant_draws.py",
     "lower/float64_mode.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/autograd_functions/trace.py",
-    "capture/init/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
+    "capture/initialization/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
 )  # fmt: skip
 NAMES = {name.split(".")[1] for name in RECORDS}
 # Operators whose names are words of ours besides: kinds of work, collectives, layout keys.
@@ -146,7 +146,7 @@ def test_names_that_torch_has_for_one_operator_have_one_record(names: str) -> No
     assert len({id(RECORDS[f"aten.{name}"]) for name in names.split()}) == 1
 
 
-@pytest.mark.parametrize("field", ["kind", "moves", "linear", "product", "gradient", "autocast"])
+@pytest.mark.parametrize("field", ["kind", "view_kind", "linear", "product", "gradient", "autocast"])
 def test_a_record_with_an_unknown_word_cannot_be_made(field: str) -> None:
     with pytest.raises(ValueError, match="none of"):
         Op("a", **{field: "twice"})

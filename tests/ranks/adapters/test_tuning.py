@@ -88,7 +88,7 @@ def tuned(trainer_class: Any, folder: str, **options: Any) -> Any:
         backward = trainer.accelerator.backward
 
         def exact(*args: Any, **kwargs: Any) -> None:
-            with scripts.doubled(True):
+            with scripts.compute_in_float64(True):
                 backward(*args, **kwargs)
 
         trainer.accelerator.backward = exact

@@ -105,11 +105,11 @@ def in_flight(world: World, kind: str) -> bool:
             y = torch.full((3,), float(me))
             group.all_reduce(y)
             assert y.eq(sum(range(n))).all()
-    done = under_way[0][0].done
+    done = under_way[0][0].is_done
     own.shuffle(under_way)
     for work, got, expected in under_way:
         work.wait()
-        assert work.done
+        assert work.is_done
         assert torch.equal(got, expected)
     return isinstance(done, bool)
 

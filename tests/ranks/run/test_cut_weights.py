@@ -137,7 +137,7 @@ def refused(world: World) -> dict[str, str]:
         "uniform_": lambda: nn.init.xavier_uniform_(w),
         "normal_": lambda: nn.init.normal_(w),
         "norm": lambda: w.norm(dim=0),
-        "rms_norm": lambda: nn.functional.rms_norm(w, list(w.full.shape)),
+        "rms_norm": lambda: nn.functional.rms_norm(w, list(w.spec.global_shape)),
         "softmin": lambda: nn.functional.softmin(w, dim=0),
         "linalg_inv": lambda: torch.linalg.inv(square),
         "fft_fft": lambda: torch.fft.fft(w.T),

@@ -125,7 +125,7 @@ def test_broken_twin_a_page_too_far_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
     def off(self: Any, runs: Any, device: Any) -> None:
         begin(self, runs, device)
-        self.places = (self.places + 1) % (self.number * self.size)
+        self.row_slots = (self.row_slots + 1) % (self.num_pages * self.page_size)
 
     monkeypatch.setattr(paged.PagedCache, "start_step", off)
     made = shardwise.decoder(MODELS["own"], _batch(), loss=loss, longest=LONGEST, paging=PAGING, plan="data=1 precision=float64")

@@ -194,6 +194,6 @@ def test_ranks_are_given_their_own_rows() -> None:
 
 def test_a_mean_of_means_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: every replica counts as much, however many samples it has."""
-    monkeypatch.setattr(OperatorCall, "sample_share", lambda self, axis: 1 / self.low.groups[axis].size)
+    monkeypatch.setattr(OperatorCall, "sample_share", lambda self, axis: 1 / self.lowering.groups[axis].size)
     subject = Subject(str(Path(__file__).parents[2].joinpath("support", "odd_models.py")) + ":losses", 8)
     assert not subject.check(Layout.parse("data=2 shares=5/3 precision=float64")).ok

@@ -179,9 +179,9 @@ def _without_the_dual(ctx: Any, grad: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("broken", "name", "layout", "eager"),
     [
-        ((redistribute, "_summed"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
+        ((redistribute, "_all_reduced_copy"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
         ((redistribute._Redistribute, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
-        ((statistics, "summed"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
+        ((statistics, "all_reduce_over_groups"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
     ],
 )
 def test_a_missing_collective_is_found(
@@ -189,9 +189,9 @@ def test_a_missing_collective_is_found(
 ) -> None:
     kind, method = broken
     twins: dict[str, Any] = {
-        "_summed": lambda x, group: x.clone(),
+        "_all_reduced_copy": lambda x, group: x.clone(),
         "backward": staticmethod(_without_the_dual),
-        "summed": lambda x, groups: x,
+        "all_reduce_over_groups": lambda x, groups: x,
     }
     monkeypatch.setattr(kind, method, twins[method])
     assert not check(subject(name), layout, eager).ok

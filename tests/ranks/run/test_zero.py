@@ -76,13 +76,13 @@ def _step(world: World, layout: str) -> dict[str, Any]:
     before = dict(sent)
     sent.clear()
     engine.step(_batch())
-    groups = engine.parts.groups
+    groups = engine.rank_model.groups
     kept = {
         "data": sum(g.data.untyped_storage().nbytes() for g in groups),
         "grad": sum(g.grad.untyped_storage().nbytes() for g in groups),
         "whole": engine._weight_gatherer.gathered_bytes,
         "parameters": sum(
-            {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.parts.parameters.values()}.values()
+            {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.rank_model.parameters.values()}.values()
         ),
     }
     return {"first": before, "sent": dict(sent), "most_whole": most[0], **kept}

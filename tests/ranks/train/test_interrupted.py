@@ -110,8 +110,9 @@ def test_what_is_left_of_a_step_is_run(tmp_path: Path, train: Callable[..., Any]
 def test_a_new_generation_has_measured_nothing_when_it_tells_of_the_step_before_it() -> None:
     """A rank that was lost where ranks agree after a step: its row is told before the new engine has made one."""
     timed: list[float] = []
-    engine: Any = SimpleNamespace(seconds={}, finishing=SimpleNamespace(timed=timed.append, wants=lambda: 3 if timed else NEVER))
+    resumption = SimpleNamespace(record_time=timed.append, preferred_interval=lambda: 3 if timed else NEVER)
+    engine: Any = SimpleNamespace(phase_times_s={}, resumption=resumption)
     asked = ResumableSteps(SimpleNamespace(), engine, print)  # type: ignore[arg-type]
     assert asked.preferred_interval(True) == NEVER
-    engine.seconds["program"] = 0.5
+    engine.phase_times_s["program"] = 0.5
     assert (asked.preferred_interval(True), timed) == (3, [0.5])

@@ -76,7 +76,7 @@ def beside(world: World, folder: str, names: Sequence[str] = NAMES, on_a_host: i
             counts.append(len(seen))
             if name in ("auto", "native"):
                 assert world.num_ranks == 1 or state._group.shares_memory == (on_a_host == 0)
-                levels = state._dispatcher.levels
+                levels = state._sums.levels
                 assert (levels is not None) == (name == "auto" and on_a_host > 1)
                 assert levels is None or levels._box.shares_memory
     return counts

@@ -24,9 +24,9 @@ import sys, torch
 from shardwise.world.launch.launch import world_from_environment
 world = world_from_environment("cpu")
 x = torch.tensor([float(world.rank + 1)])
-world.everyone.all_reduce(x)
+world.world_group.all_reduce(x)
 print(world.rank, world.num_ranks, world.local_rank, world.generation, float(x))
-world.everyone.barrier()
+world.world_group.barrier()
 """
 
 
@@ -229,7 +229,7 @@ LASTING = """
 import os, time
 from shardwise.world.launch.launch import world_from_environment
 world = world_from_environment("cpu")
-world.everyone.barrier()
+world.world_group.barrier()
 os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, beside the other worker
 time.sleep(120)
 """

@@ -398,7 +398,7 @@ def collecting(model: Any, x: Tensor) -> Tensor:
     """Hangs a hook on a part when it is first called, and remembers that it did, as transformers does to collect hidden states."""
     if not getattr(model, "hooked", False):
         model.layer.register_forward_hook(lambda module, given, made: model.kept.append(made))
-        model.hooked_modules = True
+        model.hooked = True
     model.kept = []
     model.layer(x)
     assert len(model.kept) == 1, "the hook hangs there twice"

@@ -42,7 +42,7 @@ class FakeEngine:
             Span(0, "recv", "", 2, 9, "recv"),
         )
         self.timeline = Timeline("step", 1, spans)
-        self.seconds = {"program": forward_s + backward_s + 0.5, "gradients": 0.25, "optimizer": 0.125}
+        self.phase_times_s = {"program": forward_s + backward_s + 0.5, "gradients": 0.25, "optimizer": 0.125}
 
 
 def test_components_are_the_step() -> None:

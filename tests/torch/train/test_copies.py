@@ -145,7 +145,7 @@ def test_a_network_that_is_too_slow_for_copies_ends_them() -> None:
         copies._round_times = 0.1 * MAX_INTERVAL_S, 1.0
         assert copies.join_round() == step
     assert copies.is_disabled
-    assert "none is made any more" in said[0]
+    assert "copying is disabled" in said[0]
 
 
 @dataclass(frozen=True)

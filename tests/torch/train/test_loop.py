@@ -104,10 +104,10 @@ class SerialEngine:
         self.step_index += 1
         return Result(float(loss.detach()), float(norm))
 
-    def fullest_memory(self) -> dict[str, float]:
+    def peak_memory_over_ranks(self) -> dict[str, float]:
         return {}
 
-    def evaluate(self, batch: Any, whole: bool | None = None, samples: int = 0) -> float:
+    def evaluate(self, batch: Any, is_global_batch: bool | None = None, samples: int = 0) -> float:
         with torch.no_grad():
             return float(self._loss(batch))
 
@@ -115,7 +115,7 @@ class SerialEngine:
         assert self.subject.loss is not None
         return self.subject.loss(self.model(**batch), batch)
 
-    def pieces(self) -> list[checkpoint.StateShard]:
+    def state_shards(self) -> list[checkpoint.StateShard]:
         out = []
         for name, p in self.model.named_parameters():
             out.append(checkpoint.full_shard(name, "parameter", p.detach()))
@@ -123,7 +123,7 @@ class SerialEngine:
         return out
 
     def load(self, path: Path) -> dict[str, Any]:
-        extra = checkpoint.load(path, self.pieces())
+        extra = checkpoint.load(path, self.state_shards())
         self.step_index = extra["step"]
         return extra
 

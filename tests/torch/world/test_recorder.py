@@ -73,7 +73,8 @@ def test_a_record_that_is_being_written_over_is_not_one_that_runs(record: Path) 
 
 def test_the_record_survives_the_process(record: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom shardwise.world.recorder import *\nw = CollectiveRecorder(Path(sys.argv[1]), 0)\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom shardwise.world.recorder import *\n"
+        "w = CollectiveRecorder(Path(sys.argv[1]), 0)\n"
         "w.start(ALL_GATHER, w.slot((0, 1)), 1, (7,), 28)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(record)], check=False).returncode == -9

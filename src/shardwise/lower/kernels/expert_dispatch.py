@@ -137,7 +137,7 @@ def combine_from_ranks(group: Group, rows_MD: Tensor, routes: Tensor, weight_NT:
 def expert_matmul(
     rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, first: int, num_bias_shares: int
 ) -> Tensor:
-    """Return the products of a rank's experts from `first` on. `shares`: of ranks that each compute a partial sum and share the bias."""
+    """Return the products of a rank's experts from `first` on. `num_bias_shares`: ranks that share the bias of partial sums."""
     device = rows.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -145,7 +145,7 @@ def _compare_globally(compare: Callable[..., Tensor]) -> Callable[..., Any]:
     """Compare full tensors. A plain tensor of the local shape is compared with this rank's shard only."""
 
     def replacement(func: Any, x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-        shapes = [tensor.spec.shape if isinstance(tensor, ShardedTensorBase) else tuple(tensor.shape) for tensor in (x, other)]
+        shapes = [tensor.spec.global_shape if isinstance(tensor, ShardedTensorBase) else tuple(tensor.shape) for tensor in (x, other)]
         if shapes[0] == shapes[1]:
             return bool(compare(x, other, *args, **kwargs).all())
         with private.as_base_tensor():
