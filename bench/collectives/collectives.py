@@ -37,14 +37,14 @@ PAGE = ROOT / "docs" / "benchmarks" / "collectives.md"
 SIZES = tuple(4**i << 10 for i in range(1, 9))  # 4 KiB to 64 MiB
 LARGEST = 256 << 20
 BUILD_S = 300.0  # DeepSpeed compiles its operator when it is first used
-GLOO, BUFFER, PRIVATE, PYTHON, MPI, COPY = "gloo", "shared buffer", "shared memory", "in Python", "MPI", "copy"
+GLOO, BUFFER, PRIVATE, MPI, COPY = "gloo", "shared buffer", "shared memory", "MPI", "copy"
 DEEPSPEED = "DeepSpeed"
-TRANSPORTS = {GLOO: "gloo", BUFFER: "shared_memory", PRIVATE: "shared_memory", PYTHON: "portable"}
+TRANSPORTS = {GLOO: "gloo", BUFFER: "shared_memory", PRIVATE: "shared_memory"}
 Times = dict[tuple[int, str], list[float]]
 
 INTRO = """\
 All-reduce of float32, one thread a rank. `shared buffer`: the tensor lies in memory from `Group.shared_buffer`, where gradients can lie,
-and is summed in place; `shared memory`: any tensor, through slots; `in Python`: the same without the C library. gloo and these go through
+and is summed in place; `shared memory`: any tensor, through slots. gloo and these go through
 `Group`, its record included; MPI is called directly, by mpi4py, and DeepSpeed's shared-memory operator (`inference_all_reduce`, float32) by
 its own name. `copy`: every rank copies as many bytes within its own memory, all at
 once, until the last has. Bus bandwidth is 2 (n - 1) / n times the bytes over the time, as nccl-tests count it. Each cell: median (fastest
@@ -190,7 +190,7 @@ def measured(
 ) -> Times:
     """Seconds of all calls by (bytes, contender). `why_not`: reasons of contenders that are left out; one that fails gets its own."""
     times: Times = {}
-    names = [GLOO, BUFFER, PRIVATE, PYTHON]
+    names = [GLOO, BUFFER, PRIVATE]
     with Launcher() as launcher:
         for number in range(rounds):
             order = [*names[number % len(names) :], *names[: number % len(names)]]
@@ -255,7 +255,7 @@ def micro(seconds: float) -> str:
 
 def lines_of(num_ranks: int, times: Times) -> tuple[list[str], list[list[str]]]:
     """(column names, rows) of one number of ranks."""
-    names = [name for name in (GLOO, MPI, DEEPSPEED, PYTHON, PRIVATE, BUFFER, COPY) if any(n == name for _, n in times)]
+    names = [name for name in (GLOO, MPI, DEEPSPEED, PRIVATE, BUFFER, COPY) if any(n == name for _, n in times)]
     columns = ["bytes", *names, "gloo / shared memory", "gloo / shared buffer", "bus GB/s of the buffer", "copied GB/s"]
     rows = []
     for size in sorted({s for s, _ in times}):

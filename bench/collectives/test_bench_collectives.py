@@ -78,9 +78,7 @@ def test_emulated_hosts_are_two_levels() -> None:
 
 
 def test_a_contender_that_cannot_be_built_is_told_on_the_page() -> None:
-    times = {
-        (size, name): [1e-5, 2e-5] for size in (4096, 1 << 20) for name in (GLOO, "shared buffer", "shared memory", "in Python", "copy")
-    }
+    times = {(size, name): [1e-5, 2e-5] for size in (4096, 1 << 20) for name in (GLOO, "shared buffer", "shared memory", "copy")}
     told = page_of({}, {2: times}, judged(2, times, 0.5), {DEEPSPEED: "no compiler"})
     assert "Not measured: DeepSpeed (no compiler)." in told
     assert DEEPSPEED not in table_of(2, times)[0]

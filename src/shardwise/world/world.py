@@ -9,10 +9,12 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -28,8 +30,9 @@ from shardwise.world.comm.group import SHARED, Group, RanksByHost
 from shardwise.world.comm.pending import CollectiveWork, LostPeer, is_peer_loss, synchronize_device
 from shardwise.world.persistent_memory import PersistentMemory
 from shardwise.world.recorder import RUNNING, CollectiveRecorder
-from shardwise.world.shared_memory import segment
-from shardwise.world.shared_memory.setup import Channel, SharedMemory
+from shardwise.world.shared_memory import library, segment
+from shardwise.world.shared_memory.native import NativeChannel
+from shardwise.world.shared_memory.setup import SharedMemory
 from shardwise.world.step_pace import StepPace
 from shardwise.world.terminal import STOP_SIGNALS
 
@@ -38,7 +41,7 @@ ASK_S = 0.5  # interval at which a wait in a store checks for failed or ended ra
 LOOK_S = 0.05
 CHECK_S = 0.001
 REGROUP_S = 10.0  # for the launcher to announce that it replaces a failed rank
-TRANSPORTS = ("", "gloo", SHARED, "portable", mpi.MPI)
+TRANSPORTS = ("", "gloo", SHARED, mpi.MPI)
 
 __all__ = ["CollectiveWork", "Group", "LostPeer", "World"]
 
@@ -82,10 +85,10 @@ class World:
     `store` is the rendezvous store (None for one rank); `host` the address that gloo connects over; `timeout_s` the time limit of a
     collective. `threads` is the number of each rank's compute threads; without `may_add_threads` it is never raised. With
     `catch_sigterm` the first access to `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport`
-    is that of tensors on the host: gloo; shared_memory (or portable: without the C library) for every group whose members share a host;
-    empty for shared memory if all ranks share one; mpi for MPI, if mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for gloo,
-    with simulated hosts of so many neighbouring ranks. With both at once a rank that waits in gloo makes no progress for those that wait
-    for it in shared memory, so collectives that mix them run in a thread of their own.
+    is that of tensors on the host: gloo; shared_memory for every group whose members share a host; empty for shared memory if all ranks
+    share one; mpi for MPI, if mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for gloo, with simulated hosts of so many
+    neighbouring ranks. Without a C compiler gloo takes the place of shared memory. With both at once a rank that waits in gloo makes no
+    progress for those that wait for it in shared memory, so collectives that mix them run in a thread of their own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -390,6 +393,8 @@ class World:
             )
             if not isinstance(channel, str):
                 return channel, SHARED
+            if self.local_rank == 0 and channel.startswith(library.UNAVAILABLE):
+                _report_once(f"shardwise: {channel}; ranks of this host communicate over gloo, slower. For shared memory {library.REMEDY}")
         return private.gloo_process_group(private.prefix_store(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
 
     def ranks_by_host(self, ranks: tuple[int, ...]) -> RanksByHost:
@@ -402,20 +407,20 @@ class World:
     def _host_of(self, rank: int) -> str:
         if self._host_sizes:
             return str(sum(rank >= end for end in accumulate(self._host_sizes)))
-        if self.num_ranks == 1 or self._transport in (SHARED, "portable"):
+        if self.num_ranks == 1 or self._transport == SHARED:
             return ""
         assert self._store is not None
         if self.device.type == "cuda":
             return str(self._wait_for_key(f"place/{rank}").decode()).rpartition("/")[0]
         return str(rank) if self._transport in ("gloo", mpi.MPI) else str(self._wait_for_key(f"host/{rank}").decode())
 
-    def _open_shared_memory(self, store: Any, index: int, ranks: tuple[int, ...], connection: Connection) -> Channel | str:
+    def _open_shared_memory(self, store: Any, index: int, ranks: tuple[int, ...], connection: Connection) -> NativeChannel | str:
         if connection.is_intra_host:
             return self._make_shared_memory().open(store, index, ranks)
         if self._is_single_host is None:
             assert self._store is not None
             self._is_single_host = (
-                self._transport in (SHARED, "portable") or len({self._wait_for_key(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
+                self._transport == SHARED or len({self._wait_for_key(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
             )
         if not self._is_single_host:
             return "the ranks of this run are on several hosts"
@@ -428,7 +433,7 @@ class World:
     def _make_shared_memory(self) -> SharedMemory:
         """Create the shared-memory engine of one thread: each side connection has a thread, and so an engine, of its own."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return SharedMemory(self.num_ranks > num_cores, self._timeout_s, native=self._transport != "portable")
+        return SharedMemory(self.num_ranks > num_cores, self._timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +461,11 @@ def _parse_host_sizes(transport: str, num_ranks: int) -> tuple[int, ...]:
     if sum(sizes) != num_ranks or text.count(",") not in (0, len(sizes) - 1):
         raise UsageError(f"transport {transport!r} does not divide {num_ranks} ranks; write boxes=2, or the size of each, boxes=2,3")
     return sizes
+
+
+@cache
+def _report_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _gpu_location(device: torch.device) -> str:

@@ -84,7 +84,7 @@ def test_every_algorithm_with_every_size(ranks: Any, kind: str, num_ranks: int) 
     ranks(everything, num_ranks, kind, ["float32"], SIZES if num_ranks < 6 else SIZES[::2], env={"SHARDWISE_TRANSPORT": kind})
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "portable"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_type(ranks: Any, kind: str) -> None:
     dtypes = ["float64", "bfloat16", "float16", "int64", "int32", "uint8"]
     ranks(everything, 3, kind, dtypes, (0, 2, 257), env={"SHARDWISE_TRANSPORT": kind})

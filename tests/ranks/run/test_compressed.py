@@ -213,7 +213,7 @@ def test_it_is_the_same_algorithm_in_one_process(ranks: Callable[..., list[Any]]
     _same(ranks(_run, parsed.num_ranks, layout, tied), parsed, tied)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "portable"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 @pytest.mark.parametrize("layout", ["data=3 compress=int8", "data=2 pipeline=2 microbatches=2 compress=bfloat16"])
 def test_every_transport_gives_the_same(ranks: Callable[..., list[Any]], layout: str, transport: str) -> None:
     parsed = Layout.parse(layout)

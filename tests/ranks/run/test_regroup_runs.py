@@ -99,7 +99,7 @@ def test_a_lost_rank_is_replaced(survive: Callable[..., list[Any]], said: list[s
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("transport", ["portable", "gloo", "boxes=2"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "boxes=2"])
 def test_on_every_transport(survive: Callable[..., list[Any]], said: list[str], transport: str, how: str) -> None:
     """The others keep their processes, over gloo, too, which does not let them go by itself while a member is stopped."""
     assert survive(4, how, (3,), transport=transport) == [(climbed(4), 1)] * 4

@@ -50,7 +50,7 @@ def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[A
         assert _off(list(each), _late("sgd", staleness)) < 1e-9
 
 
-@pytest.mark.parametrize("transport", ["gloo", "portable"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str) -> None:
     found = ranks(_trained, 2, "data=2 servers=2 staleness=1", "adamw", env={"SHARDWISE_TRANSPORT": transport})
     assert _off(found, _late("adamw", 1)) < 1e-9

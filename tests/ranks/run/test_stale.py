@@ -141,7 +141,7 @@ def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[A
 
 
 @pytest.mark.parametrize(
-    ("transport", "layout"), [("gloo", "data=2"), ("portable", "data=2"), ("boxes=2", "data=4 all_reduce=hierarchical")]
+    ("transport", "layout"), [("gloo", "data=2"), ("shared_memory", "data=2"), ("boxes=2", "data=4 all_reduce=hierarchical")]
 )
 def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str, layout: str) -> None:
     found = ranks(_trained, Layout.parse(layout).num_ranks, f"{layout} staleness=2", "sgd", env={"SHARDWISE_TRANSPORT": transport})

@@ -1,6 +1,6 @@
 """The transport's C library: compiled on first use by the system's compiler and cached. Out: the library, or the reason why there is none.
 
-See `shardwise.world.native_build`. Without a compiler (or a folder to write) the transport runs in Python (`portable`), slower.
+See `shardwise.world.native_build`. Without a compiler (or a folder to write) ranks of one host use gloo, slower.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from shardwise.world.native_build import build_library
 
 SOURCE = Path(__file__).with_name("source")
+UNAVAILABLE = "the C library for shared memory could not be built"  # start of the reason why ranks of one host use gloo
+REMEDY = "install a C compiler (`cc` in PATH: `apt install gcc libc6-dev`), and let ~/.cache/shardwise be written"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
 
 _SIGNATURES = {

@@ -1,7 +1,7 @@
 """Setup of a group's shared memory: agree on the transport and map the same segments. In: a shared store. Out: a channel, or why not.
 
 All members reach the same decision: each publishes its capabilities, reads those of all, and publishes whether it could map the segment;
-one that cannot makes all of them use the other transport.
+one that cannot makes all of them use gloo.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwise.world.shared_memory import library, segment
-from shardwise.world.shared_memory.native import NativeChannel, NativeEngine, NativeWork
-from shardwise.world.shared_memory.portable.channel import PortableChannel, PortableEngine, PortableWork
+from shardwise.world.shared_memory.native import NativeChannel, NativeEngine
 
-__all__ = ["Channel", "SharedMemory"]
+__all__ = ["SharedMemory"]
 
-Channel = NativeChannel | PortableChannel
-ChannelWork = NativeWork | PortableWork
 _PROCESS_EXITED = (FileNotFoundError, ProcessLookupError)  # errors of opening a process, or its descriptors, after it has ended
 
 
@@ -34,30 +31,30 @@ class TextStore(Protocol):
 
 
 class SharedMemory:
-    """The transport in one process. `crowded`: more ranks than cores. `native`: use the C library if it can be built.
+    """The transport in one process. `crowded`: more ranks than cores.
 
     `open` is collective over the members of the group.
     """
 
-    def __init__(self, crowded: bool, timeout_s: float, native: bool = True) -> None:
+    def __init__(self, crowded: bool, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        loaded = library.load() if native else "not asked for"
-        self.portable = PortableEngine()
-        self.native = None if isinstance(loaded, str) else NativeEngine(loaded, crowded)
-        self.portable_reason = loaded if isinstance(loaded, str) else ""
+        loaded = library.load()
+        self._engine = loaded if isinstance(loaded, str) else NativeEngine(loaded, crowded)  # or the reason why there is none
 
-    def open(self, store: TextStore, index: int, ranks: Sequence[int]) -> Channel | str:
+    def open(self, store: TextStore, index: int, ranks: Sequence[int]) -> NativeChannel | str:
         """Return the channel of `ranks`, of which this is member `index`; or the reason why they cannot share memory."""
         size = len(ranks)
-        kind = "native" if self.native is not None else "portable"
+        engine, failure = (None, self._engine) if isinstance(self._engine, str) else (self._engine, "")
         created: tuple[mmap.mmap, segment.SegmentHandle] | None = None
-        members = _all_gather_json(store, "can", index, size, {"host": segment.host_identity(), "kind": kind, "pid": os.getpid()})
+        members = _all_gather_json(store, "can", index, size, {"host": segment.host_identity(), "failure": failure, "pid": os.getpid()})
         reason = next((member["host"] for member in members if member["host"].startswith(segment.CANNOT)), "")
         if not reason and len({member["host"] for member in members}) > 1:
             reason = "the ranks are not processes of one user on one host"
-        if reason:
+        failure = next((member["failure"] for member in members if member["failure"]), "")
+        if not reason and failure:
+            reason = f"{library.UNAVAILABLE}: {failure}"
+        if reason or engine is None:
             return reason
-        engine = self.native if self.native is not None and all(member["kind"] == "native" for member in members) else self.portable
         pids, place = [member["pid"] for member in members], ""
         if index == 0:
             try:
@@ -75,15 +72,15 @@ class SharedMemory:
     def _map_segment(
         self,
         store: TextStore,
-        engine: NativeEngine | PortableEngine,
+        engine: NativeEngine,
         index: int,
         ranks: Sequence[int],
         pids: list[int],
         own: mmap.mmap | None,
-    ) -> Channel | str:
+    ) -> NativeChannel | str:
         """Finish `open` once the segment is created: `own` on the member that created it."""
         place, reason = json.loads(store.get("place"))
-        channel: Channel | None = None
+        channel: NativeChannel | None = None
         if not reason:
             try:
                 mapping = own if own is not None else segment.attach_segment(segment.SegmentHandle.parse(place))
@@ -102,7 +99,7 @@ class SharedMemory:
 class _SharedBufferFactory:
     """Creates the shared buffers of one group."""
 
-    def __init__(self, channel: Channel, store: TextStore) -> None:
+    def __init__(self, channel: NativeChannel, store: TextStore) -> None:
         self._channel, self._store = channel, store
         self._count = 0
 
