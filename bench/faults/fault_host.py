@@ -99,7 +99,7 @@ def serve(descriptor: int) -> NoReturn:
         "shardwise.cli.report",
         "shardwise.api",
         "shardwise.train.flow",
-        "shardwise.world.launch.prepared",
+        "shardwise.world.launch.fork_server",
         "bench.faults.fault_rank",
     ):
         __import__(module)
@@ -221,7 +221,7 @@ def _forked(self: Launcher) -> None:
             for target, source in ((0, null), (1, errors.fileno()), (2, errors.fileno())):
                 os.dup2(source, target)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            from shardwise.world.launch.prepared import main
+            from shardwise.world.launch.fork_server import main
 
             sys.argv = ["prepared", str(theirs.fileno()), str(lifeline), *self._preload]
             main()

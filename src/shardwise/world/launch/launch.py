@@ -1,9 +1,8 @@
 """Launch ranks on this host. In: a function of (world, *args) and a number of ranks. Out: what each rank returned, or one error.
 
-A function at the top level of a module or file runs in ranks that a *prepared* process forks (`world/launch/prepared`): torch is imported
-once,
-each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks forked from this process, with one
-thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
+A function at the top level of a module or file runs in ranks that a *prepared* process forks (`world/launch/fork_server`): torch is
+imported once, each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks
+forked from this process, with one thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
 
 Arguments and results are of the types of `world/comm/encoding`. Rank 0's output goes to this process's terminal, that of the others to
 log files
@@ -202,7 +201,7 @@ class Launcher:
         lifeline, writer = os.pipe()
         single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env = {**os.environ, **(ALLOCATOR if self._allocator else {}), **self._env, **single}
-        code = f"import sys; sys.path[:] = {sys.path!r}; from shardwise.world.launch.prepared import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from shardwise.world.launch.fork_server import main; main()"
         self._errors = errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(lifeline), *self._preload]
         process = subprocess.Popen(
