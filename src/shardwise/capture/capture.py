@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+import shardwise
 from shardwise.capture.autograd_functions import TraceRecord
 from shardwise.capture.branch_answers import BranchAnswers, capture_past_checks
-from shardwise.capture.cached_attributes import computes_equally
-from shardwise.capture.export_failures import explain_export_failure
 from shardwise.capture.exported import ProgramReader
-from shardwise.capture.fakes import Fake
+from shardwise.capture.fakes import DATA_DEPENDENT_ERRORS, Fake
 from shardwise.capture.fx_reader import UnsupportedAliasing
 from shardwise.capture.initialization.factory_losses import loss_of
 from shardwise.capture.module_state import ModuleState, changed_attributes, set_state, state_of, tensors_in_state
@@ -34,6 +37,7 @@ from shardwise.capture.patching import patched_for_call, patched_for_export, rew
 from shardwise.errors import ModelError
 from shardwise.model.gc_pause import gc_paused
 from shardwise.model.graph import Arg, Graph, Ref
+from shardwise.ops import is_random, writes_in_place
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _MOST_TRIES = 31  # subsets of five tensors
@@ -316,3 +320,122 @@ def _refuse_data_dependent_shapes(program: Any) -> None:
                     f"the shape of what {node.target} makes is data-dependent: it follows the values of a tensor (x[mask], "
                     "nonzero, unique); keep shapes fixed, for example with torch.where or weights of 0"
                 )
+
+
+_LIBRARY_FOLDERS = tuple(str(Path(package.__file__).parent) for package in (torch, shardwise) if package.__file__)
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def explain_export_failure(error: Exception) -> str:
+    """Return the reason in one line; for data-dependent control flow a plain explanation instead of torch's symbols."""
+    lines = str(error).strip().splitlines()
+    where = _user_line_of(error)
+    if any(isinstance(x, PackedSequence) for frame, _ in traceback.walk_tb(error.__traceback__) for x in frame.f_locals.values()):
+        return (
+            f"packed sequences{where}: their shapes follow the values of the lengths; give the layer the padded batch, and mask what it "
+            "makes of the padding"
+        )
+    if isinstance(error, DATA_DEPENDENT_ERRORS):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, _BATCH_NORMS) and module.momentum is None:
+                return (
+                    f"{type(module).__name__} with momentum=None{where} weighs its statistics by the value of a counter, which a graph "
+                    "that is the same in every step does not hold; give it a momentum, for example 0.1"
+                )
+        return f"data-dependent{where}: what it does there depends on the values of a tensor (if, float(), int(), .item(), a mask)"
+    return f"{type(error).__name__}: {lines[0] if lines else ''}{where}"
+
+
+def _user_line_of(error: Exception) -> str:
+    """Return ` at model.py:12, "if x.sum() > 0:"`, the innermost line outside of torch and shardwise; empty without one."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARY_FOLDERS, "<")):
+            source = linecache.getline(file, line).strip()
+            return f" at {Path(file).name}:{line}" + (f', "{source}"' if source else "")
+    return ""
+
+
+Equal = Callable[[Tensor, Tensor], bool]
+
+
+class _ValueNumbering:
+    """Value numbering: equal numbers for values that are provably equal."""
+
+    def __init__(self, equal: Equal) -> None:
+        self._equal = equal
+        self._numbers: dict[object, int] = {}
+        self._constants: list[tuple[Tensor, int]] = []
+
+    def number_of(self, key: object) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def add_constant(self, x: Tensor, number: int) -> None:
+        """Give a constant the number of a value that it equals."""
+        self._constants.append((x, number))
+
+    def number_of_constant(self, x: Tensor) -> int:
+        for constant, number in self._constants:
+            if x is constant or self._equal(x, constant):
+                return number
+        self.add_constant(x, self.number_of(("constant", len(self._constants))))
+        return self._constants[-1][1]
+
+    def number_graph(self, graph: Graph, constants: Mapping[str, Tensor]) -> tuple[dict[str, int], list[int]]:
+        """Return the numbers of a graph's values, and of its random draws and writes in order."""
+        numbers = {v.value: self.number_of_constant(constants[v.value]) for v in graph.constants}
+        numbers |= {v.value: self.number_of(("given", v.name)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
+        effects: list[int] = []
+
+        def arg_key(a: Arg) -> object:
+            return ("value", numbers[a.value]) if isinstance(a, Ref) else tuple(map(arg_key, a)) if isinstance(a, tuple) else (type(a), a)
+
+        for op in graph.operators:
+            kwargs = tuple((key, arg_key(a)) for key, a in op.kwargs)
+            key: object = (op.target, arg_key(op.args), kwargs, tuple(graph.tensors[v] for v in op.outputs), op.autocast)
+            if is_random(op) or writes_in_place(op):
+                key = (key, "effect", len(effects))
+                effects.append(self.number_of(key))
+            numbers |= {v: self.number_of((key, "result", i)) for i, v in enumerate(op.outputs)}
+            if writes_in_place(op):
+                numbers[op.inputs[0]] = self.number_of((key, "written"))
+        return numbers, effects
+
+
+GraphWithConstants = tuple[Graph, Mapping[str, Tensor]]  # with the values of its constants
+
+
+def computes_equally(
+    first: GraphWithConstants,
+    later: GraphWithConstants,
+    attribute_capture: GraphWithConstants,
+    cached_tensors: Sequence[Tensor],
+    equal: Equal,
+) -> bool:
+    """Return whether both calls compute the same. `attribute_capture`: a capture of the first call with outputs `cached_tensors`."""
+    graph = attribute_capture[0]
+    if not _is_constant(graph):
+        return False
+    numbers = _ValueNumbering(equal)
+    values, _ = numbers.number_graph(*attribute_capture)
+    for x, value in zip(cached_tensors, graph.outputs, strict=True):
+        numbers.add_constant(x, values[value])
+    call_numbers = []
+    for graph, constants in (first, later):
+        values, effects = numbers.number_graph(graph, constants)
+        call_numbers.append((values[graph.loss], [values[v] for v in graph.outputs], effects))
+    return call_numbers[0] == call_numbers[1]
+
+
+def _is_constant(graph: Graph) -> bool:
+    """Return whether the outputs depend on constants only."""
+    start = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
+    needed = set(graph.outputs)
+    for op in reversed(graph.operators):
+        if needed.intersection(op.outputs):
+            if is_random(op):
+                return False
+            needed.update(op.inputs)
+    return not needed & start

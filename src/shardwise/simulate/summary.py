@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import UsageError
 from shardwise.plan.ir.program import Compute, ComputeOp, Program, Value
-from shardwise.plan.ir.timeline import Timeline
-from shardwise.simulate.bubble_window import bubble_in_window
+from shardwise.plan.ir.timeline import COMPUTE_LANE, Timeline
 from shardwise.simulate.clock import simulate
 from shardwise.simulate.memory import in_flight
 
@@ -78,7 +77,7 @@ class MicrobatchTimes:
 class Summary:
     """Figures of a schedule.
 
-    `bubble` is counted within the ranks' own windows (`shardwise.simulate.bubble_window`), `utilisation` of the total time: if ranks
+    `bubble` is counted within the ranks' own windows (`shardwise.simulate.summary`), `utilisation` of the total time: if ranks
     start and
     end together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in units of one rank's share of the model: with two
     stages per rank each counts half.
@@ -121,3 +120,29 @@ def summarize_schedule(program: Program, times: MicrobatchTimes, chunks: int = 1
 
 def _share_of_rank(count: int, chunks: int) -> float:
     return count // chunks if count % chunks == 0 else count / chunks
+
+
+def window_s(timeline: Timeline, rank: int) -> float:
+    """Seconds from a rank's first compute to the end of its last action."""
+    return _windows_s(timeline)[rank]
+
+
+def bubble_in_window(timeline: Timeline) -> float:
+    """Return the mean idle fraction of the ranks within the longest rank's window, 0 to 1.
+
+    Qi et al., ICLR 2024, section 5.3: 1 - m(F + I + W) / longest, where all ranks have equal work.
+    """
+    longest_s = max(_windows_s(timeline), default=0.0)
+    if not longest_s:
+        return 0.0
+    return 1 - sum(timeline.busy_s(rank) for rank in range(timeline.num_ranks)) / (timeline.num_ranks * longest_s)
+
+
+def _windows_s(timeline: Timeline) -> list[float]:
+    starts, ends = [float("inf")] * timeline.num_ranks, [float("-inf")] * timeline.num_ranks
+    for span in timeline.spans:
+        if span.lane == COMPUTE_LANE:
+            starts[span.rank] = min(starts[span.rank], span.start_s)
+        if span.lane != "send":  # a send occupies the link, after its rank has ended
+            ends[span.rank] = max(ends[span.rank], span.end_s)
+    return [end - start if start <= end else 0.0 for start, end in zip(starts, ends, strict=True)]

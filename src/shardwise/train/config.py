@@ -116,7 +116,7 @@ CLOSED_FORM_SCHEDULES = ("cosine", "linear", "constant")  # schedules that `lear
 class TrainSection(_ConfigSection):
     """The training hyperparameters. Every `*_every` is in steps, 0 for only at the end. `batch` counts samples of all ranks a step.
 
-    `checkpoint_every = "auto"` minimises the sum of saving time and time lost to failures (`shardwise.train.save_interval`).
+    `checkpoint_every = "auto"` minimises the sum of saving time and time lost to failures (`shardwise.train.checkpoint_saver`).
 
     `optimizer` is any of `torch.optim` that updates each element independently; `schedule` "cosine", "linear", "constant", or any of
     `torch.optim.lr_scheduler` or `transformers` that is a function of the step; their `_options` are constructor arguments.

@@ -69,7 +69,7 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operator
 
 TORCH_PARTS = {"adapters", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_verbs.py"}
-ENVIRONMENT_FILES = ("cli/", "world/launch/launch", "world/launch/prepared", "world/current", "capture/cache/store")
+ENVIRONMENT_FILES = ("cli/", "world/launch/launch", "world/current", "capture/cache/store")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for shardwise.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
 # code; measurements of single operators; models; serving, whose operators are a workflow's.
 MAY = (
-    "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/global_reductions.py", "run/uncaptured/constant_draws.py",
+    "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/global_reductions.py", "run/uncaptured/trial.py",
     "lower/float64_mode.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/autograd_functions/trace.py",
     "capture/initialization/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
 )  # fmt: skip

@@ -13,9 +13,9 @@ from shardwise.plan.ir.program import chain_links
 from shardwise.plan.ir.timeline import COMPUTE_LANE, Timeline
 from shardwise.schedules import build, computes_by_rank
 from shardwise.schedules.lower import pipeline_program
-from shardwise.simulate.bubble_window import bubble_in_window, window_s
 from shardwise.simulate.clock import simulate
 from shardwise.simulate.memory import in_flight
+from shardwise.simulate.summary import bubble_in_window, window_s
 
 # p, m, milliseconds of F, I, W and a transfer, and the bubbles of 1F1B, ZB-H1 and ZB-H2: tables 5 and 6 of Qi et al., ICLR 2024.
 TABLE = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.run.decode.continuous_batching import ContinuousBatcher, DecodeSequence
+from shardwise.run.decode.decoder import ContinuousBatcher, DecodeSequence
 
 
 @pytest.mark.parametrize(("rows", "pages", "size"), [(4, 12, 2), (1, 6, 4), (16, 7, 4)])

@@ -15,10 +15,17 @@ import pytest
 
 from shardwise.cli import run
 from shardwise.errors import ConfigError, Infeasible
-from shardwise.serve.placement.assignment_milp import GIB, HOUR_S, Demand, ServicePlan, find_cheapest_plan, find_highest_rate
+from shardwise.serve.placement.assignment_milp import (
+    GIB,
+    HOUR_S,
+    Demand,
+    ServicePlan,
+    find_cheapest_plan,
+    find_highest_rate,
+    percentile_latency_s,
+)
 from shardwise.serve.placement.baselines import greedy, two_steps
 from shardwise.serve.placement.explain import explain_plan, price_frontier, refuse
-from shardwise.serve.placement.queueing import percentile_latency_s
 from shardwise.serve.placement.service_plan_file import format_service_plan, parse_service_plan
 from shardwise.serve.placement.workflow import (
     Accuracy,

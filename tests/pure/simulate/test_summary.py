@@ -8,8 +8,7 @@ import pytest
 
 from shardwise.errors import UsageError
 from shardwise.plan.ir.program import ComputeOp
-from shardwise.report.gantt import gantt, gantt_svg
-from shardwise.report.paint import COLOURS_BY_KIND, span_shades
+from shardwise.report.gantt import COLOURS_BY_KIND, gantt, gantt_svg, span_shades
 from shardwise.schedules import build
 from shardwise.simulate.summary import MicrobatchTimes, summarize_schedule
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise.errors import LayoutError
 from shardwise.plan.layout import Layout
-from shardwise.run.step import compile_stage
+from shardwise.run.step import stage_runner
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 
@@ -48,7 +48,7 @@ def test_compiled_stages_equal_serial(layout: str) -> None:
 def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cuts, without the code that the compiler writes, which takes half a minute."""
     right = torch.compile
-    monkeypatch.setattr(compile_stage.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    monkeypatch.setattr(stage_runner.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
     found = shardwise.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
     assert found.ok, found
 
@@ -59,7 +59,7 @@ def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch
 def test_pieces_of_sequences_and_images_go_with_it(monkeypatch: pytest.MonkeyPatch, name: str, layout: str) -> None:
     """Attention whose keys go round and windows over halos are kernels of shardwise's, at which a compiled run ends."""
     right = torch.compile
-    monkeypatch.setattr(compile_stage.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    monkeypatch.setattr(stage_runner.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
     model = resolve(str(Path(__file__).parent / name) if ":" in name else name)
     found = shardwise.verify(model.make, f"{layout} compile=on", model.batch(4), loss=model.loss, steps=2)
     assert found.ok, found
@@ -84,7 +84,7 @@ def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPat
     def wrong(part: Any, **options: Any) -> Any:
         return right(part, backend=lambda module, inputs: lambda *given: [x * (1 + 1e-7) for x in module(*given)], **options)
 
-    monkeypatch.setattr(compile_stage.torch, "compile", wrong)
+    monkeypatch.setattr(stage_runner.torch, "compile", wrong)
     assert not shardwise.verify(Net, "data=2 compile=on", data(), steps=1).ok
 
 

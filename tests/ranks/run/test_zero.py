@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise.run.engine import Engine
-from shardwise.run.gradients.gradient_scatterer import GradientScatterer
+from shardwise.run.gradients.gradient_reducer import GradientScatterer
 from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.run.verify.verify import Options, verify_on_rank
 from shardwise.schedules.lower import gather_weights, reduce_gradients

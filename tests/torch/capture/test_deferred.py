@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shardwise.capture.initialization import DeferredInit, fake_copy, materialize_shards, take_real_shards
-from shardwise.capture.initialization.value_bounds import bounds_of
+from shardwise.capture.initialization.operator_log import bounds_of
 from shardwise.errors import ModelError
 
 Make = Callable[[], nn.Module]

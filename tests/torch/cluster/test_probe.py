@@ -21,7 +21,7 @@ from shardwise.cluster import doctor as doctor_module
 from shardwise.cluster.block import LARGE_BLOCK, SMALL_BLOCK
 from shardwise.cluster.cluster import Cluster, Speed
 from shardwise.cluster.doctor import check_machine, check_writable
-from shardwise.cluster.probe import cache, measure, probe, sampling, waits
+from shardwise.cluster.probe import cache, measure, probe, sampling
 from shardwise.cluster.probe.cache import BUSY_S, SETTLED_S, VERSION
 from shardwise.cluster.probe.machine import machine_fingerprint
 from shardwise.cluster.probe.measure import BUSY_NOTE, MESSAGE_RANKS
@@ -211,11 +211,11 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
 
 def test_what_meeting_adds_is_what_sums_do_not_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apart 1 s, together 1.3 s, the sums alone 0.2 s: a tenth. One round of ten is disturbed; so is every first one."""
-    taken = [9.0, 9.0, 9.0] + [1.0, 1.3, 0.2] * 4 + [1.0, 7.0, 0.2] + [1.0, 1.3, 0.2] * (waits.ROUNDS - 5)
+    taken = [9.0, 9.0, 9.0] + [1.0, 1.3, 0.2] * 4 + [1.0, 7.0, 0.2] + [1.0, 1.3, 0.2] * (measure.ROUNDS - 5)
     ticks = iter([tick for each in taken for tick in (0.0, each)])
-    monkeypatch.setattr(waits.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     alone = SimpleNamespace(world_group=SimpleNamespace(barrier=lambda: None, all_reduce=lambda x, op="sum": None))
-    assert waits.measure_waits(alone) == pytest.approx(0.1)
+    assert measure.measure_waits(alone) == pytest.approx(0.1)
 
 
 def test_rounds_end_where_every_median_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,21 @@ import pytest
 
 from shardwise.cli import run
 from shardwise.errors import UsageError
-from shardwise.serve.deploy.autoscaling import RequestRates, remaining_machines, updated_demand
 from shardwise.serve.deploy.latency_simulation import random_arrivals, simulate_latencies
 from shardwise.serve.deploy.replica import profiled_batch_s
 from shardwise.serve.deploy.routing_table import Deployment, deployments_of, routing_table_of
-from shardwise.serve.deploy.server import ServeOptions, refuse_remote_workers
+from shardwise.serve.deploy.server import RequestRates, ServeOptions, refuse_remote_workers, remaining_machines, updated_demand
 from shardwise.serve.deploy.status_page import format_page, format_prometheus
 from shardwise.serve.deploy.weighted_routing import WeightedRouter
-from shardwise.serve.placement.assignment_milp import GIB, Demand, ServicePlan, VariantChoice, WorkerShare, find_cheapest_plan
-from shardwise.serve.placement.queueing import percentile_latency_s
+from shardwise.serve.placement.assignment_milp import (
+    GIB,
+    Demand,
+    ServicePlan,
+    VariantChoice,
+    WorkerShare,
+    find_cheapest_plan,
+    percentile_latency_s,
+)
 from shardwise.serve.placement.service_plan_file import format_service_plan, parse_service_plan
 from shardwise.serve.placement.workflow import Machines, OperatorVariant, RequestSource, TierLink, WorkerGroup, Workflow, WorkflowOperator
 from shardwise.serve.placement.workflow_files import read_workflow

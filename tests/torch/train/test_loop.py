@@ -21,8 +21,8 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
 from shardwise.run.checkpoint import disk
-from shardwise.train import checkpoint_saver, loop, save_interval
-from shardwise.train.checkpoint_saver import CheckpointSaver
+from shardwise.train import checkpoint_saver, loop
+from shardwise.train.checkpoint_saver import CheckpointSaver, interval_s
 from shardwise.train.config import TrainingConfig, TrainSection
 from shardwise.train.corpus import open_corpus
 from shardwise.train.data.reading import files
@@ -32,7 +32,6 @@ from shardwise.train.learning_rate import learning_rate
 from shardwise.train.loop import TrainingJob
 from shardwise.train.metrics import MetricsFile, last_step, read_metrics
 from shardwise.train.recovery import anomalies
-from shardwise.train.save_interval import interval_s
 from shardwise.train.training_task import TrainingTask, text_form
 from shardwise.world.world import World
 from shardwise.zoo.resolve import ResolvedModel
@@ -384,8 +383,8 @@ def test_where_there_is_no_room_for_a_copy_saves_are_waited_for(
 def test_a_save_by_the_clock_is_not_due_beside_another(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which every step is late: one save after the other, none of which waits for the one before."""
     monkeypatch.setattr(CheckpointSaver, "finish", lambda self: None)  # it would fail where one begins beside another
-    monkeypatch.setattr(save_interval, "FIRST_SAVE_S", 0.0)
-    monkeypatch.setattr(save_interval, "interval_s", lambda save_s, between_s: 0.0)
+    monkeypatch.setattr(checkpoint_saver, "FIRST_SAVE_S", 0.0)
+    monkeypatch.setattr(checkpoint_saver, "interval_s", lambda save_s, between_s: 0.0)
     real = CheckpointSaver.last
 
     def last(self: CheckpointSaver, step: int) -> None:

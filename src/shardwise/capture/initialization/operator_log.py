@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.capture.fakes import FAKE_TENSOR_ERRORS, DispatchMode, Fake, clear_fake_tensor_memo, fake_mode, tree_flatten, tree_map
 from shardwise.capture.initialization.tape import RandomStream, RecordedOp, StorageView, Tape, Version
-from shardwise.capture.initialization.value_bounds import Bounds, bounds_of
 from shardwise.errors import ModelError, UsageError
 
 BUILD_OUTSIDE = "build the model outside the block and pass it to shardwise.parallelize"
@@ -338,3 +338,32 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that an operator writes, by its schema."""
     return [t for i, name in _written_arguments(func) for t in _tensors_in(args[i] if i < len(args) else kwargs.get(name))]
+
+
+Bounds = tuple[float, float]
+
+# A normal draw is at most sqrt(-2 ln 2^-53) = 8.6 standard deviations from the mean (Box-Muller on a 53-bit uniform); the rest is rounding.
+_NORMAL_REACH = 10.0
+
+
+def bounds_of(func: Any, args: Any, bounds: Callable[[Any], Bounds | None]) -> Bounds | None:
+    """Return the bounds (low, high) of the result of `func(*args)`, or None. `bounds` returns those of a tensor argument."""
+    name = str(func).removeprefix("aten.")
+    if name == "normal_.default":
+        mean = args[1] if len(args) > 1 else 0.0
+        std = args[2] if len(args) > 2 else 1.0
+        reach = _NORMAL_REACH * std + 0.01 * abs(mean)
+        return mean - reach, mean + reach
+    if name in ("lt.Scalar", "gt.Scalar"):
+        source = bounds(args[0])
+        if source is None:
+            return None
+        low, high = source if name == "lt.Scalar" else (-source[1], -source[0])
+        limit = args[1] if name == "lt.Scalar" else -args[1]
+        return (0, 0) if low >= limit else (1, 1) if high < limit else None
+    if name in ("bitwise_or.Tensor", "logical_or.default"):
+        both = bounds(args[0]), bounds(args[1])
+        return (0, 0) if both == ((0, 0), (0, 0)) else None
+    if name == "any.default":
+        return (0, 0) if bounds(args[0]) == (0, 0) else None
+    return None

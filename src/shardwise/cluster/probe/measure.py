@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -23,7 +26,6 @@ from shardwise.cluster.probe.machine import cpu_model, memory_bytes, num_cores, 
 from shardwise.cluster.probe.operators import CHANNELS, NARROW, SAMPLES, TAPS, WIDE, flops_per_weight_byte
 from shardwise.cluster.probe.rank import measure_alone, measure_rank
 from shardwise.cluster.probe.transfers import measure_messages
-from shardwise.cluster.probe.waits import measure_waits
 
 BUSY_NOTE = "while the machine was busy"
 MIN_CORE_SHARE = 0.85  # minimum share of its cores that a rank gets while it multiplies; below it the machine was busy
@@ -157,3 +159,36 @@ def _monotone_points(seconds: Mapping[int, float]) -> tuple[tuple[float, float],
         fastest = min(fastest, max(seconds[size], 1e-9))
         points.append((float(size), fastest))
     return tuple(points[::-1])
+
+
+MEETINGS, ROUNDS = 10, 15
+WIDTH, ROWS = 1024, 256  # of products that take some milliseconds on one core
+SUMMED = 1 << 18  # float32 elements that are reduced at every synchronisation
+MAX_WAIT = 0.25  # a larger fraction is due to other load
+
+
+def measure_waits(world: Any) -> float:
+    """Return the time added to products by an all-reduce after each, relative to their own; the all-reduces' own time is subtracted.
+
+    Equal on every rank: times are of the slowest, with and without synchronisation in turns, and the result is the median of the ratios.
+    """
+    x, weight, buffer = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(SUMMED)
+
+    def taken(computes: bool, meets: bool) -> float:
+        world.world_group.barrier()
+        began = time.perf_counter()
+        for _ in range(MEETINGS):
+            if computes:
+                torch.nn.functional.gelu(x @ weight)
+            if meets:
+                world.world_group.all_reduce(buffer)
+        slowest_s = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        world.world_group.all_reduce(slowest_s, op="max")
+        return float(slowest_s)
+
+    waits = []
+    for number in range(-1, ROUNDS):  # the first maps pages and opens connections
+        compute_s, both_s, all_reduce_s = taken(True, False), taken(True, True), taken(False, True)
+        if number >= 0:
+            waits.append((both_s - all_reduce_s) / compute_s - 1)
+    return min(MAX_WAIT, max(0.0, median(waits)))

@@ -7,7 +7,7 @@ pipelines, and in a deep model most others are equal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from shardwise.cost.memory.block_runs import BlockRuns, run_starts
 from shardwise.cost.memory.memory import Inventory
+from shardwise.cost.memory.storages import SavedStorage
 from shardwise.cost.operators.sharded_inventory import ShardedInventory, stage_parameters
 from shardwise.cost.shard_counts import num_shards
-from shardwise.cost.stages.equal_stages import first_equal_stages, operator_cost_classes, parameter_cost_classes
 from shardwise.cost.stages.sections import StageSection, build_section, group_by_block
+from shardwise.model.graph import Variable
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import Stage
 
@@ -101,3 +102,104 @@ class SectionCache:
         starts = run_starts([parts.blocks[i] for i in numbers])
         runs = cache(partial(BlockRuns.of, stage.operators, starts, sizes, experts, self.kinds.inventory.grads))
         return build_section(parts, numbers, counts, self.half, runs)
+
+
+IndexArray = NDArray[np.intp]
+
+
+def parameter_cost_classes(parameters: Mapping[str, Variable], sharding: Sharding | None, experts: frozenset[str]) -> dict[str, int]:
+    """Return a class number for every parameter, equal for parameters of equal size whose gradients are reduced equally."""
+    kinds: dict[Hashable, int] = {}
+    gradients = {} if sharding is None else sharding.gradient_axes
+    return {
+        value: kinds.setdefault(
+            (v.tensor.size, num_shards(sharding, value), v.trainable, tuple(gradients.get(value, ())), value in experts), len(kinds)
+        )
+        for value, v in parameters.items()
+    }
+
+
+def operator_cost_classes(
+    inventory: Inventory, parts: ShardedInventory, weighted: NDArray[np.bool_], of_parameters: Mapping[str, int]
+) -> IndexArray:
+    """Return a class number for every operator of the graph, equal for operators of equal cost.
+
+    Distances count operators that belong to a stage: those that depend on the batch's shape alone save nothing.
+    """
+    forward, backward = _entries_by_operator(*parts.forward), _entries_by_operator(*parts.backward)
+    waiting = list(
+        zip(
+            parts.waiting_gradients.data_sharded.tolist(),
+            parts.waiting_gradients.batched.tolist(),
+            parts.waiting_gradients.fixed.tolist(),
+            strict=True,
+        )
+    )
+    kinds: dict[Hashable, int] = {}
+    met_at: dict[str, int] = {}
+    read_at: dict[str, int] = {}
+    made_at: list[int] = []
+    free, position, numbers = inventory.graph.batch_only_operators, 0, []
+
+    def met(item: SavedStorage) -> Hashable:
+        back = _distance_back(met_at, f"{item.root} {item.copy}", position)
+        return back, item.size_bytes, item.batched, item.data_sharded, item.is_float, bool(item.copy), item.is_persistent
+
+    for i, op in enumerate(inventory.graph.operators):
+        made_at.append(position)
+        entered = tuple([(position - made_at[maker], met(item)) for maker, item in parts.reads[i]])
+        saved_keys, makes = tuple([met(item) for item in parts.saved[i]]), tuple([met(item) for item in parts.outputs[i]])
+        read = []
+        for value in op.inputs:
+            if value in of_parameters:
+                read.append((_distance_back(read_at, value, position), of_parameters[value]))
+        position += op.name not in free
+        key = (
+            parts.index[i], forward.get(i), backward.get(i), entered, saved_keys, makes, tuple(read), parts.extra_bytes[i],
+            parts.working_bytes[i], parts.torch_bytes[i], *waiting[i], parts.weight_bytes[i], parts.data_sharded[i], parts.attention[i],
+            bool(parts.blocks[i]), weighted[i], op.name in free,
+        )  # fmt: skip
+        numbers.append(kinds.setdefault(key, len(kinds)))
+    return np.array(numbers, dtype=np.intp)
+
+
+def _distance_back(last: dict[str, int], thing: str, place: int) -> int:
+    """Return the distance to the last occurrence of a key, -1 if there is none, and record this one."""
+    distance = place - last[thing] if thing in last else -1
+    last[thing] = place
+    return distance
+
+
+def _entries_by_operator(where: IndexArray, what: IndexArray) -> dict[int, tuple[int, ...]]:
+    entries: dict[int, list[int]] = {}
+    for i, entry in zip(where.tolist(), what.tolist(), strict=True):
+        entries.setdefault(i, []).append(entry)
+    return {i: tuple(values) for i, values in entries.items()}
+
+
+def first_equal_stages(
+    inventory: Inventory,
+    parts: ShardedInventory,
+    kinds: IndexArray,
+    of_parameters: Mapping[str, int],
+    stages: Sequence[Stage],
+    numbers: Sequence[IndexArray],
+) -> tuple[int, ...]:
+    """[stage] -> the first equal stage. `numbers`: of the stages' operators; `kinds`: from `operator_cost_classes`.
+
+    Equal stages send and receive equal bytes, read parameters with equal numbers of readers, and have blocks at equal positions.
+    """
+    readers = Counter(value for stage in stages for value in stage.variables)
+    tensors, batched = inventory.graph.tensors, inventory.batched
+
+    def crossing(links: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[tuple[int, bool], ...], ...]:
+        return tuple(tuple((tensors[v].size_bytes, v in batched) for v in values) for _, values in links)
+
+    first_of_key: dict[Hashable, int] = {}
+    first = []
+    for i, (stage, operators) in enumerate(zip(stages, numbers, strict=True)):
+        blocks = np.unique(parts.block_numbers[operators], return_inverse=True)[1]
+        parameters = tuple([(of_parameters[v], readers[v] > 1) for v in stage.variables if v in of_parameters])
+        key = (kinds[operators].tobytes(), blocks.tobytes(), parameters, crossing(stage.receives), crossing(stage.sends))
+        first.append(first_of_key.setdefault(key, i))
+    return tuple(first)

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.capture.modes import evaluation_modes, in_modes
+from shardwise.capture.capture import CapturedGraph, Loss
+from shardwise.capture.modes import Modes, evaluation_modes, in_modes
 from shardwise.capture.nesting import tensors_of
 from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.lower.call import lower_argument
 from shardwise.lower.kernels.paged import PagedCache, SequenceSpan
+from shardwise.lower.lowering import torch_operator
+from shardwise.model.graph import Graph
+from shardwise.model.positions import decoder_at_positions
 from shardwise.model.sharding.sharding import Prices
 from shardwise.plan.ir.axis import PIPELINE, axis_of, sample_axes
 from shardwise.plan.plan import Plan
-from shardwise.run.decode.continuous_batching import ContinuousBatcher, DecodeSequence, TokenChunk
-from shardwise.run.decode.source import DecodeModelSource
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.run.rank_model.build import ModelSource
 from shardwise.run.rank_model.capture_variants import CaptureRequest
@@ -248,3 +251,131 @@ def _select_equal_lengths(chunks: Sequence[Sequence[TokenChunk]]) -> list[list[T
     """Select one sequence of each replica: the shortest overall, and of the other replicas one of equal length."""
     length = min(len(chunk.sequence.tokens) for replica_chunks in chunks for chunk in replica_chunks)
     return [[chunk for chunk in replica_chunks if len(chunk.sequence.tokens) == length][:1] for replica_chunks in chunks]
+
+
+@dataclass(frozen=True)
+class DecodeModelSource(ModelSource):
+    """A model source whose captures take tokens at any positions. `longest_batch`: the inputs for the longest sequence."""
+
+    longest_batch: Any = None
+    longest_captures: dict[Modes, CapturedGraph] = field(default_factory=dict)
+    causal_masks: set[str] = field(default_factory=set)  # masks known to be causal
+
+    def capture(
+        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
+    ) -> CapturedGraph:
+        """Capture as `ModelSource` does. Raises ModelError if outputs depend on later tokens, or on others except by attention."""
+        captured = super().capture(batch, None, batch_size, True, modes)
+        key = modes or ()
+        if key not in self.longest_captures:
+            self.longest_captures[key] = super().capture(self.longest_batch, None, batch_size, True, modes)
+        longest = self.longest_captures[key]
+        graph, masks = decoder_at_positions(captured.graph, longest.graph)
+        for mask in masks - self.causal_masks:
+            _check_causal(mask, longest)
+            self.causal_masks.add(mask)
+        return replace(captured, graph=graph)
+
+
+def _check_causal(mask: str, captured: CapturedGraph) -> None:
+    bias = _constant_value(mask, captured.graph, dict(captured.constants))
+    shows = bias if bias.dtype is torch.bool else bias == 0
+    if not torch.equal(shows, torch.ones_like(shows).tril()) or (bias.dtype is not torch.bool and not bool((bias[~shows] < -1e4).all())):
+        raise ModelError("its attention has a mask that is not the causal one: a window, documents, or padding")
+
+
+def _constant_value(value: str, graph: Graph, constants: Mapping[str, Tensor]) -> Tensor:
+    """Evaluate a value of a graph that depends on constants only."""
+    producers, values, device = graph.producer(), dict(constants), torch.device("cpu")
+    pending, order = [value], []
+    while pending:
+        name = pending.pop()
+        if name in values:
+            continue
+        if name not in producers:
+            raise ModelError("its attention has a mask that depends on the batch or on its weights")
+        order.append(producers[name])
+        pending += producers[name].inputs
+    places = graph.producer_index
+    for op in sorted({op.name: op for op in order}.values(), key=lambda op: places[op.outputs[0]]):
+        inputs = iter([values[v] for v in op.inputs])
+        args = [lower_argument(a, inputs, device) for a in op.args]
+        kwargs = {k: lower_argument(a, inputs, device) for k, a in op.kwargs}
+        out = torch_operator(op.target)(*args, **kwargs)
+        values.update(zip(op.outputs, out if op.returns_sequence else (out,), strict=True))
+    return values[value]
+
+
+@dataclass
+class DecodeSequence:
+    """One sequence. `tokens`: prompt and generated tokens; `num_computed`: of these; `pages`: pages of its key-value cache."""
+
+    number: int
+    tokens: list[int]
+    final_length: int  # when finished
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """`count` tokens of a sequence, beginning at position `first`."""
+
+    sequence: DecodeSequence
+    first: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether its last token is the sequence's newest, whose logits give the next token."""
+        return self.first + self.count == len(self.sequence.tokens)
+
+
+class ContinuousBatcher:
+    """The sequences of one replica; a step has at most `max_tokens` tokens."""
+
+    def __init__(self, max_tokens: int, num_pages: int, page_size: int) -> None:
+        self.max_tokens, self.page_size = max_tokens, page_size
+        self.free_pages = list(range(num_pages))
+        self.waiting: list[DecodeSequence] = []
+        self.running: list[DecodeSequence] = []
+
+    def add(self, sequence: DecodeSequence) -> None:
+        self.waiting.append(sequence)
+
+    def next_chunks(self) -> list[TokenChunk]:
+        """Return the chunks of the next step; none if all sequences are finished."""
+        num_reserved = sum(self._num_pages(sequence.final_length) - len(sequence.pages) for sequence in self.running)
+        while (
+            self.waiting
+            and len(self.running) < self.max_tokens
+            and self._num_pages(self.waiting[0].final_length) <= len(self.free_pages) - num_reserved
+        ):
+            self.running.append(self.waiting.pop(0))
+            num_reserved += self._num_pages(self.running[-1].final_length)
+        num_free, chunks = self.max_tokens - len(self.running), []
+        for sequence in self.running:
+            num_extra = min(num_free, len(sequence.tokens) - sequence.num_computed - 1)
+            num_free -= num_extra
+            chunks.append(TokenChunk(sequence, sequence.num_computed, 1 + num_extra))
+            num_missing = self._num_pages(sequence.num_computed + 1 + num_extra) - len(sequence.pages)
+            sequence.pages += [self.free_pages.pop(0) for _ in range(num_missing)]
+        return chunks
+
+    def record_tokens(self, chunks: Sequence[TokenChunk], tokens: Sequence[int], stop: int | None = None) -> list[DecodeSequence]:
+        """Record that `chunks` were computed, with the token that follows each; return finished sequences, whose pages are freed."""
+        for part, token in zip(chunks, tokens, strict=True):
+            part.sequence.num_computed += part.count
+            if part.is_last:
+                part.sequence.tokens.append(token)
+                if token == stop:
+                    part.sequence.final_length = len(part.sequence.tokens)
+        finished = [sequence for sequence in self.running if len(sequence.tokens) == sequence.final_length]
+        for sequence in finished:
+            self.running.remove(sequence)
+            self.free_pages += sequence.pages
+            sequence.pages = []
+        return finished
+
+    def _num_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

@@ -12,13 +12,13 @@ model itself computes is exact over the whole batch (batch norm included): its g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.capture.fakes import fake_mode
@@ -30,14 +30,14 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.loop.checkpoints import slot_spec
 from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
+from shardwise.run.loop.gathered_optimizer import gather_for_steps, gather_full_tensor
 from shardwise.run.loop.module import OVERRIDDEN_ATTRIBUTES, ShardedModule, sharded_modules_of, unsharded_tensors
 from shardwise.run.loop.mutation_guard import MutationGuard
 from shardwise.run.loop.original_module import OriginalModule
-from shardwise.run.loop.sharded_optimizer import full_optimizer_state, patch_optimizer_methods
-from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter
+from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
 from shardwise.run.loop.submodule_calls import register_submodule_hooks
-from shardwise.run.loop.wrappers import patch_wrappers
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.run.rank_model.build import ModelSource, build_rank_model
 from shardwise.run.state.block_ranges import block_of, block_shape
@@ -45,6 +45,7 @@ from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.state.parameters import install_tensors
 from shardwise.run.state.precision import set_matmul_precision
 from shardwise.run.uncaptured.replicated import replicate_module
+from shardwise.world import private
 from shardwise.world.current import current_world
 from shardwise.world.world import World
 
@@ -179,3 +180,104 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         f"{prefix or type(module).__name__ + '.'}state_dict() would hold only this rank's shards of sharded weights; "
         "shardwise.full_state_dict(net), called on every rank, returns the full one on rank 0, and net.load_state_dict takes it"
     )
+
+
+@cache
+def patch_wrappers() -> None:
+    """Patch torch's parallel wrappers to refuse sharded modules."""
+    kinds: list[Any] = [nn.DataParallel, nn.parallel.DistributedDataParallel]
+    try:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        kinds.append(FullyShardedDataParallel)
+    except ImportError:  # a torch without it
+        pass
+    for kind in kinds:
+        kind.__init__ = _guard_constructor(kind.__init__, kind.__name__)
+
+
+def _guard_constructor(constructor: Callable[..., None], name: str) -> Callable[..., None]:
+    @wraps(constructor)
+    def __init__(self: Any, module: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, nn.Module) and sharded_modules_of(module):
+            raise UsageError(
+                f"{name} is given {type(module).__name__}, which shardwise has divided, and whose gradients are summed over ranks already. "
+                f"Leave {name} out; Accelerate, transformers' Trainer and Lightning leave it out with shardwise.adapters (docs/scripts.md)"
+            )
+        constructor(self, module, *args, **kwargs)
+
+    return __init__
+
+
+@cache
+def patch_optimizer_methods() -> None:
+    """Patch torch's Optimizer so that state dicts of sharded parameters are never mistaken for full ones."""
+    get_state, set_state, add_group = Optimizer.state_dict, Optimizer.load_state_dict, Optimizer.add_param_group
+
+    @wraps(add_group)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(self, param_group)
+        gather_for_steps(self, self.param_groups[-1:])
+
+    @wraps(get_state)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        first = next((p for group in self.param_groups for p in group["params"] if isinstance(p, ShardedTensor)), None)
+        if first is not None:
+            raise UsageError(
+                f"{type(self).__name__}.state_dict() would hold this rank's parts only, of {first.spec.name} {list(first.shape)} of "
+                f"{list(first.spec.global_shape)}; shardwise.save(folder, net, optimizer), called on every rank, saves all of it, and "
+                f"shardwise.load takes "
+                "it back in any layout"
+            )
+        return get_state(self)
+
+    @wraps(set_state)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        return set_state(self, _shard_state_dict(self, state_dict))
+
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def full_optimizer_state(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
+    """Return an optimizer's state dict with full tensors on the CPU if `is_main`, else None. Every rank calls it."""
+    state_dict: dict[str, Any] = _original_state_dict(optimizer)
+    state = {}
+    for index, slots in state_dict["state"].items():
+        # Gathers run on every rank, one tensor at a time.
+        full = {slot: gather_full_tensor(x) if isinstance(x, ShardedTensor) else x for slot, x in slots.items()}
+        if is_main:
+            state[index] = {slot: x.detach().cpu().clone() if isinstance(x, Tensor) else x for slot, x in full.items()}
+    return {**state_dict, "state": state} if is_main else None
+
+
+def _original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    state: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
+    return state
+
+
+def _shard_state_dict(optimizer: Optimizer, slots: dict[str, Any]) -> dict[str, Any]:
+    """Return a full state dict with the slots of sharded parameters cut to this rank's shard."""
+    indices = [index for group in slots["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = {index: p for index, p in zip(indices, parameters, strict=False) if isinstance(p, ShardedTensor)}
+    state = dict(slots["state"])
+    for index in sharded.keys() & state.keys():
+        state[index] = {slot: _shard_slot(sharded[index], slot, x) for slot, x in state[index].items()}
+    return {**slots, "state": state}
+
+
+def _shard_slot(p: ShardedTensor, slot: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or not value.dim():
+        return value
+    spec = slot_spec(p, tuple(value.shape))
+    if spec is not None:
+        with private.as_base_tensor():
+            return ShardedTensor.from_local(block_of(value, spec.block_ranges).clone(), spec)
+    if value.dim() == len(p.spec.global_shape):
+        raise UsageError(
+            f"the state {slot} of {p.spec.name} is {list(value.shape)}, and the whole parameter is {list(p.spec.global_shape)}: load whole "
+            "tensors, or what shardwise.save wrote with shardwise.load"
+        )
+    return value

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage
 from shardwise.plan.layout import Layout
-from shardwise.run.residency.host_store import HostStore
-from shardwise.run.residency.layer_modules import split_by_layer
-from shardwise.run.residency.offload import offload_layers
-from shardwise.run.residency.recompute import merge_segments, recompute_attention, recompute_layers
+from shardwise.run.residency.host_store import HostStore, OffloadedActivations
+from shardwise.run.residency.layer_modules import LayeredStage, split_by_layer
+from shardwise.run.residency.recompute import RecomputedModule, merge_segments, recompute_attention, recompute_layers
 from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.world.memory import Accounts
 
@@ -38,3 +44,58 @@ def prepare_stage(
     if gathers:
         weight_gatherer.wrap(stage, layered)
     return layered.local
+
+
+def offload_layers(layered: LayeredStage, host: HostStore, offloaded: Collection[int]) -> None:
+    """Wrap these layers of a stage so that they offload saved activations; recomputed layers are wrapped already."""
+    chain, numbers = _OffloadChain(), sorted(layered.names)
+    children = {number: getattr(layered.local.module, layered.names[number]) for number in numbers}
+    not_offloaded = {n for n in layered.layer_numbers - set(offloaded) if not isinstance(children[n], RecomputedModule)}
+    next_number = dict(pairwise(numbers))  # empty in a stage that only forwards its inputs
+    for number in numbers:
+        wrapped = children[number]
+        if number in offloaded:
+            wrapped = OffloadedLayer(wrapped, host, chain, number == min(offloaded))
+        elif host.overlaps and next_number.get(number) in not_offloaded and number > min(offloaded, default=number):
+            wrapped = PrefetchingLayer(wrapped, host, chain)
+        setattr(layered.local.module, layered.names[number], wrapped)
+
+
+class _OffloadChain:
+    """The last offloaded layer that has run."""
+
+    last: OffloadedActivations | None = None
+
+
+class OffloadedLayer(nn.Module):
+    """`inner`, whose saved activations are offloaded after it has run."""
+
+    def __init__(self, inner: nn.Module, host: HostStore, chain: _OffloadChain, is_first: bool) -> None:
+        super().__init__()
+        self.inner, self._host, self._chain, self._is_first = inner, host, chain, is_first
+
+    def forward(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args)
+        with self._host.record_saved() as activations:
+            out = self.inner(*args)
+        activations.previous = None if self._is_first else self._chain.last
+        self._chain.last = activations
+        self._host.offload(activations)
+        return out
+
+
+class PrefetchingLayer(nn.Module):
+    """`inner`, followed by a layer that is not offloaded: after that layer's backward the next offloaded activations are loaded."""
+
+    def __init__(self, inner: nn.Module, host: HostStore, chain: _OffloadChain) -> None:
+        super().__init__()
+        self.inner, self._host, self._chain = inner, host, chain
+
+    def forward(self, *args: Any) -> Any:
+        out = self.inner(*args)
+        offloaded = self._chain.last  # of this microbatch, whose previous layers have just run
+        differentiable = next((x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor) and x.requires_grad), None)
+        if differentiable is not None:
+            differentiable.register_hook(lambda gradient: self._host.prefetch(offloaded))  # type: ignore[no-untyped-call]
+        return out

@@ -6,7 +6,8 @@ and their buffers are shared between captures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,9 +16,14 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.lower.split_backward import delay_weight_gradients
 from shardwise.model.gradients import values_needing_gradient
+from shardwise.model.graph import Graph
+from shardwise.model.stages.stages import Stage
 from shardwise.model.undifferentiable_inputs import undifferentiable_inputs
+from shardwise.model.work import operator_work, stage_work
+from shardwise.plan.ir.lending import concurrent_ranks, threads_per_rank
 from shardwise.plan.ir.placement import across_stages
-from shardwise.plan.ir.program import Compute, ComputeOp, Manage
+from shardwise.plan.ir.program import Compute, ComputeOp, Manage, Program
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.parts.lru_cache import MAX_MICROBATCH_SIZES, LRUCache
@@ -28,12 +34,11 @@ from shardwise.run.residency.prepare_stage import prepare_stage
 from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.run.state.precision import LossScale, autocast_dtype_of
 from shardwise.run.step.executor import Executor, MicrobatchRunners, RankResources
-from shardwise.run.step.lending import lent_threads
 from shardwise.run.step.stage_resharding import StageResharding, pipeline_group_of
 from shardwise.run.step.stage_runner import StageRunner, StageRunnerOptions
 from shardwise.run.step.transfers import Crossing, Crossings, rank_pairs_of
 from shardwise.world.memory import Accounts
-from shardwise.world.world import World
+from shardwise.world.world import Group, World
 
 
 @dataclass
@@ -160,3 +165,27 @@ class ExecutorCache:
             return Crossing(v, sharding.local_shape(v, tensors[v].shape, placements, coordinates), dtypes[v], v in grads)
 
         return {(stage.index, q): [crossing_of(v) for v in values] for stage in self.rank_model.stages for q, values in stage.sends}
+
+
+__all__ = ["lent_threads"]
+
+
+def lent_threads(
+    layout: Layout, program: Program, graph: Graph, stages: Sequence[Stage], sizes: Sequence[int], pipeline: Group, world: World
+) -> Mapping[int, int]:
+    """Return [action index of this rank] -> threads, for its computes that get more threads than the rank has.
+
+    Args:
+        sizes: samples of every microbatch. pipeline: this rank's pipeline group.
+    """
+    if layout.lend != "on" or world.device.type != "cpu" or not world.may_add_threads:
+        return {}
+    near = next(box for box in world.ranks_by_host(pipeline.ranks) if world.rank in box)  # this pipeline's ranks on this host
+    host_ranks = next(box for box in world.ranks_by_host(tuple(range(world.num_ranks))) if world.rank in box)
+    positions = {pipeline.ranks.index(rank) for rank in near}
+    num_cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(host_ranks)
+    rank_threads = torch.get_num_threads()
+    shares = {m: float(size) for m, size in zip(program.microbatches, sizes, strict=True)}
+    idle_ranks = concurrent_ranks(program, stage_work(operator_work(graph), [stage.operators for stage in stages]), shares)[pipeline.index]
+    by_step = {step: threads_per_rank(1 + len(idle & positions), rank_threads, len(near), num_cores) for step, idle in idle_ranks.items()}
+    return {step: threads for step, threads in by_step.items() if threads > rank_threads}

@@ -10,20 +10,22 @@ microseconds each way, so small tensors are referenced directly instead.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
 
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage
 from shardwise.lower.split_backward import DelayedWeightGradients, WeightGradientNote
 from shardwise.run.residency.host_store import OffloadedActivations
 from shardwise.run.state.precision import LossScale
-from shardwise.run.step.compile_stage import compile_runs
 from shardwise.world.memory import Accounts
+from shardwise.world.private import is_operator
 
 SMALL_BYTES = 64 << 10  # received or sent per microbatch; the stage's compute then takes less than a millisecond
 
@@ -205,3 +207,44 @@ class StageRunner:
         """Return the gradients of the batch's floating-point tensors after backward, if forward was called with them on."""
         by_value = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
         return {v: x / self._scale.factor for v, x in by_value.items()} if self._scale.is_scaled else by_value
+
+
+MIN_OPERATORS = 2  # operators in a run that is worth compiling
+
+
+def compile_runs(local: LocalStage) -> nn.Module:
+    """Return the stage's module with compiled runs.
+
+    >>> graph = fx.symbolic_trace(lambda x: torch.ops.aten.relu.default(torch.ops.aten.exp.default(x)))
+    >>> stage = LocalStage(graph, ("x",), (), (), ("y",), {})
+    >>> [type(one).__name__ for one in compile_runs(stage).children()]
+    ['OptimizedModule']
+    """
+    module = local.module
+    assert isinstance(module, fx.GraphModule)
+    runs = _number_runs(module.graph)
+    split = split_module(module, module, lambda node: runs[node], keep_original_order=True)
+    for name, run in list(split.named_children()):
+        if (
+            isinstance(run, fx.GraphModule)
+            and sum(_is_torch_operator(n) and n.target is not operator.getitem for n in run.graph.nodes) >= MIN_OPERATORS
+        ):
+            setattr(split, name, torch.compile(run, fullgraph=True, dynamic=False))
+    return split
+
+
+def _is_torch_operator(node: fx.Node) -> bool:
+    return node.op == "call_function" and (is_operator(node.target) or node.target is operator.getitem)
+
+
+def _number_runs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the number of each node's run: consecutive nodes that are all torch operators, or all custom."""
+    runs: dict[fx.Node, int] = {}
+    run, is_torch = 0, None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target is not operator.getitem and _is_torch_operator(node) != is_torch:
+            run, is_torch = run + 1, _is_torch_operator(node)
+        runs[node] = run
+    return runs

@@ -8,7 +8,8 @@ accuracy of every choice of variants on labelled requests. Predicted: forward ti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from shardwise.capture.capture import capture
+from shardwise.capture.fakes import DispatchMode
 from shardwise.capture.initialization import DeferredInit
 from shardwise.capture.modes import evaluation_modes, in_modes
 from shardwise.cluster.cluster import Cluster
@@ -26,7 +28,6 @@ from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model.graph import Graph
 from shardwise.plan.layout import Layout
 from shardwise.serve.deploy.dataflow import compute_operator, operators_on_items, requests_of
-from shardwise.serve.deploy.live_bytes import peak_live_bytes
 from shardwise.serve.deploy.operator_runtime import (
     Compute,
     OperatorRuntime,
@@ -268,3 +269,52 @@ def forward_s(graph: Graph, cluster: Cluster, batch: int, threads: int = 0) -> f
         raise UsageError(f"{cluster.name} has several kinds of machines; a worker is one of them")
     pricer = OperatorPricer(graph, cluster, batch)
     return float(pricer.operator_seconds(Layout(threads=threads))[0].sum())
+
+
+class _LiveBytesCounter(DispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes, self.peak_bytes = 0, 0
+        self._counted: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage().data_ptr() for t in _iter_tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for t in _iter_tensors(result):
+            self._count(t.untyped_storage(), inputs)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if not size or key in inputs or key in self._counted:
+            return
+        self._counted.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._on_free, key, size)
+
+    def _on_free(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.live_bytes -= size
+
+
+def peak_live_bytes(run: Callable[[], object]) -> int:
+    """Return the peak bytes of live tensors that `run` created.
+
+    >>> peak_live_bytes(lambda: torch.zeros(100).add_(1))
+    400
+    """
+    with _LiveBytesCounter() as alive:
+        run()
+    return int(alive.peak_bytes)
+
+
+def _iter_tensors(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _iter_tensors(value)
+    elif isinstance(item, tuple | list):
+        for value in item:
+            yield from _iter_tensors(value)

@@ -15,7 +15,6 @@ from math import log
 
 from shardwise.errors import Infeasible
 from shardwise.serve.placement.milp import INFINITE, Milp, MilpSolution
-from shardwise.serve.placement.queueing import percentile_latency_s
 from shardwise.serve.placement.workflow import Machines, RequestSource, WorkerGroup, Workflow, WorkflowOperator
 
 GIB, HOUR_S = 2.0**30, 3600.0
@@ -405,3 +404,21 @@ def find_highest_rate(
     problem = _AssignmentProblem(workflow, machines, demand, is_rate_free=True)
     solution = problem.milp.solve(limit_s, problem.initial_values(start) if start is not None else None)
     return solution.values[problem.rate] if solution.values else 0.0, solution.proven
+
+
+def percentile_latency_s(batch: int, batch_s: float, busy: float, percentile: float) -> float:
+    """Seconds within which `percentile` (0 to 1) of requests are answered by a worker that is `busy` (0 to 1) with batches of `batch_s`.
+
+    >>> percentile_latency_s(1, 0.1, 0.0, 0.95)
+    0.1
+    >>> round(percentile_latency_s(1, 0.1, 0.8, 0.95), 3)  # M/D/1
+    0.793
+    """
+    if busy <= 0:
+        return batch_s
+    filling = (batch - 1) * batch_s / (busy * batch)  # the first request of a batch waits for the others
+    if busy >= 1:
+        return float("inf")
+    mean = batch_s * busy / (1 - busy) / (2 * batch)
+    waiting = mean / busy * log(busy / (1 - percentile)) if busy > 1 - percentile else 0.0
+    return filling + waiting + batch_s
