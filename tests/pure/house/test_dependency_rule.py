@@ -65,7 +65,7 @@ EVERYTHING = {"cli", "adapters", "api", "api_decode", "api_loop", "api_verbs", "
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operators")} | {
     "cluster/probe/transfers.py": {"world", "collectives"}
-}  # noqa: E501
+}
 
 TORCH_PARTS = {"adapters", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_verbs.py"}

@@ -132,7 +132,7 @@ def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
 
 def test_without_a_compiler_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no C compiler" in str(load_library(tmp_path, compiler="no-such-compiler"))
-    monkeypatch.setattr("shardwise.world.memory.accounts.load", lambda: "no C compiler 'c++' in PATH")
+    monkeypatch.setattr("shardwise.world.memory.accounts.load_library", lambda: "no C compiler 'c++' in PATH")
     assert not accounts_of(CPU).is_counting
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
         accounts_of(CPU, 1e9)
