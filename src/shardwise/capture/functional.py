@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from shardwise.model.graph import Arg, Operator, Ref, Tensor, Word
 from shardwise.model.strides.strides import without_gaps
 from shardwise.ops import record_of, writes_in_place
+from shardwise.ops.vocabulary import ViewKind
 
 _RETURN_INPUT = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # may return their input
 _METADATA_WRITES = ("set", "resize", "requires_grad")  # writes of metadata, not of values
@@ -311,7 +312,7 @@ class _Functionalizer:
             lengths = [self.tensors[v].shape[dim] for v in view.op.outputs]
             start = sum(lengths[: view.output])
             return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
-        if record_of(view.op).view_kind == "reshape":
+        if record_of(view.op).view_kind == ViewKind.RESHAPE:
             return "aten.reshape.default", (value, shape)
         if name in _RETURN_INPUT and self.tensors[target] == self.tensors[view.base]:
             return "aten.alias.default", (value,)

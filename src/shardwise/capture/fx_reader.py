@@ -18,6 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
 from shardwise.model.strides.strided_views import as_strided_steps
 from shardwise.ops import record_of, writes_in_place
+from shardwise.ops.vocabulary import CostKind
 
 if TYPE_CHECKING:
     from shardwise.capture.autograd_functions.trace import JointGraph
@@ -48,7 +49,7 @@ def spec_of(value: Any) -> Tensor:
 def _check_writes(op: Operator, target: Any) -> None:
     """Raise ModelError for an operator that writes an argument in an unsupported way: the write would be lost."""
     written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    allowed = writes_in_place(op) or "out" in dict(op.kwargs) or record_of(op).kind == "batch_norm"
+    allowed = writes_in_place(op) or "out" in dict(op.kwargs) or record_of(op).kind == CostKind.BATCH_NORM
     if written and not allowed:
         raise ModelError(
             f"{op.site} writes its argument {written[0]} in place ({op.target}), which cannot be followed; write with the tensor's own "

@@ -31,6 +31,7 @@ from shardwise.ops import Rule, record_of, windows_of
 from shardwise.ops.record import Op
 from shardwise.ops.rule import HALO, QUERIES
 from shardwise.ops.sliding_window import ResamplingWindow
+from shardwise.ops.vocabulary import MatmulKind
 from shardwise.plan.ir.axis import axis_of
 from shardwise.plan.ir.placement import Range, Shard, Strided, even_shard_ranges, is_disjoint_shard, is_halo, is_shard, position_ranges
 from shardwise.world.world import Group
@@ -90,7 +91,7 @@ class OperatorCall:
     def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Emit a call of the operator, or of its replacement, under the autocast with which it was traced."""
         op, low = self.op, self.lowering
-        if low.precision.linear_dtype and self.record.product == "linear":
+        if low.precision.linear_dtype and self.record.product == MatmulKind.LINEAR:
             target = self.scaled_kernel() or target
         if low.device.type == "cpu" and not op.autocast and is_run_as_product(op, low.graph.tensors, low.sharding):
             return self._as_product(*args[:3])

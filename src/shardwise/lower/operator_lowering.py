@@ -37,6 +37,7 @@ from shardwise.ops import is_random
 from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_causal
 from shardwise.ops.experts import EXPERT
 from shardwise.ops.recurrent import HIDDEN_UNITS
+from shardwise.ops.vocabulary import CostKind, Extreme, LoweringKind, ViewKind
 from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_shard
 from shardwise.world.attention_backend import scaled_dot_product_attention
 
@@ -272,22 +273,22 @@ def _lower_expert_combine(call: OperatorCall) -> fx.Node | None:
 
 
 LOWERINGS: dict[str, LoweringFunction] = {
-    "into": _lower_expert_dispatch,
-    "in experts": _lower_expert_matmul,
-    "out of": _lower_expert_combine,
-    "drop": _lower_dropout,
-    "attention": _lower_attention,
-    "batch": _lower_batch_norm,
-    "groups": _lower_group_norm,
-    "instances": _lower_instance_norm,
-    "grouped": _set_local_groups,
-    "memory": _lower_contiguous,
-    "pairs": _lower_complex_clone,
-    "part": _lower_slice_of_runs,
-    "units": _lower_recurrence,
-    "scatter": _lower_scatter,
-    "classes": _lower_cross_entropy,
-    "targets": _lower_nll,
+    LoweringKind.EXPERT_DISPATCH: _lower_expert_dispatch,
+    LoweringKind.EXPERT_MATMUL: _lower_expert_matmul,
+    LoweringKind.EXPERT_COMBINE: _lower_expert_combine,
+    LoweringKind.DROPOUT: _lower_dropout,
+    LoweringKind.ATTENTION: _lower_attention,
+    LoweringKind.BATCH_NORM: _lower_batch_norm,
+    LoweringKind.GROUP_NORM: _lower_group_norm,
+    LoweringKind.INSTANCE_NORM: _lower_instance_norm,
+    LoweringKind.GROUPED_CONVOLUTION: _set_local_groups,
+    LoweringKind.CONTIGUOUS: _lower_contiguous,
+    LoweringKind.COMPLEX_CLONE: _lower_complex_clone,
+    LoweringKind.SLICE: _lower_slice_of_runs,
+    LoweringKind.HIDDEN_UNITS: _lower_recurrence,
+    LoweringKind.SCATTER: _lower_scatter,
+    LoweringKind.CROSS_ENTROPY: _lower_cross_entropy,
+    LoweringKind.NLL: _lower_nll,
 }
 
 
@@ -313,7 +314,7 @@ def _lower_by_kernel(call: OperatorCall) -> fx.Node | None:
     if "running" in kernels:
         return call.emit(bind_named(running_sum, *kernels["running"]), args, call.kwargs)
     if "extreme" in kernels:
-        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.extreme == "largest"), args, call.kwargs)
+        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.extreme == Extreme.MAX), args, call.kwargs)
     if call.record.is_lookup and "vocabulary" in kernels:
         padding = args[2] if len(args) > 2 else -1
         return call.add_call(embedding, args[0], args[1], padding, call.shard_offset("vocabulary"))
@@ -341,14 +342,14 @@ def _lower_bias_after_sum(call: OperatorCall) -> fx.Node | None:
             bias = call.add_call(torch.ops.aten.div.Tensor, bias, call.lowering.sharding.sizes[axis])
         else:
             partial_sum = call.nodes.redistribute(partial_sum, call.lowering.groups[axis], P, R)
-    num_trailing = len(call.output_spec.shape) - 2 if call.record.kind == "convolution" else 0  # dimensions that follow the features
+    num_trailing = len(call.output_spec.shape) - 2 if call.record.kind == CostKind.CONVOLUTION else 0  # dimensions that follow the features
     bias = call.add_call(torch.ops.aten.reshape.default, bias, [-1] + [1] * num_trailing) if num_trailing else bias
     return call.add_call(_add_bias, partial_sum, bias)
 
 
 def _lower_view(call: OperatorCall) -> fx.Node | None:
     """Lower an operator with a shape argument, which becomes that of this rank's shard."""
-    shapers = {"reshape": torch.ops.aten.reshape.default, "expand": torch.ops.aten.expand.default}
+    shapers = {ViewKind.RESHAPE: torch.ops.aten.reshape.default, ViewKind.EXPAND: torch.ops.aten.expand.default}
     shaper = shapers.get(call.record.view_kind)
     ragged, value = call.lowering.graph.expert_rows, call.op.outputs[0]
     shape = [-1 if (value, dim) in ragged else size for dim, size in enumerate(call.local_shape)]

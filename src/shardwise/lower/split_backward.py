@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from shardwise.lower.local import LocalStage
 from shardwise.ops import Op, record_of_target
+from shardwise.ops.vocabulary import CostKind, ViewKind
 
 aten = torch.ops.aten
 
@@ -282,7 +283,7 @@ def _record_of_node(node: fx.Node) -> Op:
 
 def _is_view(record: Op) -> bool:
     """Return whether the output is part of a weight, or all of it in another shape."""
-    return record.kind == "view" and (record.view_kind in ("reshape", "part") or record.permutation is not None)
+    return record.kind == CostKind.VIEW and (record.view_kind in (ViewKind.RESHAPE, ViewKind.SLICE) or record.permutation is not None)
 
 
 def _view_call(node: fx.Node) -> Callable[[Tensor], Tensor]:

@@ -14,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, writes_buffer
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, is_causal, is_fused_attention
+from shardwise.ops.vocabulary import CostKind, ViewKind
 
 POSITIONS = "positions"
 
@@ -105,7 +106,7 @@ def _unrepeated_heads(graph: Graph, producers: Mapping[str, Operator], value: st
 
 def _only_reorders(op: Operator) -> bool:
     """Return whether an operator only rearranges its input."""
-    return record_of(op).kind == "view" or record_of(op).view_kind in ("rows", "copy")
+    return record_of(op).kind == CostKind.VIEW or record_of(op).view_kind in (ViewKind.CONTIGUOUS, ViewKind.COPY)
 
 
 def _prune_unused(graph: Graph) -> Graph:

@@ -15,6 +15,7 @@ from shardwise.model.gradients import differentiable_inputs
 from shardwise.model.graph import Graph, Operator, Tensor
 from shardwise.ops import is_identity, record_of, windows_of
 from shardwise.ops.sliding_window import SlidingWindow
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, ViewKind
 
 FLOPS_PER_BYTE = 8.0  # of one core: some 50 GFLOP/s over 6 GB/s
 WINDOW_START_TAPS = 12.0  # time to begin a window, in entries of it
@@ -56,7 +57,7 @@ def kind_of(op: Operator) -> str:
     """Return the kind of an operator, on which its speed depends."""
     if op.function is not None:
         return op.function.kind
-    return "view" if is_identity(op) else record_of(op).kind
+    return (CostKind.VIEW if is_identity(op) else record_of(op).kind).value
 
 
 def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
@@ -128,7 +129,7 @@ def values_following_batch(graph: Graph) -> set[str]:
     if graph.batch_size < 2:
         return reachable_values(graph, values)
     for op in graph.operators:
-        if record_of(op).view_kind in ("expand", "repeat") and tensors[op.inputs[0]].shape[:1] != rows:
+        if record_of(op).view_kind in (ViewKind.EXPAND, ViewKind.REPEAT) and tensors[op.inputs[0]].shape[:1] != rows:
             values.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
     values = reachable_values(graph, values)
     starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - values
@@ -144,9 +145,10 @@ def storage_roots(graph: Graph, copied: Collection[str] = frozenset()) -> dict[s
     for op in graph.operators:
         record = record_of(op)
         aliases = kind_of(op) == "view" or (
-            record.view_kind in ("rows", "cast") and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
+            record.view_kind in (ViewKind.CONTIGUOUS, ViewKind.CAST)
+            and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
         )
-        one_view_each = record.autocast == "apart"
+        one_view_each = record.autocast == AutocastPolicy.PER_OPERAND
         for i, value in enumerate(op.outputs):
             source = op.inputs[i if one_view_each else 0] if aliases and op.inputs and value not in copied else value
             root[value] = root.get(source, source)

@@ -10,6 +10,7 @@ from shardwise.ops.operator import Operator, Ref, Tensor
 from shardwise.ops.record import Op, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, QUERIES, Rule
 from shardwise.ops.saved_tensors import Saved
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 
 def _with_head_labels(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
@@ -88,13 +89,11 @@ def _score_shape(op: Operator, tensors: Tensors) -> Shape:
 OPS = (
     Op(
         "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h? s@? t& -> b* h s@ !e", _with_head_labels,
-        lowering="attention", allows_fewer_heads=True, is_random=_has_dropout, drawn_shape=_score_shape, kind="attention",
-        flops=_attention_flops, saves_for_backward=_attention_saved,
-        autocast="lower",
+        lowering=LoweringKind.ATTENTION, allows_fewer_heads=True, is_random=_has_dropout, drawn_shape=_score_shape, kind=CostKind.ATTENTION,
+        flops=_attention_flops, saves_for_backward=_attention_saved, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
         "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_for_cpu",
-        kind="attention", flops=_attention_flops, saves_for_backward=_attention_saved,
+        "_scaled_dot_product_flash_attention_for_cpu", kind=CostKind.ATTENTION, flops=_attention_flops, saves_for_backward=_attention_saved,
     ),
 )  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shardwise.ops.operator import Operator
 from shardwise.ops.pointwise import elementwise_rule
-from shardwise.ops.record import COUNTS, LOWER, Op, Shape, Tensors
+from shardwise.ops.record import Op, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Rule
 from shardwise.ops.saved_tensors import channel_mask, element_mask, integer_inputs, no_tensors
+from shardwise.ops.vocabulary import CostKind, LoweringKind, MaskPredicate
 
 # An operator without a record (third-party ones too) is taken as random if its name contains one of these.
 _RANDOM_NAME_PARTS = (
@@ -55,53 +56,45 @@ def _multinomial_shape(op: Operator, tensors: Tensors) -> Shape:
 
 
 OPS = (
-    Op("arange", replicated_rule, kind="make", saves_for_backward=integer_inputs, mask_predicate=COUNTS),
-    Op("eye linspace", replicated_rule, kind="make", saves_for_backward=integer_inputs),
+    Op("arange", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.ARANGE),
+    Op("eye linspace", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs),
     Op("tril_indices triu_indices hann_window", replicated_rule),
-    Op("zeros", replicated_rule, kind="make", saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill=0.0),
-    Op("ones empty", replicated_rule, kind="make", saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0),
-    Op("full", replicated_rule, kind="make", saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill_at=1),
-    Op("scalar_tensor", replicated_rule, kind="make", saves_for_backward=integer_inputs, sample_invariant=True, fill_at=0),
+    Op("zeros", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill=0.0),
+    Op("ones empty", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0),
+    Op("full", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill_at=1),
+    Op("scalar_tensor", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, fill_at=0),
     Op(
-        "new_zeros",
-        replicated_rule,
-        kind="make",
-        saves_for_backward=integer_inputs,
-        reads_values=False,
-        num_differentiable=0,
-        sample_invariant=True,
-        shape_at=1,
-        fill=0.0,
+        "new_zeros", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
+        sample_invariant=True, shape_at=1, fill=0.0,
     ),
     Op(
-        "new_ones",
-        replicated_rule,
-        kind="make",
-        saves_for_backward=integer_inputs,
-        reads_values=False,
-        num_differentiable=0,
-        sample_invariant=True,
-        shape_at=1,
+        "new_ones", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
+        sample_invariant=True, shape_at=1,
     ),
     Op(
-        "new_full",
-        replicated_rule,
-        kind="make",
-        saves_for_backward=integer_inputs,
-        reads_values=False,
-        num_differentiable=0,
-        sample_invariant=True,
-        shape_at=1,
-        fill_at=2,
+        "new_full", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
+        sample_invariant=True, shape_at=1, fill_at=2,
     ),
     Op("new_empty", replicated_rule, reads_values=False, num_differentiable=0, sample_invariant=True, shape_at=1),
     Op("new_empty_strided", reads_values=False, num_differentiable=0),
-    Op("zeros_like", elementwise_rule, kind="make", saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0, fill=0.0),
-    Op("ones_like empty_like", elementwise_rule, kind="make", saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0),
-    Op("full_like", elementwise_rule, kind="make", saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0, fill_at=1),
-    Op("tril", "b* !i !j -> b* !i !j", kind="make", saves_for_backward=integer_inputs, mask_predicate=LOWER),
-    Op("triu", "b* !i !j -> b* !i !j", kind="make", saves_for_backward=integer_inputs),
-    Op("one_hot", "b* -> b* !c", kind="make", saves_for_backward=integer_inputs),
+    Op(
+        "zeros_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
+        fill=0.0,
+    ),
+    Op(
+        "ones_like empty_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False,
+        num_differentiable=0,
+    ),
+    Op(
+        "full_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
+        fill_at=1,
+    ),
+    Op(
+        "tril", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, saves_for_backward=integer_inputs,
+        mask_predicate=MaskPredicate.LOWER_TRIANGLE,
+    ),
+    Op("triu", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, saves_for_backward=integer_inputs),
+    Op("one_hot", "b* -> b* !c", kind=CostKind.CREATION, saves_for_backward=integer_inputs),
     Op("rand randn", replicated_rule, is_random=True, sample_invariant=True, shape_at=0),
     Op("randint", replicated_rule, is_random=True, sample_invariant=True),
     Op("randperm", replicated_rule, is_random=True),
@@ -109,22 +102,14 @@ OPS = (
     Op("uniform normal_functional bernoulli exponential", elementwise_rule, is_random=True),
     Op("multinomial", is_random=True, drawn_shape=_multinomial_shape),
     Op(
-        "dropout",
-        elementwise_rule,
-        lowering="drop",
-        is_random=_draws_dropout_mask,
-        is_identity=_is_inactive_dropout,
+        "dropout", elementwise_rule, lowering=LoweringKind.DROPOUT, is_random=_draws_dropout_mask, is_identity=_is_inactive_dropout,
         saves_for_backward=no_tensors,
     ),
     Op("alpha_dropout", elementwise_rule, is_random=_is_active_dropout, is_identity=_is_inactive_dropout, saves_for_backward=element_mask),
     Op(
-        "feature_dropout",
-        "n c !s* -> n c !s*",
-        is_random=_is_active_dropout,
-        drawn_shape=_channel_shape,
-        is_identity=_is_inactive_dropout,
+        "feature_dropout", "n c !s* -> n c !s*", is_random=_is_active_dropout, drawn_shape=_channel_shape, is_identity=_is_inactive_dropout,
         saves_for_backward=channel_mask,
     ),
     Op("native_dropout", "b* -> b*, b*", is_random=_is_active_dropout, saves_for_backward=no_tensors),
     Op("feature_alpha_dropout", is_random=_is_active_dropout, saves_for_backward=channel_mask),
-)
+)  # fmt: skip

@@ -13,6 +13,7 @@ from shardwise.ops.operator import Operator, Tensor
 from shardwise.ops.record import Op, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Labels, Rule
 from shardwise.ops.saved_tensors import Saved, all_inputs
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, ExpertStage, Linearity, LoweringKind, MatmulKind
 from shardwise.plan.ir.placement import even_shard_range
 
 EXPERT = "e"  # label of the experts
@@ -79,17 +80,16 @@ def expected_ranks_per_token(experts: int, top: int, ranks: int) -> float:
 
 OPS = (
     Op(
-        "to_experts", _dispatch_rule, namespace="shardwise", expert_rows="begins", linear="numerator", lowering="into", kind="gather",
-            saves_for_backward=_saved_routes,
-        num_differentiable=1,
+        "to_experts", _dispatch_rule, namespace="shardwise", expert_rows=ExpertStage.DISPATCH, linear=Linearity.NUMERATOR,
+        lowering=LoweringKind.EXPERT_DISPATCH, kind=CostKind.GATHER, saves_for_backward=_saved_routes, num_differentiable=1,
     ),
     Op(
-        "of_experts", _expert_matmul_rule, namespace="shardwise", expert_rows="goes on", contracts=True, lowering="in experts",
-        kind="linear", flops=_expert_flops, product="grouped", has_many_strategies=True, saves_for_backward=_saved_operands,
-        autocast="lower",
+        "of_experts", _expert_matmul_rule, namespace="shardwise", expert_rows=ExpertStage.INSIDE, contracts=True,
+        lowering=LoweringKind.EXPERT_MATMUL, kind=CostKind.LINEAR, flops=_expert_flops, product=MatmulKind.GROUPED,
+        has_many_strategies=True, saves_for_backward=_saved_operands, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "from_experts", _combine_rule, namespace="shardwise", expert_rows="ends", linear="numerator", lowering="out "
-        "of", kind="gather", saves_for_backward=all_inputs,
+        "from_experts", _combine_rule, namespace="shardwise", expert_rows=ExpertStage.COMBINE, linear=Linearity.NUMERATOR,
+        lowering=LoweringKind.EXPERT_COMBINE, kind=CostKind.GATHER, saves_for_backward=all_inputs,
     ),
 )  # fmt: skip

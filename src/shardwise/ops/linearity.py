@@ -6,12 +6,13 @@ from collections.abc import Container, Sequence
 
 from shardwise.ops import record_of
 from shardwise.ops.operator import Operator, Ref
+from shardwise.ops.vocabulary import Linearity
 from shardwise.plan.ir.placement import D, P, Placement, R, is_shard
 
 
 def is_sum(op: Operator) -> bool:
     """Return whether an operator adds its inputs, numbers too."""
-    return record_of(op).linear == "sum"
+    return record_of(op).linear == Linearity.SUM
 
 
 def jointly_linear_in(op: Operator, zeros: Container[str] = frozenset()) -> list[str] | None:
@@ -20,7 +21,7 @@ def jointly_linear_in(op: Operator, zeros: Container[str] = frozenset()) -> list
     values: tuple[str, ...] | None = None
     if callable(linear):
         values = linear(op, zeros)
-    elif linear == "together" or (linear == "sum" and len(op.inputs) == 2):
+    elif linear == Linearity.JOINT or (linear == Linearity.SUM and len(op.inputs) == 2):
         values = op.inputs
     return None if values is None else [v for v in values if v not in zeros]
 
@@ -32,9 +33,9 @@ def separately_linear_in(op: Operator) -> tuple[int, ...]:
     (0,)
     """
     linear = record_of(op).linear
-    if linear == "each":
+    if linear == Linearity.MULTILINEAR:
         return tuple(range(len(op.inputs)))
-    if linear == "numerator" and "rounding_mode" not in dict(op.kwargs):
+    if linear == Linearity.NUMERATOR and "rounding_mode" not in dict(op.kwargs):
         return (0,) if op.args and isinstance(op.args[0], Ref) else ()
     return ()
 

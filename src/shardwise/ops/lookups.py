@@ -9,6 +9,7 @@ from shardwise.ops.operator import Operator, Ref
 from shardwise.ops.record import Op, RuleOfTensors, Shape, Tensors, WeightGradient
 from shardwise.ops.rule import BLOCKED, Rule, restrict_rule, shardable_labels
 from shardwise.ops.saved_tensors import integer_inputs
+from shardwise.ops.vocabulary import CostKind
 
 
 def _index_rule(op: Operator, tensors: Tensors) -> Rule | None:
@@ -98,10 +99,10 @@ def _index_put_linear_in(op: Operator, zeros: Container[str]) -> tuple[str, ...]
 OPS = (
     Op(
         "embedding", "v^ e, b* -> b* e", _adjust_embedding_rule, weight=WeightGradient(0, 1, 2, {"default": "rows"}), sparse_at=4,
-        kind="gather", is_lookup=True, saves_for_backward=integer_inputs,
+        kind=CostKind.GATHER, is_lookup=True, saves_for_backward=integer_inputs,
     ),
     Op("embedding_bag", _embedding_bag_rule, sparse_at=5),
-    Op("index", RuleOfTensors(_index_rule), kind="gather", saves_for_backward=integer_inputs),
+    Op("index", RuleOfTensors(_index_rule), kind=CostKind.GATHER, saves_for_backward=integer_inputs),
     Op("index_put", RuleOfTensors(_masked_put_rule), linear=_index_put_linear_in, saves_for_backward=integer_inputs),
     Op("masked_scatter", _masked_scatter_rule, saves_for_backward=integer_inputs),
     Op("bucketize searchsorted", _bucket_rule, non_differentiable_at=(0, 1)),

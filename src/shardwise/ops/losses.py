@@ -9,6 +9,7 @@ from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import Op, RuleOfShapes, Shape
 from shardwise.ops.rule import BLOCKED, Rule
 from shardwise.ops.saved_tensors import Saved, integer_inputs
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 
 def _reduction_of(op: Operator, position: int) -> object:
@@ -105,11 +106,13 @@ def _saved_log_softmax(op: Operator, tensors: Mapping[str, Tensor], grads: Set[s
 
 
 def _loss_record(names: str, at: int = 2, closed: tuple[int, ...] = ()) -> Op:
-    return Op(names, _element_loss_rule(at), contracts=True, is_loss=True, non_differentiable_at=closed, autocast="wider")
+    return Op(names, _element_loss_rule(at), contracts=True, is_loss=True, non_differentiable_at=closed, autocast=AutocastPolicy.FLOAT32)
 
 
 def _row_loss_record(names: str, at: int, num_rows: int = 2, closed: tuple[int, ...] = ()) -> Op:
-    return Op(names, _row_loss_rule(at, num_rows), contracts=True, is_loss=True, non_differentiable_at=closed, autocast="wider")
+    return Op(
+        names, _row_loss_rule(at, num_rows), contracts=True, is_loss=True, non_differentiable_at=closed, autocast=AutocastPolicy.FLOAT32,
+    )  # fmt: skip
 
 
 OPS = (
@@ -125,21 +128,21 @@ OPS = (
     _row_loss_record("multi_margin_loss", 5, closed=(4,)),
     _row_loss_record("multilabel_margin_loss", 2),
     Op(
-        "cross_entropy_loss", _cross_entropy_rule, lowering="classes", contracts=True, is_loss=True, over_classes=True,
-            non_differentiable_at=(2,),
-        kind="softmax", fuses_softmax=True, saves_for_backward=_saved_log_softmax, autocast="wider",
+        "cross_entropy_loss", _cross_entropy_rule, lowering=LoweringKind.CROSS_ENTROPY, contracts=True, is_loss=True, over_classes=True,
+        non_differentiable_at=(2,), kind=CostKind.SOFTMAX, fuses_softmax=True, saves_for_backward=_saved_log_softmax,
+        autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
-        "nll_loss", _nll_rule, lowering="targets", contracts=True, is_loss=True, over_classes=True, non_differentiable_at=(2,),
-        kind="gather", saves_for_backward=integer_inputs, autocast="wider",
+        "nll_loss", _nll_rule, lowering=LoweringKind.NLL, contracts=True, is_loss=True, over_classes=True, non_differentiable_at=(2,),
+        kind=CostKind.GATHER, saves_for_backward=integer_inputs, autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
-        "nll_loss_nd", _nll_rule, lowering="targets", is_loss=True, over_classes=True, non_differentiable_at=(2,),
-        kind="gather", saves_for_backward=integer_inputs, autocast="wider",
+        "nll_loss_nd", _nll_rule, lowering=LoweringKind.NLL, is_loss=True, over_classes=True, non_differentiable_at=(2,),
+        kind=CostKind.GATHER, saves_for_backward=integer_inputs, autocast=AutocastPolicy.FLOAT32,
     ),
-    Op("nll_loss2d", is_loss=True, non_differentiable_at=(2,), autocast="wider"),
-    Op("nll_loss_forward", kind="gather", saves_for_backward=integer_inputs),
-    Op("ctc_loss", contracts=True, is_loss=True, autocast="wider"),
-    Op("ctc_loss", _ctc_rule, namespace="shardwise", contracts=True, is_loss=True, autocast="wider"),
+    Op("nll_loss2d", is_loss=True, non_differentiable_at=(2,), autocast=AutocastPolicy.FLOAT32),
+    Op("nll_loss_forward", kind=CostKind.GATHER, saves_for_backward=integer_inputs),
+    Op("ctc_loss", contracts=True, is_loss=True, autocast=AutocastPolicy.FLOAT32),
+    Op("ctc_loss", _ctc_rule, namespace="shardwise", contracts=True, is_loss=True, autocast=AutocastPolicy.FLOAT32),
     Op("ctc_lengths", _ctc_lengths_rule, namespace="shardwise"),
 )  # fmt: skip

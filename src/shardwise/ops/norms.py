@@ -6,6 +6,7 @@ from shardwise.ops.operator import Operator, Ref
 from shardwise.ops.record import Op, Shape
 from shardwise.ops.rule import BLOCKED, Rule, restrict_rule
 from shardwise.ops.saved_tensors import input_and_statistics
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 
 def _batch_norm_rule(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
@@ -43,23 +44,34 @@ def _weight_norm_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule
 
 OPS = (
     Op(
-        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _batch_norm_rule, lowering="batch", statistics=(3, 4, 5), over_samples=True,
-        kind="batch_norm", saves_for_backward=input_and_statistics, autocast="first",
+        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _batch_norm_rule, lowering=LoweringKind.BATCH_NORM, statistics=(3, 4, 5),
+        over_samples=True, kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "instance_norm", "n c s+*, c, c, c, c -> n c s*", _instance_norm_rule, lowering="instances", statistics=(3, 4, 5),
-        kind="batch_norm", saves_for_backward=input_and_statistics, backward_temporaries=1.0, autocast="first",
+        "instance_norm", "n c s+*, c, c, c, c -> n c s*", _instance_norm_rule, lowering=LoweringKind.INSTANCE_NORM, statistics=(3, 4, 5),
+        kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics, backward_temporaries=1.0, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional",
-        kind="batch_norm", saves_for_backward=input_and_statistics, autocast="first",
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", kind=CostKind.BATCH_NORM,
+        saves_for_backward=input_and_statistics, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
-    Op("cudnn_batch_norm", kind="batch_norm", saves_for_backward=input_and_statistics),
-    Op("group_norm", "n !c s+*, _, !c, !c -> n !c s*", lowering="groups", kind="norm", saves_for_backward=input_and_statistics,
-    transpose_copies=1.0, autocast="first"),
-    Op("layer_norm", _layer_norm_rule, kind="norm", saves_for_backward=input_and_statistics, transpose_copies=1.0, autocast="first"),
-    Op("rms_norm", _layer_norm_rule, kind="norm", saves_for_backward=input_and_statistics, saves_normalized=True, autocast="first"),
-    Op("native_group_norm native_layer_norm", kind="norm", saves_for_backward=input_and_statistics, autocast="first"),
-    Op("_fused_rms_norm", kind="norm", saves_for_backward=input_and_statistics),
+    Op("cudnn_batch_norm", kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics),
+    Op(
+        "group_norm", "n !c s+*, _, !c, !c -> n !c s*", lowering=LoweringKind.GROUP_NORM, kind=CostKind.NORM,
+        saves_for_backward=input_and_statistics, transpose_copies=1.0, autocast=AutocastPolicy.FIRST_OPERAND,
+    ),
+    Op(
+        "layer_norm", _layer_norm_rule, kind=CostKind.NORM, saves_for_backward=input_and_statistics, transpose_copies=1.0,
+        autocast=AutocastPolicy.FIRST_OPERAND,
+    ),
+    Op(
+        "rms_norm", _layer_norm_rule, kind=CostKind.NORM, saves_for_backward=input_and_statistics, saves_normalized=True,
+        autocast=AutocastPolicy.FIRST_OPERAND,
+    ),
+    Op(
+        "native_group_norm native_layer_norm", kind=CostKind.NORM, saves_for_backward=input_and_statistics,
+        autocast=AutocastPolicy.FIRST_OPERAND,
+    ),
+    Op("_fused_rms_norm", kind=CostKind.NORM, saves_for_backward=input_and_statistics),
     Op("_weight_norm", _weight_norm_rule),
 )  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 
 from shardwise.ops.operator import Operator, Ref
-from shardwise.ops.record import ALL_HOLD, AT_LEAST, AT_MOST, FILLS, NOT, Op, Shape
+from shardwise.ops.record import Op, Shape
 from shardwise.ops.rule import BLOCKED, Rule
 from shardwise.ops.saved_tensors import first_output, integer_inputs, product_operands, quotient_operands
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, MaskPredicate, ViewKind
 
 
 def elementwise_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -65,41 +66,56 @@ OPS = (
         """,
         elementwise_rule,
     ),
-    Op("__and__ bitwise_and logical_and", elementwise_rule, mask_predicate=ALL_HOLD),
-    Op("bitwise_not logical_not", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=NOT),
+    Op("__and__ bitwise_and logical_and", elementwise_rule, mask_predicate=MaskPredicate.AND),
+    Op("bitwise_not logical_not", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.NOT),
     Op("ceil conj copy fill floor resolve_conj round", elementwise_rule, saves_for_backward=integer_inputs),
     Op("eq ne not_equal", elementwise_rule, saves_for_backward=integer_inputs),
-    Op("lt less le less_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=AT_MOST),
-    Op("gt greater ge greater_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=AT_LEAST),
-    Op("add sub subtract", elementwise_rule, linear="sum", saves_for_backward=integer_inputs, gradient="summed"),
-    Op("rsub", elementwise_rule, linear="sum", saves_for_backward=integer_inputs),
-    Op("neg negative", elementwise_rule, linear="together", saves_for_backward=integer_inputs),
-    Op("mul multiply", elementwise_rule, linear="each", saves_for_backward=product_operands, gradient="broadcast"),
-    Op("div divide true_divide", elementwise_rule, linear="numerator", saves_for_backward=quotient_operands, gradient="broadcast"),
-    Op("maximum minimum", elementwise_rule, gradient="broadcast"),
-    Op("where", elementwise_rule, linear=_where_linear_in, saves_for_backward=integer_inputs, gradient="broadcast"),
-    Op("masked_fill", elementwise_rule, linear=_masked_fill_linear_in, saves_for_backward=integer_inputs, mask_predicate=FILLS),
+    Op("lt less le less_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.LESS),
+    Op("gt greater ge greater_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.GREATER),
+    Op("add sub subtract", elementwise_rule, linear=Linearity.SUM, saves_for_backward=integer_inputs, gradient=GradientMemory.REDUCED),
+    Op("rsub", elementwise_rule, linear=Linearity.SUM, saves_for_backward=integer_inputs),
+    Op("neg negative", elementwise_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op(
+        "mul multiply", elementwise_rule, linear=Linearity.MULTILINEAR, saves_for_backward=product_operands,
+        gradient=GradientMemory.BROADCAST,
+    ),
+    Op(
+        "div divide true_divide", elementwise_rule, linear=Linearity.NUMERATOR, saves_for_backward=quotient_operands,
+        gradient=GradientMemory.BROADCAST,
+    ),
+    Op("maximum minimum", elementwise_rule, gradient=GradientMemory.BROADCAST),
+    Op("where", elementwise_rule, linear=_where_linear_in, saves_for_backward=integer_inputs, gradient=GradientMemory.BROADCAST),
+    Op(
+        "masked_fill", elementwise_rule, linear=_masked_fill_linear_in, saves_for_backward=integer_inputs,
+        mask_predicate=MaskPredicate.MASKED_FILL,
+    ),
     Op("relu reciprocal", elementwise_rule, saves_for_backward=first_output),
-    Op("exp sigmoid sqrt tanh", elementwise_rule, kind="activation", saves_for_backward=first_output, conjugates_saved=True),
-    Op("exp2 expm1 rsqrt", elementwise_rule, kind="activation", saves_for_backward=first_output),
-    Op("atan2 cos elu erf hardswish log log1p log_sigmoid mish selu silu sin softplus", elementwise_rule, kind="activation"),
-    Op("logsigmoid log_sigmoid_forward", kind="activation"),
-    Op("gelu", elementwise_rule, kind="activation", transpose_copies=2.0),
-    Op("pow", elementwise_rule, kind="activation", backward_temporaries=2.0),
+    Op("exp sigmoid sqrt tanh", elementwise_rule, kind=CostKind.ACTIVATION, saves_for_backward=first_output, conjugates_saved=True),
+    Op("exp2 expm1 rsqrt", elementwise_rule, kind=CostKind.ACTIVATION, saves_for_backward=first_output),
+    Op("atan2 cos elu erf hardswish log log1p log_sigmoid mish selu silu sin softplus", elementwise_rule, kind=CostKind.ACTIVATION),
+    Op("logsigmoid log_sigmoid_forward", kind=CostKind.ACTIVATION),
+    Op("gelu", elementwise_rule, kind=CostKind.ACTIVATION, transpose_copies=2.0),
+    Op("pow", elementwise_rule, kind=CostKind.ACTIVATION, backward_temporaries=2.0),
     Op("abs absolute", elementwise_rule, backward_temporaries=1.0),
-    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast="first"),
-    Op("to", _cast_rule, view_kind="cast", linear="together", num_differentiable=1, saves_for_backward=integer_inputs),
-    Op("_to_copy", elementwise_rule, view_kind="cast", linear="together", saves_for_backward=integer_inputs),
+    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast=AutocastPolicy.FIRST_OPERAND),
+    Op("to", _cast_rule, view_kind=ViewKind.CAST, linear=Linearity.JOINT, num_differentiable=1, saves_for_backward=integer_inputs),
+    Op("_to_copy", elementwise_rule, view_kind=ViewKind.CAST, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
     Op("type_as", _cast_like_rule, num_differentiable=1, saves_for_backward=integer_inputs),
-    Op("contiguous", elementwise_rule, view_kind="rows", linear="together", saves_for_backward=integer_inputs, gradient="same"),
-    Op("clone", elementwise_rule, view_kind="copy", linear="together", saves_for_backward=integer_inputs),
-    Op("lift_fresh_copy", elementwise_rule, kind="make", view_kind="copy", saves_for_backward=integer_inputs),
-    Op("lift_fresh", view_kind="same"),
-    Op("alias", elementwise_rule, kind="view", view_kind="same", linear="together", gradient="same"),
-    Op("detach", elementwise_rule, kind="view", view_kind="same", linear="together", num_differentiable=0),
-    Op("real imag", elementwise_rule, kind="view"),
-    Op("view_as_real", "b* -> b* !r", kind="view"),
-    Op("view_as_complex", "b* !r -> b*", lowering="pairs", saves_for_backward=integer_inputs, autocast="wider"),
-    Op("polar", elementwise_rule, autocast="wider"),
-    Op("broadcast_tensors", elementwise_rule, kind="view", autocast="apart"),
-)
+    Op(
+        "contiguous", elementwise_rule, view_kind=ViewKind.CONTIGUOUS, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op("clone", elementwise_rule, view_kind=ViewKind.COPY, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op("lift_fresh_copy", elementwise_rule, kind=CostKind.CREATION, view_kind=ViewKind.COPY, saves_for_backward=integer_inputs),
+    Op("lift_fresh", view_kind=ViewKind.ALIAS),
+    Op("alias", elementwise_rule, kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, linear=Linearity.JOINT, gradient=GradientMemory.ALIAS),
+    Op("detach", elementwise_rule, kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, linear=Linearity.JOINT, num_differentiable=0),
+    Op("real imag", elementwise_rule, kind=CostKind.VIEW),
+    Op("view_as_real", "b* -> b* !r", kind=CostKind.VIEW),
+    Op(
+        "view_as_complex", "b* !r -> b*", lowering=LoweringKind.COMPLEX_CLONE, saves_for_backward=integer_inputs,
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op("polar", elementwise_rule, autocast=AutocastPolicy.FLOAT32),
+    Op("broadcast_tensors", elementwise_rule, kind=CostKind.VIEW, autocast=AutocastPolicy.PER_OPERAND),
+)  # fmt: skip

@@ -8,6 +8,7 @@ from shardwise.ops.operator import Operator
 from shardwise.ops.record import Op, Shape, Tensors, WeightGradient
 from shardwise.ops.rule import BLOCKED, Labels, Rule, shardable_labels
 from shardwise.ops.saved_tensors import added_product_operands, listed_operands, product_operands
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, MatmulKind
 
 
 def _product_flops(op: Operator, tensors: Tensors) -> float:
@@ -121,52 +122,61 @@ def _einsum_gradient_orders(op: Operator) -> tuple[tuple[int, ...], ...]:
 OPS = (
     Op(
         "linear", "b* i, o i, o -> b* o", contracts=True, bias=2, weight=WeightGradient(1, 0, 2, {"default": "linear"}),
-        kind="linear", flops=_product_flops, product="linear", saves_for_backward=product_operands, contiguous_operands=1,
-        transpose_copies=1.0, autocast="lower",
+        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.LINEAR, saves_for_backward=product_operands, contiguous_operands=1,
+        transpose_copies=1.0, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "mm", "n k, k m -> n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "product"}),
-        kind="linear", flops=_product_flops, product="weight", saves_for_backward=product_operands, autocast="lower",
+        "mm", "n k, k m -> n m", contracts=True, linear=Linearity.MULTILINEAR, weight=WeightGradient(1, 0, 2, {"default": "product"}),
+        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.WEIGHT, saves_for_backward=product_operands,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
         "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), weight=WeightGradient(2, 1, 2, {"default": "product"}),
-        kind="linear", flops=_added_product_flops, product="weight", saves_for_backward=added_product_operands, autocast="lower",
+        kind=CostKind.LINEAR, flops=_added_product_flops, product=MatmulKind.WEIGHT, saves_for_backward=added_product_operands,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "bmm", "b n k, b k m -> b n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 3, {"default": "stacked"}),
-        kind="linear", flops=_product_flops, product="stacked", has_many_strategies=True, saves_for_backward=product_operands,
-        autocast="lower",
+        "bmm", "b n k, b k m -> b n m", contracts=True, linear=Linearity.MULTILINEAR,
+        weight=WeightGradient(1, 0, 3, {"default": "stacked"}), kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.BATCHED,
+        has_many_strategies=True, saves_for_backward=product_operands, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "baddbmm", "b n m, b n k, b k m -> b n m",
-        kind="linear", flops=_added_product_flops, product="stacked", has_many_strategies=True,
-        saves_for_backward=added_product_operands, autocast="lower",
+        "baddbmm", "b n m, b n k, b k m -> b n m", kind=CostKind.LINEAR, flops=_added_product_flops, product=MatmulKind.BATCHED,
+        has_many_strategies=True, saves_for_backward=added_product_operands, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "matmul", _matmul_rule, contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "product"}),
-        kind="linear", flops=_product_flops, product="stacked", saves_for_backward=product_operands, contiguous_operands=2,
-        autocast="lower",
+        "matmul", _matmul_rule, contracts=True, linear=Linearity.MULTILINEAR, weight=WeightGradient(1, 0, 2, {"default": "product"}),
+        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.BATCHED, saves_for_backward=product_operands, contiguous_operands=2,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "einsum", _einsum_rule, contracts=True, linear="each", gradient_dim_order=_einsum_gradient_orders,
-        kind="linear", flops=_einsum_flops, product="stacked", has_many_strategies=True, saves_for_backward=listed_operands,
-        autocast="lower",
+        "einsum", _einsum_rule, contracts=True, linear=Linearity.MULTILINEAR, gradient_dim_order=_einsum_gradient_orders,
+        kind=CostKind.LINEAR, flops=_einsum_flops, product=MatmulKind.BATCHED, has_many_strategies=True, saves_for_backward=listed_operands,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
-    Op("mv", "n k, k -> n", contracts=True, linear="each", kind="linear", flops=_product_flops, saves_for_backward=product_operands),
-    Op("dot", "k, k -> ", contracts=True, linear="each", kind="linear", flops=_product_flops, saves_for_backward=product_operands),
+    Op(
+        "mv", "n k, k -> n", contracts=True, linear=Linearity.MULTILINEAR, kind=CostKind.LINEAR, flops=_product_flops,
+        saves_for_backward=product_operands,
+    ),
+    Op(
+        "dot", "k, k -> ", contracts=True, linear=Linearity.MULTILINEAR, kind=CostKind.LINEAR, flops=_product_flops,
+        saves_for_backward=product_operands,
+    ),
     Op("vdot", "k, k -> ", contracts=True),
     Op("inner", "b* k, m k -> b* m", contracts=True),
-    Op("outer", "n, m -> n m", linear="each"),
+    Op("outer", "n, m -> n m", linear=Linearity.MULTILINEAR),
     Op("kron", _kron_rule),
-    Op("tensordot", _tensordot_rule, contracts=True, kind="linear", flops=_product_flops, saves_for_backward=product_operands,
-    autocast="lower"),
-    Op("bilinear", "b* i, b* j, o i j, o -> b* o", contracts=True, bias=3),
-    Op("addmv", kind="linear", flops=_added_product_flops, saves_for_backward=added_product_operands),
     Op(
-        "_grouped_mm", "!m k, !e k n, !e -> !m n",
-        contracts=True, kind="linear", flops=_product_flops, has_many_strategies=True, saves_for_backward=product_operands,
+        "tensordot", _tensordot_rule, contracts=True, kind=CostKind.LINEAR, flops=_product_flops, saves_for_backward=product_operands,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
-    Op("addbmm linalg_vecdot", autocast="lower"),
-    Op("cdist", "b* n !d, b* m !d -> b* n m", autocast="wider"),
+    Op("bilinear", "b* i, b* j, o i j, o -> b* o", contracts=True, bias=3),
+    Op("addmv", kind=CostKind.LINEAR, flops=_added_product_flops, saves_for_backward=added_product_operands),
+    Op(
+        "_grouped_mm", "!m k, !e k n, !e -> !m n", contracts=True, kind=CostKind.LINEAR, flops=_product_flops, has_many_strategies=True,
+        saves_for_backward=product_operands,
+    ),
+    Op("addbmm linalg_vecdot", autocast=AutocastPolicy.LOW_PRECISION),
+    Op("cdist", "b* n !d, b* m !d -> b* n m", autocast=AutocastPolicy.FLOAT32),
     Op("_cdist_forward _euclidean_dist", "b* n !d, b* m !d -> b* n m"),
 )  # fmt: skip

@@ -13,23 +13,24 @@ from shardwise.ops.operator import Operator, Tensor
 from shardwise.ops.rule import FusedLabel, Rule
 from shardwise.ops.saved_tensors import SavedRule, float_inputs
 from shardwise.ops.sliding_window import Window
+from shardwise.ops.vocabulary import (
+    AutocastPolicy,
+    CostKind,
+    ExpertStage,
+    Extreme,
+    GradientMemory,
+    Linearity,
+    LoweringKind,
+    MaskPredicate,
+    MatmulKind,
+    ViewKind,
+)
 
 Shape = tuple[int, ...]
 RuleOfShapes = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
 Tensors = Mapping[str, Tensor]
 # Returns the inputs in which a call is jointly linear (None: in none), given the values that are zero.
 LinearInputs = Callable[[Operator, Container[str]], tuple[str, ...] | None]
-
-KINDS = (
-    "linear", "attention", "convolution", "recurrent", "elementwise", "activation", "norm", "batch_norm", "softmax", "gather", "make",
-    "view",
-)  # fmt: skip
-VIEW_KINDS = ("", "reshape", "expand", "repeat", "part", "same", "rows", "cast", "copy")
-LINEAR = ("", "together", "sum", "each", "numerator")
-AUTOCAST = ("", "lower", "wider", "first", "apart", "narrow")
-PRODUCT = ("", "linear", "weight", "stacked", "grouped")
-EXPERT_ROWS = ("", "begins", "goes on", "ends")
-GRADIENT = ("", "same", "summed", "broadcast", "scattered", "spectrum", "padded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,9 @@ class Windows:
     tap_cost: tuple[float, float] = (0.0, 0.0)
 
 
-# Predicates of which attention masks are made: the elements are consecutive numbers; first operand <= second; first >= second; logical and;
-# logical not; fill where the second operand is true; lower triangle.
-COUNTS, AT_MOST, AT_LEAST, ALL_HOLD, NOT, FILLS, LOWER = "counts", "at most", "at least", "all hold", "not", "fills", "lower"
-
-
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The record of all operators in `names` (torch's, without overload, separated by spaces); comments explain the fields."""
+    """The record of all operators in `names` (torch's, without overload, separated by spaces)."""
 
     names: str
     # Factor rule: lines of notation (`shardwise.ops.rule`), of which the first that fits applies, or a function of the call;
@@ -95,9 +91,7 @@ class Op:
     # Labels of fused dimensions: consecutive runs, each of which is sharded separately (`shardwise.ops.rule.FusedLabel`).
     along: Callable[[Operator, list[Shape], list[Shape]], tuple[FusedLabel, ...]] | None = None
 
-    # How output elements relate to input elements: another shape ("reshape"), repeated ("expand", "repeat"), a slice ("part"), the
-    # "same" view, a contiguous copy ("rows"), another dtype ("cast"), a "copy".
-    view_kind: str = ""
+    view_kind: ViewKind = ViewKind.NONE
     # Of a permutation: the input dimension of each output dimension, by the number of dimensions.
     permutation: Callable[[Operator, int], list[int]] | None = None
     mixes_positions: bool = False  # mixes positions along a dimension that keeps its meaning
@@ -114,30 +108,27 @@ class Op:
     over_samples: bool = False  # statistics are taken over samples
     windows: Windows | None = None  # sliding windows along positions
 
-    mask_predicate: str = ""  # predicate of positions: `COUNTS` etc., above
+    mask_predicate: MaskPredicate = MaskPredicate.NONE
 
     # Contracted labels are summed: sharding one leaves partial sums.
     contracts: bool = False
-    # Linear in all tensors jointly ("together", or "sum", which also adds numbers), in "each" separately, in the "numerator"; or by call.
-    linear: str | LinearInputs = ""
+    linear: Linearity | LinearInputs = Linearity.NONE
     bias: int | None = None  # position of the operand that is added once, after the sum
-    extreme: str = ""  # reduces to the "largest" or the "least" element
+    extreme: Extreme = Extreme.NONE
     is_loss: bool = False
     over_classes: bool = False  # classes are in dimension 1; the mean is over targets that count
 
     num_differentiable: int | None = None  # number of leading inputs that get a gradient; None: all
     non_differentiable_at: tuple[int, ...] = ()  # positions of tensors that torch does not differentiate
-    lowering: str = ""  # special lowering in `shardwise.lower.operator_lowering`
+    lowering: LoweringKind = LoweringKind.NONE
     allows_fewer_heads: bool = False  # later operands may have fewer entries of a label, as keys of grouped heads
     weight: WeightGradient | None = None  # how its weight gradient is computed separately
     sparse_at: int | None = None  # position of the flag for a sparse gradient
 
-    # Cost kind, see `shardwise.model.work.OperatorWork`; FLOPs of a product.
-    kind: str = "elementwise"
-    flops: Callable[[Operator, Tensors], float] | None = None
-    # A product of activations with a weight [outputs, inputs] ("linear") or other ("weight"); batched ("stacked"); of experts ("grouped").
-    product: str = ""
-    expert_rows: str = ""  # data-dependent rows of experts begin, go on or end here, see `shardwise.ops.experts`
+    kind: CostKind = CostKind.ELEMENTWISE
+    flops: Callable[[Operator, Tensors], float] | None = None  # FLOPs of a product
+    product: MatmulKind = MatmulKind.NONE
+    expert_rows: ExpertStage = ExpertStage.NONE
     is_lookup: bool = False  # looks up rows of a weight
     outputs_probabilities: bool = False  # outputs weights that sum to one
     fuses_softmax: bool = False  # contains a softmax whose logarithms are written and saved
@@ -146,9 +137,7 @@ class Op:
 
     saves_for_backward: SavedRule = float_inputs  # tensors saved for backward
     saves_normalized: bool = False  # on CPUs: saves a normalized copy as large as the output
-    # Memory of an operand's gradient: the output gradient's ("same"), reduced where the operand was broadcast ("summed"), as large as the
-    # output ("broadcast"), scatter-added ("scattered"), a complex "spectrum" of a real operand, or of a "padded" one.
-    gradient: str = ""
+    gradient: GradientMemory = GradientMemory.NONE  # memory of an operand's gradient
     backward_temporaries: float = 0.0  # other temporaries of backward, in sizes of the first operand
     conjugates_saved: bool = False  # backward conjugates its saved complex tensors
     transpose_copies: float = 0.0  # copies where gradient and saved tensor differ in dimension order, in output sizes
@@ -156,22 +145,10 @@ class Op:
     # Dimension order of each operand's gradient.
     gradient_dim_order: Callable[[Operator], tuple[tuple[int, ...], ...]] | None = None
 
-    # Under autocast operands are cast "lower" or "wider", the output has the dtype of the "first", each output that of its operand
-    # ("apart"), or it is "narrow"; `dtype_from`: the operand whose dtype the output has.
-    autocast: str = ""
-    dtype_from: int | None = None
+    autocast: AutocastPolicy = AutocastPolicy.NONE
+    dtype_from: int | None = None  # under autocast, the operand whose dtype the output has
 
     @property
     def over_steps(self) -> bool:
         """Return whether the operator is recurrent layers over a sequence."""
         return self.recurrence is not None and not self.recurrence.is_cell
-
-    def __post_init__(self) -> None:
-        words = (
-            (self.kind, KINDS), (self.view_kind, VIEW_KINDS), (self.product, PRODUCT), (self.expert_rows, EXPERT_ROWS), (self.autocast,
-                AUTOCAST),
-            (self.gradient, GRADIENT),
-        )  # fmt: skip
-        for word, values in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
-            if word not in values:
-                raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, values))}")

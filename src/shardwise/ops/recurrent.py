@@ -9,6 +9,7 @@ from shardwise.ops.operator import Operator
 from shardwise.ops.record import Op, Recurrence, RuleOfShapes, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, FusedLabel, Labels, Rule
 from shardwise.ops.saved_tensors import Saved, SavedRule
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 HIDDEN_UNITS = "h"
 RECURRENT_SAVED_FACTOR = 5.0  # gates and cell states of every step and layer, in output sizes (LSTM; fewer for the others)
@@ -112,19 +113,19 @@ def _has_dropout(op: Operator) -> bool:
 
 def _layer_record(names: str, states: int, gates: int, single: float = 0.0) -> Op:
     return Op(
-        names, _layers_rule(states), along=_hidden_unit_labels(states, gates, False), lowering="units", is_random=_has_dropout,
-            kind="recurrent", flops=_recurrent_flops(0),
-        recurrence=Recurrence(states, serial_fraction=single), saves_for_backward=_saved_steps, autocast="lower",
+        names, _layers_rule(states), along=_hidden_unit_labels(states, gates, False), lowering=LoweringKind.HIDDEN_UNITS,
+        is_random=_has_dropout, kind=CostKind.RECURRENT, flops=_recurrent_flops(0), recurrence=Recurrence(states, serial_fraction=single),
+        saves_for_backward=_saved_steps, autocast=AutocastPolicy.LOW_PRECISION,
     )  # fmt: skip
 
 
 def _cell_record(names: str, states: int, gates: int = 0, runs: int = 1) -> Op:
     # Products inside a cell are narrow under autocast, so the output has the dtype of the state.
     return Op(
-        names, _cell_rule(states), along=_hidden_unit_labels(states, runs, True), lowering="units", kind="recurrent",
-            flops=_recurrent_flops(states),
-        recurrence=Recurrence(states, is_cell=True), saves_for_backward=_saved_gates(states, gates), dtype_from=states if gates else None,
-        autocast="" if gates else "narrow",
+        names, _cell_rule(states), along=_hidden_unit_labels(states, runs, True), lowering=LoweringKind.HIDDEN_UNITS,
+        kind=CostKind.RECURRENT, flops=_recurrent_flops(states), recurrence=Recurrence(states, is_cell=True),
+        saves_for_backward=_saved_gates(states, gates), dtype_from=states if gates else None,
+        autocast=AutocastPolicy.NONE if gates else AutocastPolicy.LOW_PRECISION_OUTPUT,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from shardwise.ops.saved_tensors import (
     integer_inputs,
     source_and_indices,
 )
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Extreme, GradientMemory, Linearity
 
 
 def reduced_dims(op: Operator, position: int, rank: int) -> list[int] | None:
@@ -102,40 +103,39 @@ def _renorm_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 
 OPS = (
-    Op("sum", _reduction_rule("sum"), contracts=True, linear="together", saves_for_backward=integer_inputs, gradient="same"),
-    Op("mean", _reduction_rule("mean"), contracts=True, linear="together", saves_for_backward=integer_inputs),
+    Op(
+        "sum", _reduction_rule("sum"), contracts=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op("mean", _reduction_rule("mean"), contracts=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
     Op("nansum count_nonzero", _reduction_rule("sum"), contracts=True),
-    Op("amax", _reduction_rule("extreme"), extreme="largest", saves_for_backward=inputs_and_output, backward_temporaries=1.3),
-    Op("amin", _reduction_rule("extreme"), extreme="least", saves_for_backward=inputs_and_output, backward_temporaries=1.3),
-    Op("max", _reduction_rule("whole"), extreme="largest", saves_for_backward=chosen_indices),
-    Op("min", _reduction_rule("whole"), extreme="least", saves_for_backward=chosen_indices),
+    Op("amax", _reduction_rule("extreme"), extreme=Extreme.MAX, saves_for_backward=inputs_and_output, backward_temporaries=1.3),
+    Op("amin", _reduction_rule("extreme"), extreme=Extreme.MIN, saves_for_backward=inputs_and_output, backward_temporaries=1.3),
+    Op("max", _reduction_rule("whole"), extreme=Extreme.MAX, saves_for_backward=chosen_indices),
+    Op("min", _reduction_rule("whole"), extreme=Extreme.MIN, saves_for_backward=chosen_indices),
     Op("median nanmedian mode", _reduction_rule(), saves_for_backward=chosen_indices),
     Op("any all argmax argmin var std var_mean std_mean nanmean aminmax", _reduction_rule()),
-    Op("prod", _reduction_rule(), saves_for_backward=inputs_and_output, autocast="wider"),
+    Op("prod", _reduction_rule(), saves_for_backward=inputs_and_output, autocast=AutocastPolicy.FLOAT32),
     Op("norm linalg_vector_norm", _reduction_rule(position=2), saves_for_backward=inputs_and_output),
-    Op("quantile nanquantile", _reduction_rule(position=2, is_elementwise_of_two=False), autocast="wider"),
+    Op("quantile nanquantile", _reduction_rule(position=2, is_elementwise_of_two=False), autocast=AutocastPolicy.FLOAT32),
     Op("renorm", _renorm_rule),
     Op("msort", saves_for_backward=chosen_indices),
     Op("trapezoid", saves_for_backward=integer_inputs),
-    Op("trace", autocast="wider"),
+    Op("trace", autocast=AutocastPolicy.FLOAT32),
     Op(
-        "softmax _softmax",
-        rule_along_dims(),
-        kind="softmax",
-        outputs_probabilities=True,
-        saves_for_backward=first_output,
+        "softmax _softmax", rule_along_dims(), kind=CostKind.SOFTMAX, outputs_probabilities=True, saves_for_backward=first_output,
         transpose_copies=1.0,
     ),
-    Op("log_softmax", rule_along_dims(), kind="softmax", saves_for_backward=first_output, transpose_copies=1.0),
-    Op("_log_softmax", rule_along_dims(), kind="softmax", saves_for_backward=first_output),
-    Op("_safe_softmax", kind="softmax", outputs_probabilities=True, saves_for_backward=first_output),
+    Op("log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, saves_for_backward=first_output, transpose_copies=1.0),
+    Op("_log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, saves_for_backward=first_output),
+    Op("_safe_softmax", kind=CostKind.SOFTMAX, outputs_probabilities=True, saves_for_backward=first_output),
     Op("_softmax_backward_data _log_softmax_backward_data", rule_along_dims(2)),
-    Op("logsumexp", rule_along_dims(removes_dims=True), kind="softmax", saves_for_backward=inputs_and_output),
+    Op("logsumexp", rule_along_dims(removes_dims=True), kind=CostKind.SOFTMAX, saves_for_backward=inputs_and_output),
     Op("logcumsumexp", rule_along_dims(), saves_for_backward=inputs_and_output),
     Op("cumsum", _running_sum_rule, saves_for_backward=integer_inputs, backward_temporaries=2.0),
     Op("cumprod", rule_along_dims(), saves_for_backward=inputs_and_output, backward_temporaries=3.2),
     Op("cummax cummin", rule_along_dims(), saves_for_backward=chosen_indices),
-    Op("flip", rule_along_dims(), mixes_positions=True, linear="together", saves_for_backward=integer_inputs),
+    Op("flip", rule_along_dims(), mixes_positions=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
     Op("roll", rule_along_dims(2), mixes_positions=True, saves_for_backward=integer_inputs),
     Op("diff", rule_along_dims(2), saves_for_backward=integer_inputs),
     Op("rot90 cross linalg_cross", rule_along_dims(2)),
@@ -146,8 +146,11 @@ OPS = (
     Op("fft_fftshift fft_ifftshift", rule_along_dims(), saves_for_backward=integer_inputs),
     Op("scatter scatter_add", rule_along_dims(), saves_for_backward=integer_inputs),
     Op("scatter_reduce", rule_along_dims()),
-    Op("gather take_along_dim", rule_along_dims(), kind="gather", saves_for_backward=source_and_indices, gradient="scattered"),
-    Op("index_select", rule_along_dims(allows_other_ranks=True), kind="gather", saves_for_backward=integer_inputs),
+    Op(
+        "gather take_along_dim", rule_along_dims(), kind=CostKind.GATHER, saves_for_backward=source_and_indices,
+        gradient=GradientMemory.SCATTER_ADD,
+    ),
+    Op("index_select", rule_along_dims(allows_other_ranks=True), kind=CostKind.GATHER, saves_for_backward=integer_inputs),
     Op("index_add", rule_along_dims(allows_other_ranks=True), saves_for_backward=inputs_after_first),
     Op("index_copy index_fill", rule_along_dims(allows_other_ranks=True)),
-)
+)  # fmt: skip

@@ -8,6 +8,7 @@ from shardwise.ops.operator import Operator
 from shardwise.ops.record import Op, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Rule, leading_labels, shardable_labels
 from shardwise.ops.saved_tensors import Saved, all_inputs, inputs_and_output, integer_inputs
+from shardwise.ops.vocabulary import AutocastPolicy, GradientMemory, Linearity
 
 
 def _batched_matrix_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -97,7 +98,7 @@ OPS = (
         cholesky cholesky_inverse cholesky_solve inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_eigvalsh linalg_inv
         linalg_inv_ex linalg_qr linalg_solve linalg_svd linalg_svdvals
         """,
-        _batched_matrix_rule, autocast="wider",
+        _batched_matrix_rule, autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
         """
@@ -110,17 +111,23 @@ OPS = (
         linalg_cond linalg_eig linalg_eigvals linalg_householder_product linalg_lstsq linalg_matrix_rank linalg_tensorinv
         linalg_tensorsolve lu_solve pinverse qr svd triangular_solve
         """,
-        autocast="wider",
+        autocast=AutocastPolicy.FLOAT32,
     ),
     Op("linalg_norm linalg_matrix_norm", _matrix_norm_rule, saves_for_backward=inputs_and_output),
     Op("cosine_similarity pairwise_distance", _pairwise_rule),
-    Op("stft", _stft_rule, autocast="wider"),
+    Op("stft", _stft_rule, autocast=AutocastPolicy.FLOAT32),
     Op("istft", _stft_rule),
     Op(
-        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn", _fft_rule,
-        linear="together", saves_for_backward=integer_inputs, gradient="spectrum", autocast="wider",
+        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn", _fft_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
+        gradient=GradientMemory.SPECTRUM, autocast=AutocastPolicy.FLOAT32,
     ),
-    Op("fft_rfft fft_ihfft", _fft_rule, linear="together", saves_for_backward=_saved_padded, gradient="padded", autocast="wider"),
-    Op("fft_hfft fft_irfft fft_irfft2 fft_irfftn", _fft_rule, linear="together", saves_for_backward=integer_inputs, autocast="wider"),
-    Op("fft_rfft2 fft_rfftn", _fft_rule, linear="together", autocast="wider"),
+    Op(
+        "fft_rfft fft_ihfft", _fft_rule, linear=Linearity.JOINT, saves_for_backward=_saved_padded, gradient=GradientMemory.PADDED_SPECTRUM,
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op(
+        "fft_hfft fft_irfft fft_irfft2 fft_irfftn", _fft_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op("fft_rfft2 fft_rfftn", _fft_rule, linear=Linearity.JOINT, autocast=AutocastPolicy.FLOAT32),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from shardwise.ops.operator import Operator
 from shardwise.ops.record import Op
 from shardwise.ops.rule import BLOCKED, FusedLabel, LabelRanges, Labels, Rule, leading_labels, shardable_labels
 from shardwise.ops.saved_tensors import integer_inputs
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, ViewKind
 
 Shape = tuple[int, ...]
 
@@ -245,51 +246,74 @@ def _inner_labels(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Fu
 
 OPS = (
     Op(
-        "view reshape _unsafe_view", _reshape_rule, along=_inner_labels, kind="view", view_kind="reshape", shape_at=1, linear="together",
-            gradient="same"
+        "view reshape _unsafe_view", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE, shape_at=1,
+        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
     ),
     Op(
-        "flatten ravel unflatten squeeze unsqueeze", _reshape_rule, along=_inner_labels, kind="view", view_kind="reshape",
-            linear="together",
-        gradient="same",
+        "flatten ravel unflatten squeeze unsqueeze", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE,
+        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
     ),
-    Op("view_as", _reshape_rule, along=_inner_labels, kind="view", view_kind="reshape", linear="together", gradient="same",
-    num_differentiable=1),
-    Op("reshape_as", _reshape_rule, view_kind="reshape", linear="together", gradient="same", num_differentiable=1),
-    Op("atleast_1d atleast_2d atleast_3d", _reshape_rule, linear="together"),
-    Op("transpose swapaxes swapdims", _permute_rule(_transpose_order), kind="view", permutation=_transpose_order, linear="together",
-    gradient="same"),
-    Op("permute", _permute_rule(_permute_order), kind="view", permutation=_permute_order, linear="together", gradient="same"),
-    Op("movedim moveaxis", _permute_rule(_movedim_order), kind="view", permutation=_movedim_order, linear="together", gradient="same"),
-    Op("t numpy_T", _permute_rule(_reversed_order), kind="view", permutation=_reversed_order, linear="together", gradient="same"),
-    Op("matrix_H", _permute_rule(_reversed_order), linear="together"),
-    Op("mT", _permute_rule(_last_two_order), kind="view", permutation=_last_two_order, linear="together", gradient="same"),
-    Op("mH adjoint", _permute_rule(_last_two_order), linear="together"),
-    Op("expand", _expand_rule, kind="view", view_kind="expand", shape_at=1, linear="together"),
-    Op("expand_as", _expand_rule, kind="view", view_kind="expand", linear="together", num_differentiable=1),
-    Op("broadcast_to", _expand_rule, kind="view", view_kind="expand", linear="together"),
     Op(
-        "slice narrow", _slice_rule, along=_slice_labels, lowering="part", kind="view", view_kind="part", mixes_positions=True,
-            linear="together"
+        "view_as", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE, linear=Linearity.JOINT,
+        gradient=GradientMemory.ALIAS, num_differentiable=1,
     ),
-    Op("narrow_copy", _slice_rule, linear="together"),
-    Op("select", _select_rule, along=_select_labels, kind="view", view_kind="part", linear="together"),
     Op(
-        "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, lowering="part", kind="view", view_kind="part",
-        linear="together",
+        "reshape_as", _reshape_rule, view_kind=ViewKind.RESHAPE, linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
+        num_differentiable=1,
     ),
-    Op("unbind", _unbind_rule, along=_select_labels, kind="view", view_kind="part", linear="together"),
-    Op("slice_scatter select_scatter", _slice_scatter_rule, lowering="scatter", linear="together", saves_for_backward=integer_inputs),
-    Op("cat concat concatenate", _cat_rule, concatenates=True, mixes_positions=True, linear="together",
-    saves_for_backward=integer_inputs, gradient="same"),
-    Op("stack", _stack_rule, concatenates=True, linear="together", saves_for_backward=integer_inputs, gradient="same"),
-    Op("repeat", _repeat_rule, view_kind="repeat", linear="together", saves_for_backward=integer_inputs),
-    Op("tile", _repeat_rule, view_kind="repeat", linear="together"),
-    Op("repeat_interleave", _repeat_interleave_rule, linear="together", saves_for_backward=integer_inputs),
-    Op("unfold", _unfold_rule, kind="view"),
-    Op("diagonal", _diagonal_rule, kind="view"),
+    Op("atleast_1d atleast_2d atleast_3d", _reshape_rule, linear=Linearity.JOINT),
+    Op(
+        "transpose swapaxes swapdims", _permute_rule(_transpose_order), kind=CostKind.VIEW, permutation=_transpose_order,
+        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
+    ),
+    Op(
+        "permute", _permute_rule(_permute_order), kind=CostKind.VIEW, permutation=_permute_order, linear=Linearity.JOINT,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op(
+        "movedim moveaxis", _permute_rule(_movedim_order), kind=CostKind.VIEW, permutation=_movedim_order, linear=Linearity.JOINT,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op(
+        "t numpy_T", _permute_rule(_reversed_order), kind=CostKind.VIEW, permutation=_reversed_order, linear=Linearity.JOINT,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op("matrix_H", _permute_rule(_reversed_order), linear=Linearity.JOINT),
+    Op(
+        "mT", _permute_rule(_last_two_order), kind=CostKind.VIEW, permutation=_last_two_order, linear=Linearity.JOINT,
+        gradient=GradientMemory.ALIAS,
+    ),
+    Op("mH adjoint", _permute_rule(_last_two_order), linear=Linearity.JOINT),
+    Op("expand", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, shape_at=1, linear=Linearity.JOINT),
+    Op("expand_as", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, linear=Linearity.JOINT, num_differentiable=1),
+    Op("broadcast_to", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, linear=Linearity.JOINT),
+    Op(
+        "slice narrow", _slice_rule, along=_slice_labels, lowering=LoweringKind.SLICE, kind=CostKind.VIEW, view_kind=ViewKind.SLICE,
+        mixes_positions=True, linear=Linearity.JOINT,
+    ),
+    Op("narrow_copy", _slice_rule, linear=Linearity.JOINT),
+    Op("select", _select_rule, along=_select_labels, kind=CostKind.VIEW, view_kind=ViewKind.SLICE, linear=Linearity.JOINT),
+    Op(
+        "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, lowering=LoweringKind.SLICE, kind=CostKind.VIEW,
+        view_kind=ViewKind.SLICE, linear=Linearity.JOINT,
+    ),
+    Op("unbind", _unbind_rule, along=_select_labels, kind=CostKind.VIEW, view_kind=ViewKind.SLICE, linear=Linearity.JOINT),
+    Op(
+        "slice_scatter select_scatter", _slice_scatter_rule, lowering=LoweringKind.SCATTER, linear=Linearity.JOINT,
+        saves_for_backward=integer_inputs,
+    ),
+    Op(
+        "cat concat concatenate", _cat_rule, concatenates=True, mixes_positions=True, linear=Linearity.JOINT,
+        saves_for_backward=integer_inputs, gradient=GradientMemory.ALIAS,
+    ),
+    Op("stack", _stack_rule, concatenates=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs, gradient=GradientMemory.ALIAS),
+    Op("repeat", _repeat_rule, view_kind=ViewKind.REPEAT, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op("tile", _repeat_rule, view_kind=ViewKind.REPEAT, linear=Linearity.JOINT),
+    Op("repeat_interleave", _repeat_interleave_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op("unfold", _unfold_rule, kind=CostKind.VIEW),
+    Op("diagonal", _diagonal_rule, kind=CostKind.VIEW),
     Op("diag_embed", _diag_embed_rule),
-    Op("meshgrid", _meshgrid_rule, kind="view", autocast="apart"),
-    Op("identity", kind="view", view_kind="same", gradient="same"),
-    Op("as_strided", lowering="memory"),
+    Op("meshgrid", _meshgrid_rule, kind=CostKind.VIEW, autocast=AutocastPolicy.PER_OPERAND),
+    Op("identity", kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, gradient=GradientMemory.ALIAS),
+    Op("as_strided", lowering=LoweringKind.CONTIGUOUS),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from shardwise.ops.record import Op, RuleOfShapes, RuleOfTensors, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, HALO, Labels, Rule, restrict_rule
 from shardwise.ops.saved_tensors import integer_inputs, product_operands, window_indices, window_mean_input
 from shardwise.ops.sliding_window import ResamplingWindow, SlidingWindow, TransposedWindow, Window
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 
 def is_transposed(op: Operator) -> bool:
@@ -167,9 +168,9 @@ def _convolution_record(name: str, rule: str, dims: int, transposed: bool = Fals
     )
     return Op(
         name, rule, _grouped_rule, contracts=not transposed, bias=None if transposed else 2, has_many_strategies=not transposed,
-        weight=WeightGradient(1, 0, dims + 2, words), kind="convolution", flops=_convolution_flops, saves_for_backward=product_operands,
-        autocast="lower",
-        windows=_transposed_windows(dims) if transposed else _convolution_windows(dims), lowering="grouped",
+        weight=WeightGradient(1, 0, dims + 2, words), kind=CostKind.CONVOLUTION, flops=_convolution_flops,
+        saves_for_backward=product_operands, autocast=AutocastPolicy.LOW_PRECISION,
+        windows=_transposed_windows(dims) if transposed else _convolution_windows(dims), lowering=LoweringKind.GROUPED_CONVOLUTION,
     )  # fmt: skip
 
 
@@ -193,63 +194,63 @@ OPS = (
     _convolution_record("conv_transpose1d", "n i w~, i o !x, o -> n o w~", 1, transposed=True),
     _convolution_record("conv_transpose2d", "n i h~ w~, i o !x !y, o -> n o h~ w~", 2, transposed=True),
     _convolution_record("conv_transpose3d", "n i z~ h~ w~, i o !x !y !u, o -> n o z~ h~ w~", 3, transposed=True),
-    Op("convolution", kind="convolution", flops=_convolution_flops, saves_for_backward=product_operands),
-    Op("_convolution", kind="convolution", flops=_convolution_flops, saves_for_backward=product_operands, autocast="lower"),
-    Op("conv_tbc", autocast="lower"),
+    Op("convolution", kind=CostKind.CONVOLUTION, flops=_convolution_flops, saves_for_backward=product_operands),
+    Op(
+        "_convolution", kind=CostKind.CONVOLUTION, flops=_convolution_flops, saves_for_backward=product_operands,
+        autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op("conv_tbc", autocast=AutocastPolicy.LOW_PRECISION),
     Op("max_pool1d", "n c w~ -> n c w~", saves_for_backward=window_indices, windows=_pool_windows(1, average=False)),
     Op("max_pool2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=window_indices, windows=_pool_windows(2, average=False)),
     Op(
-        "max_pool3d",
-        "n c z~ h~ w~ -> n c z~ h~ w~",
-        saves_for_backward=window_indices,
-        autocast="wider",
+        "max_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", saves_for_backward=window_indices, autocast=AutocastPolicy.FLOAT32,
         windows=_pool_windows(3, average=False),
     ),
     Op("max_pool2d_with_indices", "n c !h !w -> n c !h !w, n c !h !w", saves_for_backward=window_indices),
     Op("adaptive_max_pool1d", "n c !w -> n c !w, n c !w", saves_for_backward=window_indices),
     Op("adaptive_max_pool2d", "n c !h !w -> n c !h !w, n c !h !w", saves_for_backward=window_indices),
-    Op("adaptive_max_pool3d", "n c !z !h !w -> n c !z !h !w, n c !z !h !w", saves_for_backward=window_indices, autocast="wider"),
-    Op("fractional_max_pool2d fractional_max_pool3d", saves_for_backward=window_indices, autocast="wider"),
-    Op("max_unpool2d", "n c !h !w, n c !x !y -> n c !z !u", autocast="wider"),
-    Op("max_unpool3d", autocast="wider"),
+    Op(
+        "adaptive_max_pool3d", "n c !z !h !w -> n c !z !h !w, n c !z !h !w", saves_for_backward=window_indices,
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op("fractional_max_pool2d fractional_max_pool3d", saves_for_backward=window_indices, autocast=AutocastPolicy.FLOAT32),
+    Op("max_unpool2d", "n c !h !w, n c !x !y -> n c !z !u", autocast=AutocastPolicy.FLOAT32),
+    Op("max_unpool3d", autocast=AutocastPolicy.FLOAT32),
     Op("avg_pool1d", "n c w~ -> n c w~", windows=_pool_windows(1, average=True)),
     Op("avg_pool2d", "n c h~ w~ -> n c h~ w~", windows=_pool_windows(2, average=True)),
-    Op("avg_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", autocast="wider", windows=_pool_windows(3, average=True)),
+    Op("avg_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", autocast=AutocastPolicy.FLOAT32, windows=_pool_windows(3, average=True)),
     Op("adaptive_avg_pool1d", _adaptive_rule(1), saves_for_backward=window_mean_input, windows=_adaptive_windows(1)),
     Op("adaptive_avg_pool2d", _adaptive_rule(2), saves_for_backward=window_mean_input, windows=_adaptive_windows(2)),
-    Op("adaptive_avg_pool3d", _adaptive_rule(3), saves_for_backward=window_mean_input, autocast="wider", windows=_adaptive_windows(3)),
+    Op(
+        "adaptive_avg_pool3d", _adaptive_rule(3), saves_for_backward=window_mean_input, autocast=AutocastPolicy.FLOAT32,
+        windows=_adaptive_windows(3),
+    ),
     Op("upsample_nearest1d", "n c w~ -> n c w~", saves_for_backward=integer_inputs, windows=_resize_windows(1, 0)),
     Op("upsample_nearest2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=integer_inputs, windows=_resize_windows(2, 0)),
     Op("upsample_bilinear2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=integer_inputs, windows=_resize_windows(2, 1)),
     Op("_upsample_nearest_exact1d", "n c w~ -> n c w~", windows=_resize_windows(1, 0, 0.5)),
     Op("upsample_linear1d", "n c w~ -> n c w~", windows=_resize_windows(1, 1)),
-    Op(
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_bicubic2d",
-        "n c !h !w -> n c !h !w",
-    ),
+    Op("_upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_bicubic2d", "n c !h !w -> n c !h !w"),
     Op("_upsample_nearest_exact2d", "n c h~ w~ -> n c h~ w~", windows=_resize_windows(2, 0, 0.5)),
     Op("_upsample_nearest_exact3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resize_windows(3, 0, 0.5)),
     Op("upsample_nearest3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resize_windows(3, 0)),
     Op("upsample_trilinear3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resize_windows(3, 1)),
-    Op("grid_sampler", ("n c !h !w, n !x !y !z -> n c !x !y", "n c !z !h !w, n !x !y !t !u -> n c !x !y !t"), autocast="wider"),
-    Op("grid_sampler_2d grid_sampler_3d", autocast="wider"),
     Op(
-        "pad",
-        RuleOfTensors(_pad_rule),
-        mixes_positions=True,
-        saves_for_backward=integer_inputs,
+        "grid_sampler", ("n c !h !w, n !x !y !z -> n c !x !y", "n c !z !h !w, n !x !y !t !u -> n c !x !y !t"),
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op("grid_sampler_2d grid_sampler_3d", autocast=AutocastPolicy.FLOAT32),
+    Op(
+        "pad", RuleOfTensors(_pad_rule), mixes_positions=True, saves_for_backward=integer_inputs,
         windows=Windows(_pad_windows, padding=1, fill_at=3),
     ),
     Op(
-        "constant_pad_nd",
-        RuleOfTensors(_pad_rule),
-        mixes_positions=True,
-        saves_for_backward=integer_inputs,
+        "constant_pad_nd", RuleOfTensors(_pad_rule), mixes_positions=True, saves_for_backward=integer_inputs,
         windows=Windows(_pad_windows, padding=1, fill_at=2),
     ),
-    Op("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d", autocast="wider"),
+    Op("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d", autocast=AutocastPolicy.FLOAT32),
     Op("pixel_shuffle", "n !c !h !w -> n !c !h !w", saves_for_backward=integer_inputs),
     Op("pixel_unshuffle channel_shuffle", "n !c !h !w -> n !c !h !w"),
     Op("im2col", "n !c !h !w -> n !c !l", saves_for_backward=integer_inputs),
     Op("col2im", "n !c !l -> n !c !h !w", saves_for_backward=integer_inputs),
-)
+)  # fmt: skip

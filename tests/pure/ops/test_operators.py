@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.ops import RECORDS, Op
+from shardwise.ops import RECORDS
 
 ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
@@ -144,9 +144,3 @@ def test_every_record_is_of_one_operator_or_of_several_that_are_alike() -> None:
 def test_names_that_torch_has_for_one_operator_have_one_record(names: str) -> None:
     """Products by `torch.multiply` kept both of their operands, and sums by `torch.subtract` passed no summands."""
     assert len({id(RECORDS[f"aten.{name}"]) for name in names.split()}) == 1
-
-
-@pytest.mark.parametrize("field", ["kind", "view_kind", "linear", "product", "gradient", "autocast"])
-def test_a_record_with_an_unknown_word_cannot_be_made(field: str) -> None:
-    with pytest.raises(ValueError, match="none of"):
-        Op("a", **{field: "twice"})

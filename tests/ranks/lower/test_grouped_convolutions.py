@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.lower import operator_lowering
+from shardwise.ops.vocabulary import LoweringKind
 from shardwise.run.verify.verify import Verification
 
 
@@ -68,6 +69,6 @@ def test_fewer_groups_than_ranks_are_not_cut() -> None:
 
 
 def test_broken_twin_with_the_groups_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(operator_lowering.LOWERINGS, "grouped", lambda call: None)
+    monkeypatch.setitem(operator_lowering.LOWERINGS, LoweringKind.GROUPED_CONVOLUTION, lambda call: None)
     with pytest.raises(shardwise.errors.RankError, match="groups"):
         verified("tensor=2")

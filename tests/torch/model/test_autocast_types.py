@@ -18,6 +18,7 @@ from shardwise.model.graph import Graph, Operator, Ref, Word
 from shardwise.model.strides import autocast_dtypes as module
 from shardwise.model.strides.autocast_dtypes import apply_autocast
 from shardwise.ops import Op, record_of
+from shardwise.ops.vocabulary import AutocastPolicy
 
 
 def _runs_lstm() -> bool:
@@ -120,11 +121,11 @@ def test_values_have_the_types_that_autocast_gives_them(graph: Graph) -> None:
     assert _misjudged(graph) == []
 
 
-@pytest.mark.parametrize("how", ["lower", "wider", "first"])
+@pytest.mark.parametrize("how", [AutocastPolicy.LOW_PRECISION, AutocastPolicy.FLOAT32, AutocastPolicy.FIRST_OPERAND])
 def test_broken_twin_records_that_leave_a_cast_out_are_noticed(graph: Graph, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(op: Operator) -> Op:
         record = record_of(op)
-        return replace(record, autocast="") if record.autocast == how else record
+        return replace(record, autocast=AutocastPolicy.NONE) if record.autocast == how else record
 
     monkeypatch.setattr(module, "record_of", without)
     assert _misjudged(graph)

@@ -12,6 +12,7 @@ from shardwise.model.dims.sequence_dims import find_sequence_dims
 from shardwise.model.sharding.propagate import propagate
 from shardwise.model.sharding.sharding import Prices
 from shardwise.ops import record_of
+from shardwise.ops.vocabulary import CostKind
 from shardwise.plan.ir.placement import dual_of
 from shardwise.plan.ir.transition import sent_fraction
 from shardwise.plan.layout import Layout
@@ -134,5 +135,5 @@ def test_what_attention_sends_is_counted_as_the_formula_says(word: str) -> None:
         )
         for way in (parts.forward, parts.backward)
     ]
-    layers = sum(record_of(op).kind == "attention" for op in graph.operators)
+    layers = sum(record_of(op).kind == CostKind.ATTENTION for op in graph.operators)
     assert sent == pytest.approx([share * KEYS * layers for share in SHARES[word]])

@@ -23,6 +23,7 @@ from shardwise.model.union_find import UnionFind
 from shardwise.ops import Op, is_elementwise, is_random, record_of, rule_of
 from shardwise.ops.linearity import jointly_linear_in
 from shardwise.ops.rule import BLOCKED, Labels, Rule
+from shardwise.ops.vocabulary import Linearity, ViewKind
 
 AVERAGE, SUMMANDS = "average", "summands"  # how sharding a label that no output has leaves the outputs
 
@@ -163,7 +164,7 @@ def _zero_values(joint: JointGraph) -> set[str]:
     names = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
         record = record_of(op)
-        passes = record.linear == "together" or record.view_kind in ("copy", "same")
+        passes = record.linear == Linearity.JOINT or record.view_kind in (ViewKind.COPY, ViewKind.ALIAS)
         if record.fill == 0 or (passes and op.inputs and names.issuperset(op.inputs)):
             names.update(op.outputs)
     return names
@@ -267,7 +268,7 @@ def _place_replicated(
     if len(differ) == 1 and len(full) == len(shard):
         labels: Labels = rule.outputs[row] if rule is not None else ()
         read = [r for r in (rule.inputs if rule is not None else ()) if labels[differ[0]] and labels[differ[0]] in (r or ())]
-        spread = record.view_kind == "expand" and rule is not None and not read
+        spread = record.view_kind == ViewKind.EXPAND and rule is not None and not read
         if (record.sample_invariant and record.shape_at is not None) or spread:
             return ScaledPlacement("S", differ[0], power)
     return ScaledPlacement("R", power=power)
@@ -285,9 +286,9 @@ def _output_power(op: Operator, placements: Mapping[str, ScaledPlacement], zeros
         other_forms = [placements[v] for v in op.inputs if v not in carried and v not in zeros]
         return scales.pop()[0] if len(scales) == 1 and not any(f.power or f.kind == "P" for f in other_forms) else None
     linearity = record_of(op).linear
-    if linearity == "each":
+    if linearity == Linearity.MULTILINEAR:
         return sum(form.power for form in ins) if num_partial < 2 else None
-    if linearity == "numerator" and "rounding_mode" not in dict(op.kwargs):
+    if linearity == Linearity.NUMERATOR and "rounding_mode" not in dict(op.kwargs):
         if len(ins) == 1:
             return ins[0].power if isinstance(op.args[0], Ref) else None
         return ins[0].power - ins[1].power if ins[1].kind != "P" else None
@@ -302,8 +303,13 @@ def _constant_power(op: Operator, shard_op: Operator, n: int) -> int | None:
         return 0 if (op.args[start:], op.kwargs) == (shard_op.args[start:], shard_op.kwargs) else None
     if (op.args, op.kwargs) == (shard_op.args, shard_op.kwargs):
         return 0
-    factor = record.linear == "each" and is_elementwise(op)
-    if not (factor or record.linear == "numerator") or op.kwargs != shard_op.kwargs or len(op.args) != 2 or op.args[0] != shard_op.args[0]:
+    factor = record.linear == Linearity.MULTILINEAR and is_elementwise(op)
+    if (
+        not (factor or record.linear == Linearity.NUMERATOR)
+        or op.kwargs != shard_op.kwargs
+        or len(op.args) != 2
+        or op.args[0] != shard_op.args[0]
+    ):
         return None
     a, b = op.args[1], shard_op.args[1]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and x for x in (a, b)):

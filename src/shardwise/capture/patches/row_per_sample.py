@@ -16,8 +16,10 @@ from math import prod
 from shardwise.capture.patches.patch import Patch
 from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor
 from shardwise.ops import record_of
+from shardwise.ops.vocabulary import ViewKind
 
-_VALUE_PRESERVING = ("same", "rows", "cast", "copy", "reshape", "expand")  # operators that preserve the numbers, possibly in another shape
+# Operators that preserve the numbers, possibly in another shape.
+_VALUE_PRESERVING = (ViewKind.ALIAS, ViewKind.CONTIGUOUS, ViewKind.CAST, ViewKind.COPY, ViewKind.RESHAPE, ViewKind.EXPAND)
 
 
 def _gather_rows(graph: Graph) -> Graph:

@@ -24,6 +24,7 @@ from shardwise.model.work import OperatorWork, differentiable_values, kind_of, o
 from shardwise.ops import record_of
 from shardwise.ops.attention import has_score_dropout
 from shardwise.ops.transforms import fft_dim_and_length
+from shardwise.ops.vocabulary import GradientMemory, Linearity, ViewKind
 from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import BUCKET_BYTES, MemoryBreakdown, unshared_bucket_bytes
@@ -283,13 +284,15 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     gradient_bytes = sum(tensors[v].size_bytes for v in op.outputs if v in grads)
     differentiable = [v for v in dict.fromkeys(op.inputs) if v in grads]
     inner = [v for v in differentiable if v not in persistent_values]
-    in_place = record.gradient in ("same", "summed")
-    if in_place or (record.view_kind == "cast" and tensors[op.inputs[0]].dtype == out.dtype):
+    in_place = record.gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED)
+    if in_place or (record.view_kind == ViewKind.CAST and tensors[op.inputs[0]].dtype == out.dtype):
         # Gradients of broadcast operands are reduced into a separate tensor.
-        return gradient_bytes + sum(tensors[v].size_bytes for v in inner if record.gradient == "summed" and tensors[v].size < out.size)
-    if record.gradient == "broadcast":
+        return gradient_bytes + sum(
+            tensors[v].size_bytes for v in inner if record.gradient == GradientMemory.REDUCED and tensors[v].size < out.size
+        )
+    if record.gradient == GradientMemory.BROADCAST:
         size = gradient_bytes + sum(max(tensors[v].size_bytes, out.size_bytes) for v in differentiable)
-        return size + 2.0 * out.size_bytes * (record.linear == "numerator" and len(op.inputs) > 1 and op.inputs[1] in grads)
+        return size + 2.0 * out.size_bytes * (record.linear == Linearity.NUMERATOR and len(op.inputs) > 1 and op.inputs[1] in grads)
     size = gradient_bytes + sum(tensors[v].size_bytes for v in inner)
     if not op.inputs:
         return size
@@ -304,13 +307,13 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
         return size + min(extra_bytes, 2.0 * scores)
     if kind_of(op) == "recurrent":  # gates and states of one step
         return size + 2.0 * out.size_bytes
-    if record.gradient == "padded":  # backward works on complex numbers of full length
+    if record.gradient == GradientMemory.PADDED_SPECTRUM:  # backward works on complex numbers of full length
         dim, length = fft_dim_and_length(op, tensors)
         return size + 16.0 * prod(out.shape) / out.shape[dim] * length
-    if record.gradient == "spectrum" and x.is_float:
+    if record.gradient == GradientMemory.SPECTRUM and x.is_float:
         return size + out.size_bytes
     if x.dtype.startswith("complex") and record.conjugates_saved:  # the conjugate of a saved tensor
         size += x.size_bytes
-    if record.gradient == "scattered" and x.dtype == "bfloat16":  # bfloat16 accumulates in float32
+    if record.gradient == GradientMemory.SCATTER_ADD and x.dtype == "bfloat16":  # bfloat16 accumulates in float32
         size += 2 * x.size_bytes
     return size + record.backward_temporaries * x.size_bytes

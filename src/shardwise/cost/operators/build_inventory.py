@@ -38,6 +38,7 @@ from shardwise.model.work import num_steps
 from shardwise.ops import record_of
 from shardwise.ops.attention import is_causal
 from shardwise.ops.recurrent import gathered_steps
+from shardwise.ops.vocabulary import GradientMemory, MatmulKind
 from shardwise.plan.ir.axis import DATA, EXPERT, SAMPLES, axis_of
 from shardwise.plan.ir.placement import Placement, R, Shard, dual_of, is_fully_replicated, is_halo, is_shard
 from shardwise.plan.ir.transition import LOCAL_COLLECTIVES, sent_fraction, transition_between
@@ -95,7 +96,7 @@ class OperatorFacts:
         """Total rows of the weights multiplied with the same input, by operator: q, k and v run as one product."""
         by_input: dict[str, list[tuple[str, float]]] = {}
         for op in self.inventory.graph.operators:
-            if record_of(op).product == "linear":
+            if record_of(op).product == MatmulKind.LINEAR:
                 by_input.setdefault(op.inputs[0], []).append((op.name, float(self.inventory.graph.tensors[op.inputs[1]].shape[0])))
         return {name: sum(rows for _, rows in rows_by_name) for rows_by_name in by_input.values() for name, _ in rows_by_name}
 
@@ -313,7 +314,7 @@ def _waiting_gradients(graph: Graph, grads: frozenset[str], makers: Mapping[str,
                 row[last[value]] -= amount
             reader = graph.operators[last[value]]
             other_makers = [makers[v] for v in reader.inputs if v in makers and first[v] == last[v] and makers[v] > maker]
-            if record_of(reader).gradient in ("same", "summed") and len(other_makers) == 1:
+            if record_of(reader).gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED) and len(other_makers) == 1:
                 for row, amount in zip(rows, (size.data_sharded, size.batched, size.fixed), strict=True):
                     row[other_makers[0]] -= amount
                     row[other_makers[0] + 1] += amount
@@ -333,7 +334,7 @@ def _local_operator(inventory: Inventory, sharding: Sharding | None, op: Operato
     divide = num_work_shards(sharding, op)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0
-    if record_of(op).product == "linear" and len(tensors[op.inputs[1]].shape) == 2:
+    if record_of(op).product == MatmulKind.LINEAR and len(tensors[op.inputs[1]].shape) == 2:
         rows, inner = tensors[op.inputs[1]].shape
         m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
         share = rows / n

@@ -7,6 +7,7 @@ from shardwise.model.dims.labels import expert_weights
 from shardwise.model.graph import Operator
 from shardwise.ops import record_of
 from shardwise.ops.experts import experts_and_top_k
+from shardwise.ops.vocabulary import ExpertStage
 
 RoutedExperts = tuple[int, int]  # number of experts, and experts per token (top-k)
 ANY_EXPERTS: RoutedExperts = (0, 0)
@@ -29,7 +30,7 @@ def _dispatched_value(inventory: Inventory, op: Operator, by_expert: bool) -> st
     """Return the value that an operator dispatches or combines, "" for none: for expert products the narrower of operand and result, for
     ragged rows those of the first and last operator."""
     if ragged := record_of(op).expert_rows:
-        return op.outputs[0] if ragged == "begins" else op.inputs[0] if ragged == "ends" else ""
+        return op.outputs[0] if ragged == ExpertStage.DISPATCH else op.inputs[0] if ragged == ExpertStage.COMBINE else ""
     if not by_expert:
         return ""
     operands = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]

@@ -31,6 +31,7 @@ from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
 from shardwise.model.sharding.sharding import Prices, Redistribution, Sharding, redistribution_collectives
 from shardwise.model.work import differentiable_values, values_following_batch
 from shardwise.ops import Rule, record_of
+from shardwise.ops.vocabulary import CostKind
 from shardwise.plan.ir.axis import EXPERTS, POSITIONS, SAMPLES, axis_of
 from shardwise.plan.ir.patterns import pattern_of
 from shardwise.plan.ir.placement import D, P, Placement, R, Shard, is_halo, is_sharded
@@ -170,7 +171,7 @@ class _LayerPricer:
             return
         for label in rule.labels:
             kind = self.label_kind(op, rule, label)
-            template = CONTEXT if kind == "positions" and record_of(op).kind == "attention" else LAYOUTS[kind]
+            template = CONTEXT if kind == "positions" and record_of(op).kind == CostKind.ATTENTION else LAYOUTS[kind]
             layout = Layout.parse(f"{template.format(n=self.ranks)} precision={self.precision}")
             try:  # expert parallelism: tokens are dispatched from sample shards to experts and combined back
                 sharded_label = (
@@ -198,7 +199,7 @@ class _LayerPricer:
             stacked = any(len(row) > 2 and row[0] == label for v, row in rows if v in weights)
             return EXPERTS if stacked and any(label in row for v, row in rows if v not in weights and v in op.inputs) else "outputs"
         if label in meaning.features:
-            return "heads" if record_of(op).kind == "attention" else "features"
+            return "heads" if record_of(op).kind == CostKind.ATTENTION else "features"
         return "positions"
 
 

@@ -24,6 +24,7 @@ from shardwise.model.graph import Graph, Operator, uses_batch_statistics, writes
 from shardwise.ops import Rule, is_random, record_of
 from shardwise.ops.linearity import is_sum, jointly_linear_in, separately_linear_in
 from shardwise.ops.rule import SAMPLE_MIXING
+from shardwise.ops.vocabulary import ViewKind
 from shardwise.plan.ir.placement import P, Placement, R, Shard, is_shard
 
 MIXED = None
@@ -165,7 +166,7 @@ class _AdditivityAnalysis:
             shape = self.graph.tensors[value].shape
             if record.sample_invariant or is_random(op):
                 self.uniform_dims[value] = frozenset(range(len(shape)))
-            elif record.view_kind == "repeat":  # dimensions that had one row, or none
+            elif record.view_kind == ViewKind.REPEAT:  # dimensions that had one row, or none
                 source = self.graph.tensors[op.inputs[0]].shape
                 extra = len(shape) - len(source)
                 self.uniform_dims[value] = frozenset(d for d in range(len(shape)) if d < extra or source[d - extra] == 1)

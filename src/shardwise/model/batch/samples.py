@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shardwise.errors import Infeasible
 from shardwise.model.graph import Graph, Operator
 from shardwise.ops import Op, Rule, record_of
+from shardwise.ops.vocabulary import Linearity, ViewKind
 from shardwise.plan.layout import Layout
 
 
@@ -88,7 +89,7 @@ def _trace_dimension(graph: Graph, start: dict[str, int]) -> _SampleTrace:
         if not traced_inputs:
             continue
         rule, record = graph.rules[op.name], record_of(op)
-        if record.view_kind == "reshape":
+        if record.view_kind == ViewKind.RESHAPE:
             for value in op.outputs:
                 place = _dimension_after_reshape(traced_inputs[0][1], shapes[op.inputs[0]], shapes[value])
                 if place is None:
@@ -115,7 +116,7 @@ def _trace_operator(
     labels = {row[place.dim] for _, place, row in rows if row is not None}
     if not labels:  # its values are not read
         return
-    sums = record.is_loss or (record.contracts and record.linear == "together") or op.function is not None
+    sums = record.is_loss or (record.contracts and record.linear == Linearity.JOINT) or op.function is not None
     if sums and all(prod(shapes[value]) == 1 for value in op.outputs):
         followed.is_summed = True
         if record.over_classes and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):

@@ -16,6 +16,7 @@ from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 from shardwise.model.stages.stages import Stage, split
 from shardwise.ops import is_elementwise, record_of
 from shardwise.ops.linearity import is_sum, jointly_linear_in
+from shardwise.ops.vocabulary import Linearity
 from shardwise.plan.ir.placement import P
 
 SHARE = "batch_share"
@@ -51,7 +52,13 @@ class SummableLossGraph:
     def divisor(self) -> str:
         """The total that the whole loss, and nothing else in it, is divided by; "" where there is none."""
         last = next((op for op in self.graph.operators if self.graph.loss in op.outputs), None)
-        if last is None or record_of(last).linear != "numerator" or len(last.args) != 2 or len(self.totals) != 1 or self.share_constant:
+        if (
+            last is None
+            or record_of(last).linear != Linearity.NUMERATOR
+            or len(last.args) != 2
+            or len(self.totals) != 1
+            or self.share_constant
+        ):
             return ""
         (total,), by = self.totals, last.args[1]
         once = sum(op.inputs.count(total.variable) for op in self.graph.operators) == 1

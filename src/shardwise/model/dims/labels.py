@@ -16,6 +16,7 @@ from shardwise.model.union_find import T, UnionFind
 from shardwise.model.work import operator_flops
 from shardwise.ops import Rule, record_of
 from shardwise.ops.rule import HALO, Labels
+from shardwise.ops.vocabulary import CostKind, MatmulKind
 from shardwise.plan.ir.axis import OUTERMOST, POSITIONS
 
 ValueDim = tuple[str, int]  # a value, and one of its dimensions
@@ -115,7 +116,7 @@ def image_channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[
     """Return (value, dimension) that are image channels: of inputs and outputs of convolutions, and all joined with them. Windows that only
     pad (labels of a text) have none."""
     joined = _union_dims(graph, rules)
-    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).kind == "convolution"]
+    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).kind == CostKind.CONVOLUTION]
     roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
     return frozenset(place for place in joined.parent if joined.root(place) in roots)
 
@@ -192,7 +193,7 @@ def expert_weights(graph: Graph) -> dict[str, str]:
     axes: dict[str, str] = {}
     for op in graph.operators:
         weights = [value for value in op.inputs if value in stacked]
-        rule = graph.rules[op.name] if weights and record_of(op).product == "stacked" else None
+        rule = graph.rules[op.name] if weights and record_of(op).product == MatmulKind.BATCHED else None
         if rule is not None:
             rows = dict(zip(op.inputs, rule.inputs, strict=True))
             output = set(rule.outputs[0])
@@ -201,6 +202,6 @@ def expert_weights(graph: Graph) -> dict[str, str]:
                 read = {label for other, row in rows.items() if other != value for label in row or ()}
                 if experts in output and sum(x not in output for x in matrix) == 1 and any(x in output and x not in read for x in matrix):
                     axes[value] = op.name
-        elif record_of(op).product == "grouped":
+        elif record_of(op).product == MatmulKind.GROUPED:
             axes.update(dict.fromkeys(trained.intersection(op.inputs[2:]), op.name))
     return axes

@@ -17,8 +17,8 @@ from shardwise.model.graph import Graph, Operator
 from shardwise.model.work import operator_flops, values_following_batch
 from shardwise.ops import Rule, is_random, record_of
 from shardwise.ops.attention import attention_mask_of, heads_label, is_causal
-from shardwise.ops.record import ALL_HOLD, AT_LEAST, AT_MOST, COUNTS, FILLS, LOWER, NOT
 from shardwise.ops.rule import HALO, KEYS, QUERIES
+from shardwise.ops.vocabulary import MaskPredicate, ViewKind
 
 ValueDim = tuple[str, int]  # value, dimension
 
@@ -86,7 +86,7 @@ def _neighbor_positions(
     if rule is None:
         return
     shapes = {value: graph.tensors[value].shape for value in (*op.inputs, *op.outputs)}
-    if record_of(op).view_kind == "reshape":
+    if record_of(op).view_kind == ViewKind.RESHAPE:
         counterparts = op.outputs if place[0] == op.inputs[0] else op.inputs[:1] if place[0] in op.outputs else ()
         for value in counterparts:
             if (target := position_after_reshape(shapes[place[0]], place[1], run, shapes[value])) is not None:
@@ -206,19 +206,22 @@ def _hidden_keys(graph: Graph, producers: Mapping[str, Operator], value: str, ho
     if op is None or not op.inputs:
         return set()
     predicate = record_of(op).mask_predicate
-    if predicate in (AT_MOST, AT_LEAST):
+    if predicate in (MaskPredicate.LESS, MaskPredicate.GREATER):
         first, second = op.inputs[0], op.inputs[-1]
-        for keys, queries, at_most in ((first, second, predicate == AT_MOST), (second, first, predicate == AT_LEAST)):
+        for keys, queries, at_most in (
+            (first, second, predicate == MaskPredicate.LESS),
+            (second, first, predicate == MaskPredicate.GREATER),
+        ):
             if _is_positions_along(graph, producers, keys, -1) and _is_positions_along(graph, producers, queries, -2):
                 return {LATER if at_most == holds else EARLIER}
         return set()
-    if predicate == ALL_HOLD:
+    if predicate == MaskPredicate.AND:
         return {hidden for v in op.inputs if holds for hidden in _hidden_keys(graph, producers, v, True)}
-    if predicate == FILLS:  # fills scores where the second operand is true
+    if predicate == MaskPredicate.MASKED_FILL:  # fills scores where the second operand is true
         return _hidden_keys(graph, producers, op.inputs[0], holds) | _hidden_keys(graph, producers, op.inputs[1], not holds)
-    if predicate == LOWER:
+    if predicate == MaskPredicate.LOWER_TRIANGLE:
         return {LATER} if holds else {EARLIER}
-    return _hidden_keys(graph, producers, op.inputs[0], holds != (predicate == NOT)) if len(op.inputs) == 1 else set()
+    return _hidden_keys(graph, producers, op.inputs[0], holds != (predicate == MaskPredicate.NOT)) if len(op.inputs) == 1 else set()
 
 
 def _is_positions_along(graph: Graph, producers: Mapping[str, Operator], value: str, dim: int) -> bool:
@@ -233,5 +236,5 @@ def _is_counting(producers: Mapping[str, Operator], value: str) -> bool:
     """Return whether a value is computed from consecutive numbers only."""
     op = producers.get(value)
     return op is not None and (
-        record_of(op).mask_predicate == COUNTS or (bool(op.inputs) and all(_is_counting(producers, v) for v in op.inputs))
+        record_of(op).mask_predicate == MaskPredicate.ARANGE or (bool(op.inputs) and all(_is_counting(producers, v) for v in op.inputs))
     )

@@ -21,6 +21,7 @@ from shardwise.ops.experts import EXPERT, num_experts
 from shardwise.ops.linearity import partial_placements, reads_partial
 from shardwise.ops.recurrent import HIDDEN_UNITS, gathered_steps
 from shardwise.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
+from shardwise.ops.vocabulary import ExpertStage, ViewKind
 from shardwise.plan.ir.axis import GATHER, RING, ULYSSES, ULYSSES_RING
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.placement import (
@@ -91,7 +92,7 @@ class AxisProblem(AxisValues):
             if self.axis_record.shards_sequences:
                 if label == heads_label(rule):
                     return True
-                return record_of(op).view_kind != "reshape" and all(
+                return record_of(op).view_kind != ViewKind.RESHAPE and all(
                     place in self.sequence_dims or place in self.expert_rows for place in places
                 )
             return any(self.axis_record.shards & self.image_positions.get(place, frozenset()) for place in places)
@@ -176,7 +177,7 @@ class AxisProblem(AxisValues):
                 choice = self._strategy_for(op, rule, label, seconds, summed)
                 if choice is not None and choice not in options:
                     options += [choice, *self._with_gathered_output(op, choice)]
-        if self.axis_record.shards_sequences and record_of(op).view_kind == "reshape":
+        if self.axis_record.shards_sequences and record_of(op).view_kind == ViewKind.RESHAPE:
             options += self._reshape_strategies(op, seconds)
         if self.axis_record.shards_sequences and QUERIES in rule.kernels.values():
             options = self._attention_strategies(op, rule, options)
@@ -195,7 +196,7 @@ class AxisProblem(AxisValues):
         """Return whether rows are sharded by expert along an axis where `label` would shard them by token: by expert wherever possible,
         since shards do not tell which."""
         expert_rows = record_of(op).expert_rows
-        is_border = expert_rows in ("begins", "ends") and bool(spread)
+        is_border = expert_rows in (ExpertStage.DISPATCH, ExpertStage.COMBINE) and bool(spread)
         return bool(expert_rows) and (label == EXPERT or (is_border and not self.expert_rows.isdisjoint(dims_with_label(op, rule, label))))
 
     def _with_gathered_output(self, op: Operator, choice: OperatorStrategy) -> list[OperatorStrategy]:
@@ -219,12 +220,12 @@ class AxisProblem(AxisValues):
             or any((v, 0) in self.replicated_expert_rows for v in (*op.inputs, *op.outputs))
         ):
             return []
-        token_values = () if expert_rows == "goes on" else op.inputs[0 if expert_rows == "begins" else 2 :]
+        token_values = () if expert_rows == ExpertStage.INSIDE else op.inputs[0 if expert_rows == ExpertStage.DISPATCH else 2 :]
         if not all(self.can_shard(v, 0) for v in op.inputs if v not in token_values or sends):
             return []
         token_placements = {v: D if v in self.grads else R for v in token_values} if not sends else {}
         needs = tuple(token_placements.get(v) or self.shard(v, 0) for v in op.inputs)
-        makes = tuple(P if expert_rows == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
+        makes = tuple(P if expert_rows == ExpertStage.COMBINE and not sends else self.shard(v, 0) for v in op.outputs)
         return [OperatorStrategy(EXPERT, needs, makes, seconds / self.n)]
 
     def _reshape_strategies(self, op: Operator, seconds: float) -> list[OperatorStrategy]:
@@ -281,7 +282,7 @@ class AxisProblem(AxisValues):
             )
         if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
             return True
-        if record_of(op).expert_rows == "begins" and choice.label == EXPERT:
+        if record_of(op).expert_rows == ExpertStage.DISPATCH and choice.label == EXPERT:
             return True
         if self.experts and choice.label in self.expert_label_meanings[op.name].samples:  # experts return the tokens they were sent
             return True

@@ -12,6 +12,7 @@ from math import prod
 from shardwise.model.graph import Operator, Tensor
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.ops import record_of
+from shardwise.ops.vocabulary import CostKind
 
 # Measured, forward and backward of 64 to 1,024 channels on one and two threads: up to 16 positions one product took 0.1 to 1.0 of torch's
 # time where weights are large (2 to 15 samples on one thread) and 0.3 to 1.0 where samples are many; at 36 positions 0.7 to 1.3.
@@ -23,7 +24,7 @@ ONEDNN_SAMPLES = 16  # from which on oneDNN runs them in one thread, too (`use_m
 def is_run_as_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> bool:
     """Return whether a rank runs this operator as one product, by the sizes of its local map and weights."""
     record = record_of(op)
-    if record.kind != "convolution" or record.bias is None or not op.target.endswith(".default") or op.kwargs:
+    if record.kind != CostKind.CONVOLUTION or record.bias is None or not op.target.endswith(".default") or op.kwargs:
         return False
     x, weight = local_operand_shapes(op, tensors, sharding)
     options: tuple[object, ...] = op.args[3:]

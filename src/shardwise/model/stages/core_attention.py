@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from shardwise.model.graph import Graph
 from shardwise.ops import Op, record_of_target
 from shardwise.ops.attention import has_score_dropout
+from shardwise.ops.vocabulary import MatmulKind
 
 KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
 
@@ -74,9 +75,9 @@ class CoreAttention(Generic[T]):
                     continue
                 visited.add(op)
                 product = self._record(op).product
-                if product == "stacked":
+                if product == MatmulKind.BATCHED:
                     nearest.add(op)
-                elif product not in ("linear", "weight"):
+                elif product not in (MatmulKind.LINEAR, MatmulKind.WEIGHT):
                     todo.append(op)
         return nearest
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from shardwise.model.graph import Graph, Operator, Tensor, Word
 from shardwise.ops import record_of
+from shardwise.ops.vocabulary import AutocastPolicy
 
 
 def cast_operands(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -28,7 +29,7 @@ def autocast_dtype(op: Operator) -> str:
     """Return the dtype to which autocast casts an operator's operands; "" for none."""
     if op.autocast == "off":
         return ""
-    return {"lower": "bfloat16", "wider": "float32"}.get(record_of(op).autocast, "")
+    return {AutocastPolicy.LOW_PRECISION: "bfloat16", AutocastPolicy.FLOAT32: "float32"}.get(record_of(op).autocast, "")
 
 
 def apply_autocast(graph: Graph) -> Graph:
@@ -36,9 +37,11 @@ def apply_autocast(graph: Graph) -> Graph:
     tensors = dict(graph.tensors)
     for op in graph.operators:
         policy = record_of(op).autocast
-        all_narrow = policy != "apart" and _is_narrow(op, tensors)
-        for i, v in enumerate(op.outputs[:1] if policy == "first" else op.outputs):  # statistics are float32
-            if tensors[v].dtype == "float32" and (all_narrow or (policy == "apart" and tensors[op.inputs[i]].dtype == "bfloat16")):
+        all_narrow = policy != AutocastPolicy.PER_OPERAND and _is_narrow(op, tensors)
+        for i, v in enumerate(op.outputs[:1] if policy == AutocastPolicy.FIRST_OPERAND else op.outputs):  # statistics are float32
+            if tensors[v].dtype == "float32" and (
+                all_narrow or (policy == AutocastPolicy.PER_OPERAND and tensors[op.inputs[i]].dtype == "bfloat16")
+            ):
                 tensors[v] = replace(tensors[v], dtype="bfloat16")
     return replace(graph, tensors=tensors)
 
@@ -49,9 +52,9 @@ def _is_narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     if to or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
         return to == "bfloat16"
     record = record_of(op)
-    if record.autocast == "narrow" and op.autocast != "off":
+    if record.autocast == AutocastPolicy.LOW_PRECISION_OUTPUT and op.autocast != "off":
         return True
-    decide = op.inputs[:1] if record.autocast == "first" else op.inputs
+    decide = op.inputs[:1] if record.autocast == AutocastPolicy.FIRST_OPERAND else op.inputs
     if record.dtype_from is not None and op.autocast != "off":
         decide = op.inputs[record.dtype_from : record.dtype_from + 1]
     return _promotes_to_bfloat16(tensors[v] for v in decide if tensors[v].dtype in ("float32", "bfloat16"))

@@ -15,6 +15,7 @@ from shardwise.model.graph import Graph, Operator, Tensor
 from shardwise.model.work import differentiable_values, kind_of
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, has_score_dropout
+from shardwise.ops.vocabulary import ViewKind
 
 Strides = tuple[int, ...]
 
@@ -106,9 +107,9 @@ class GraphStrides:
         values = set()
         for op in self.graph.operators:
             moves, source = record_of(op).view_kind, self.graph.tensors[op.inputs[0]] if op.inputs else None
-            if source is not None and source.strides and moves in ("rows", "reshape"):
+            if source is not None and source.strides and moves in (ViewKind.CONTIGUOUS, ViewKind.RESHAPE):
                 for value in op.outputs:
-                    if moves == "rows" or view_strides(source.shape, source.strides, self.graph.tensors[value].shape) is None:
+                    if moves == ViewKind.CONTIGUOUS or view_strides(source.shape, source.strides, self.graph.tensors[value].shape) is None:
                         values.add(value)
         return frozenset(values)
 

@@ -19,6 +19,7 @@ from shardwise.lower.call import OperatorCall
 from shardwise.lower.kernels.scaled import DTYPE, OF_GRADIENTS, WIDE
 from shardwise.lower.lowering import Lowering, Nodes
 from shardwise.ops import record_of
+from shardwise.ops.vocabulary import MatmulKind
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.world.world import Group, World
 
@@ -43,7 +44,7 @@ def _worst_error(rank_model: RankModel) -> tuple[float, int, int]:
     for number in sorted(rank_model.lowered) if low is not None and low.precision.linear_dtype else ():
         for op in rank_model.stages[number].operators:
             assert low is not None
-            if record_of(op).product != "linear":
+            if record_of(op).product != MatmulKind.LINEAR:
                 continue
             call = OperatorCall(low, Nodes(), op, {axis: label for axis, label in low.sharding.labels[op.name].items() if label}, [], {})
             if (layer := call.scaled_kernel()) is None:
