@@ -7,6 +7,7 @@ What a long program has very many of is a named tuple: created and looked up in 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -104,6 +105,9 @@ class Recv(NamedTuple):
 
 
 Action = Compute | Manage | Send | Recv
+Content = Mapping[int, int]  # contribution (a microbatch, or a rank's summand) -> how many times it is in the value
+HeldValues = Mapping[Value, Content]
+Links = tuple[tuple[int, int], ...]
 
 _MAX_SHOWN_CHARACTERS = 40  # characters of a word that an error shows
 _COMPUTE = re.compile(rf"(\d{{1,9}})([{''.join(ComputeOp)}])(\d{{1,9}})")
@@ -111,6 +115,11 @@ _MANAGE = re.compile(rf"(\d{{1,9}})({'|'.join(ManageOp)})(\d{{1,9}})?")
 _VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
 _TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d{1,9})")
 _ONE_VALUE = re.compile(_VALUE)
+
+
+def chain_links(num_stages: int) -> Links:
+    """Return the links of a chain, in which each stage feeds the next: `chain_links(3) == ((0, 1), (1, 2))`."""
+    return tuple((s, s + 1) for s in range(num_stages - 1))
 
 
 def parse_value(text: str) -> Value:

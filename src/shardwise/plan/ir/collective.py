@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from shardwise.errors import ProgramError
-from shardwise.plan.ir.program import Action, HeldValues, Recv, Send, Value
+from shardwise.plan.ir.action import Action, HeldValues, Recv, Send, Value
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 

@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError, ProgramError, UsageError
 from shardwise.plan.ir.action import Action, Compute, ComputeOp, Recv, Send
 from shardwise.plan.ir.program import Program
 from shardwise.plan.ir.schedule_sizes import SCHEDULES
-from shardwise.plan.ir.text import default_wants, parse_program
+from shardwise.plan.ir.text import default_wants
 
 MAX_BYTES = 256 << 20
 
@@ -67,7 +67,7 @@ def custom_program(name: str, text: str) -> Program:
         ProgramError: text that is no program of a training step; names the line, the rank or the stage.
     """
     try:
-        program = parse_program(text)
+        program = Program.parse(text)
     except ProgramError as error:
         raise ProgramError(f"{name}: {error}") from None
     if reason := refuse_program(program):

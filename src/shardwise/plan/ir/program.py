@@ -24,13 +24,27 @@ The stage's own slice of the batch is present on its rank and needs no value. A 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.errors import ProgramError
-from shardwise.plan.ir.action import Action, Compute, ComputeOp, Manage, ManageOp, Recv, Send, Value
+from shardwise.plan.ir.action import (
+    Action,
+    Compute,
+    ComputeOp,
+    Content,
+    HeldValues,
+    Links,
+    Manage,
+    ManageOp,
+    Recv,
+    Send,
+    Value,
+    chain_links,
+)
+from shardwise.plan.ir.text import format_program, parse_program_fields
 
 __all__ = [
     "Action",
@@ -53,20 +67,11 @@ __all__ = [
     "walk_actions",
 ]  # fmt: skip
 
-Content = Mapping[int, int]  # contribution (a microbatch, or a rank's summand) -> how many times it is in the value
-HeldValues = Mapping[Value, Content]
-Links = tuple[tuple[int, int], ...]
-
 _CHAIN: Links = ((-1, -1),)  # stands for "each stage feeds the next" until the number of stages is known
 WEIGHTS = "w"  # holds no contribution: the same for every microbatch
 # A link value has exactly one reader, so its send moves it. Any other value (a chunk, a dw) is copied by a send.
 _MOVED_BY_SEND = frozenset({"x", "g"})
 SAVED_VALUES = ("saved", "half")  # saved tensors of a microbatch; those that wait for W count in full
-
-
-def chain_links(num_stages: int) -> Links:
-    """Return the links of a chain, in which each stage feeds the next: `chain(3) == ((0, 1), (1, 2))`."""
-    return tuple((s, s + 1) for s in range(num_stages - 1))
 
 
 @dataclass(frozen=True)
@@ -173,16 +178,12 @@ class Program:
 
     def __str__(self) -> str:
         """Return the text form; `Program.parse` reads it back."""
-        from shardwise.plan.ir.text import format_program  # here, since the text form is written in terms of Program
-
         return format_program(self)
 
     @classmethod
     def parse(cls, text: str) -> Program:
         """Parse the text form, see `shardwise.plan.ir.text`."""
-        from shardwise.plan.ir.text import parse_program
-
-        return parse_program(text)
+        return cls(**parse_program_fields(text))
 
 
 class Effects(NamedTuple):

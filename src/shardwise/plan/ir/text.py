@@ -27,15 +27,41 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 
 from shardwise.errors import ProgramError
 from shardwise.plan.ir import collective
-from shardwise.plan.ir.action import Action, Compute, ComputeOp, Manage, ManageOp, Value, parse_action, parse_value
-from shardwise.plan.ir.program import HeldValues, Links, Program, chain_links
+from shardwise.plan.ir.action import (
+    Action,
+    Compute,
+    ComputeOp,
+    HeldValues,
+    Links,
+    Manage,
+    ManageOp,
+    Value,
+    chain_links,
+    parse_action,
+    parse_value,
+)
+
+if TYPE_CHECKING:
+    from shardwise.plan.ir.program import Program
 
 _BARE = re.compile(r"\d+[A-Z]|\w+\([\d,]*\)")
 _LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
 _COLLECTIVE = re.compile(rf"({'|'.join(collective.NAMES)})(?:\s+(\d{{1,9}}))?")
+
+
+class ProgramFields(TypedDict):
+    """Fields of a `Program` by name."""
+
+    name: str
+    num_stages: int
+    initial: tuple[HeldValues, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    wants: tuple[HeldValues, ...]
+    links: Links
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[HeldValues, ...]:
@@ -67,8 +93,8 @@ def format_program(program: Program) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def parse_program(text: str) -> Program:
-    """Parse the text form.
+def parse_program_fields(text: str) -> ProgramFields:
+    """Parse the text form; `Program.parse` makes a program of the result.
 
     Raises:
         ProgramError: a line, action, value or link that cannot be read; names the line.
@@ -81,7 +107,7 @@ def parse_program(text: str) -> Program:
                 lines.read_line(line)
         except ProgramError as error:
             raise ProgramError(f"line {number}: {error}") from None
-    return lines.build_program()
+    return lines.fields()
 
 
 @dataclass
@@ -133,8 +159,8 @@ class _ProgramParser:
         else:
             self.given_and_wanted[key][rank] = _parse_held(text)
 
-    def build_program(self) -> Program:
-        """Build the program. Raises ProgramError where the lines are none."""
+    def fields(self) -> ProgramFields:
+        """Return the fields of the program. Raises ProgramError where the lines are none."""
         actions = self._all_actions()
         stages = _count_stages(actions) if self.num_stages is None else self.num_stages
         num_computes = sum(isinstance(a, Compute) for row in actions for a in row)
@@ -152,7 +178,8 @@ class _ProgramParser:
                 )
             initial, wants = collective.initial_and_wanted(collective_name, len(actions), collective.count_chunks(actions), first)
             name = collective_name if name == "program" else name
-        return Program(name, stages, initial, actions, wants, chain_links(stages) if self.links is None else self.links)
+        links = chain_links(stages) if self.links is None else self.links
+        return {"name": name, "num_stages": stages, "initial": initial, "actions": actions, "wants": wants, "links": links}
 
     def _all_actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return [rank] -> its actions."""
