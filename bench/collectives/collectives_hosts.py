@@ -35,7 +35,9 @@ from shardwise.cost.network.collectives import algorithm_times, choose_algorithm
 from shardwise.cost.network.network import RankGroup as GroupShape
 from shardwise.plan.ir.choice import NATIVE
 from shardwise.world.comm.levels import HIERARCHICAL, HierarchicalReducer
+from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
+from shardwise.world.launch.join import join
 from shardwise.world.world import World
 from tests.support.networks import INTERFACE, Hosts, NoNetworks
 
@@ -59,9 +61,9 @@ def rank_times(world: World, name: str, sizes: Sequence[int], budget_s: float) -
     group = world.world_group
     call: Callable[[torch.Tensor], object] = group.all_reduce
     if name == HIERARCHICAL:
-        call = HierarchicalReducer(group.runner).all_reduce
+        call = HierarchicalReducer(runner_of(group)).all_reduce
     elif name != NATIVE:
-        programs, program = ProgramRunner(group.runner), build("all_reduce", name, group.size)
+        programs, program = ProgramRunner(runner_of(group)), build("all_reduce", name, group.size)
 
         def call(x: torch.Tensor) -> object:
             return programs.all_reduce(program, x)
@@ -233,7 +235,7 @@ def measure(arguments: Sequence[str], quick: bool, target: Path | None, say: Cal
 
 def serve(path: str) -> None:
     """One rank: does what it is told over lines of JSON, until they end."""
-    world = World.from_environment(os.environ, "cpu")
+    world = join(os.environ, "cpu")
     torch.set_num_threads(1)
     line = Line(path, world.rank, world.num_ranks)
     while (order := line.receive())["do"] != "stop":

@@ -29,6 +29,7 @@ from shardwise.collectives import ALGORITHMS, build
 from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
 from shardwise.cost.network.network import RankGroup as GroupShape
 from shardwise.plan.ir.choice import NATIVE
+from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
 from shardwise.world.launch.launch import Launcher
 from shardwise.world.world import World
@@ -92,7 +93,7 @@ def rank_times(world: World, transport: str, sizes: list[int], names: list[str],
     """[bytes, algorithm, seconds of the slowest rank by round, for each pass]; runs in every rank."""
     over = World(world.rank, world.num_ranks, world._store, generation=50, transport=transport, timeout_s=300.0) if transport else world
     group = over.world_group
-    programs = ProgramRunner(group.runner)
+    programs = ProgramRunner(runner_of(group))
     clock = world.world_group
     made = {name: build("all_reduce", name, world.num_ranks) for name in names if name != NATIVE}
     found: dict[tuple[int, str], list[list[float]]] = {}

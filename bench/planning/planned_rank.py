@@ -20,6 +20,7 @@ from shardwise.plan.plan_file import parse_plan
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model.build import CachedModelSource
 from shardwise.world.comm.group import Group
+from shardwise.world.launch.join import join
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 
@@ -114,7 +115,7 @@ def main(path: str) -> None:
     # A host's cores are its own.
     each, cores, rank = int(os.environ["OMP_NUM_THREADS"]), sorted(os.sched_getaffinity(0)), int(os.environ["RANK"])
     os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each] or cores)
-    world = World.from_environment(os.environ, "cpu")
+    world = join(os.environ, "cpu")
     line = Line(path, world.rank, world.num_ranks)
     rank = Rank(world)
     while (order := line.receive())["do"] != "stop":

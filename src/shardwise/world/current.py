@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from shardwise.world.guard import TOKEN_VARIABLE
+from shardwise.world.launch.join import join
 from shardwise.world.world import World
 
 # Set by torchrun, wrappers of srun and mpirun, MPICH, Open MPI, MVAPICH.
@@ -43,7 +44,7 @@ def current_world(device: str = "auto") -> World:
     """Return this rank's world: as launched, or as torchrun or srun started it, or a world of one rank."""
     world = _WORLD.get()
     if world is None:
-        world = World.from_environment(os.environ, device)
+        world = join(os.environ, device)
         _WORLD.set(world)
     return world
 

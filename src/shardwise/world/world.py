@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -77,6 +77,19 @@ class Rendezvous(Protocol):
     ) -> World:
         """Return the world of the surviving ranks."""
         ...
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of one rank for `cpu`, `cuda` or `auto`; ranks share GPUs round-robin. Raises UsageError without a GPU."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name not in ("cuda", "auto"):
+        raise UsageError(f"device {name!r} is not cpu, cuda or auto")
+    if not torch.cuda.is_available():
+        raise UsageError("device cuda, but torch sees no GPU here; use device=cpu, or check the driver with nvidia-smi")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 class World:
@@ -148,16 +161,6 @@ class World:
             self._store.set(f"place/{rank}", _gpu_location(self.device))
         elif self._store is not None and transport == "":
             self._store.set(f"host/{rank}", segment.host_identity())
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str], device: str = "auto") -> World:
-        """Return the world that torchrun or srun started this process in (`os.environ`), or a world of one rank.
-
-        Raises UsageError for a variable that is missing or wrong, RunError for a port in use or an address that does not answer.
-        """
-        from shardwise.world.launch.join import join
-
-        return join(environment, device)
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device}, generation={self.generation})"

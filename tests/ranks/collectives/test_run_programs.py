@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.collectives import ALGORITHMS, NESTED, build
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.plan.ir.program import Program
+from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
 from shardwise.world.world import World
 
@@ -47,7 +48,7 @@ def programs_of(collective: str, num_ranks: int) -> list[Program]:
 
 def everything(world: World, kind: str, dtypes: Sequence[str], sizes: Sequence[int]) -> None:
     group, n, me = world.world_group, world.num_ranks, world.rank
-    running = ProgramRunner(group.runner)
+    running = ProgramRunner(runner_of(group))
     programs = {collective: programs_of(collective, n) for collective in ALGORITHMS if collective != "halo"}
     for name in dtypes:
         dtype = getattr(torch, name)
@@ -93,7 +94,7 @@ def test_every_type(ranks: Any, kind: str) -> None:
 def in_flight(world: World, kind: str) -> bool:
     """Sums of many sizes under way at once, by several programs, while the group itself is used; waited for in any order."""
     group, n, me = world.world_group, world.num_ranks, world.rank
-    running = ProgramRunner(group.runner)
+    running = ProgramRunner(runner_of(group))
     known = programs_of("all_reduce", n)
     drawn, own = random.Random(7), random.Random(me)
     under_way: list[tuple[Any, Tensor, Tensor]] = []
@@ -121,7 +122,7 @@ def test_many_in_flight_at_once(ranks: Any, kind: str) -> None:
 
 def same_bits(world: World, numel: int) -> list[list[float]]:
     """Sums of numbers whose sum depends on the order of adding, by every program."""
-    running = ProgramRunner(world.world_group.runner)
+    running = ProgramRunner(runner_of(world.world_group))
     found = []
     for program in programs_of("all_reduce", world.num_ranks):
         x = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank)) * 10.0 ** (world.rank * 3)
@@ -138,7 +139,7 @@ def test_all_ranks_have_the_same_bits(ranks: Any, num_ranks: int) -> None:
 
 def rounded_once(world: World) -> None:
     """Summands that bfloat16 would lose one by one."""
-    running = ProgramRunner(world.world_group.runner)
+    running = ProgramRunner(runner_of(world.world_group))
     for program in programs_of("all_reduce", world.num_ranks):
         x = torch.full((5,), 256.0 if world.rank == 0 else 0.75, dtype=torch.bfloat16)
         running.all_reduce(program, x)
@@ -162,7 +163,7 @@ rank 1: chunk(0)>0 chunk(0)<0
 
 def swapped(world: World) -> list[float]:
     x = torch.full((70_000,), float(world.rank))
-    ProgramRunner(world.world_group.runner).all_reduce(Program.parse(SWAP), x)
+    ProgramRunner(runner_of(world.world_group)).all_reduce(Program.parse(SWAP), x)
     return sorted(set(x.tolist()))
 
 
@@ -185,7 +186,7 @@ def bordered(world: World, grid: tuple[int, int], width: int) -> None:
     taken = {(0, 0): tile[:width, inner], (0, 1): tile[-width:, inner]}
     sent |= {(1, 0): tile[:, width : 2 * width], (1, 1): tile[:, -2 * width : -width]}
     taken |= {(1, 0): tile[:, :width], (1, 1): tile[:, -width:]}
-    ProgramRunner(world.world_group.runner).halo(build("halo", "exchange", list(grid)), sent, taken)
+    ProgramRunner(runner_of(world.world_group)).halo(build("halo", "exchange", list(grid)), sent, taken)
     assert torch.equal(tile, wanted)
 
 

@@ -16,13 +16,12 @@ from shardwise.world.launch.join import agent_of, join
 from shardwise.world.launch.launch import Launcher
 from shardwise.world.launch.started import first_host
 from shardwise.world.recorder import process_state
-from shardwise.world.world import World
 from tests.support.processes import gone
 
 CODE = """
-import sys, torch
-from shardwise.world.launch.launch import world_from_environment
-world = world_from_environment("cpu")
+import os, sys, torch
+from shardwise.world.launch.join import join
+world = join(os.environ, "cpu")
 x = torch.tensor([float(world.rank + 1)])
 world.world_group.all_reduce(x)
 print(world.rank, world.num_ranks, world.local_rank, world.generation, float(x))
@@ -194,8 +193,8 @@ def test_ranks_of_mpirun_on_several_hosts_are_told_what_they_need() -> None:
 
 
 def test_no_variables_are_a_world_of_one(launcher: Launcher) -> None:
-    assert World.from_environment({}, "cpu").num_ranks == 1
-    assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "3"}, "cpu").generation == 3
+    assert join({}, "cpu").num_ranks == 1
+    assert join({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "3"}, "cpu").generation == 3
 
 
 @pytest.mark.parametrize(
@@ -227,8 +226,8 @@ time.sleep(120)
 """
 LASTING = """
 import os, time
-from shardwise.world.launch.launch import world_from_environment
-world = world_from_environment("cpu")
+from shardwise.world.launch.join import join
+world = join(os.environ, "cpu")
 world.world_group.barrier()
 os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, beside the other worker
 time.sleep(120)

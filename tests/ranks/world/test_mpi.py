@@ -20,14 +20,16 @@ needs_mpi = pytest.mark.skipif(
 )
 
 CODE = """
+import os
+
 import torch
 import shardwise
 from shardwise.run.verify.verify import Options, verify_on_rank
-from shardwise.world.launch.launch import world_from_environment
+from shardwise.world.launch.join import join
 from shardwise.zoo.resolve import resolve
 
-world = world_from_environment("cpu")
-group, n, me = world.everyone, world.num_ranks, world.rank
+world = join(os.environ, "cpu")
+group, n, me = world.world_group, world.num_ranks, world.rank
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool):
     x = (torch.arange(10) + me).to(dtype)
     group.all_reduce(x)
@@ -69,10 +71,9 @@ def test_collectives_and_training_over_mpi() -> None:
 @needs_mpi
 def test_a_rank_that_fails_ends_all() -> None:
     """An exception on one rank, while the other waits for it in a collective."""
-    code = (
-        "from shardwise.world.launch.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nworld.everyone.connect()\n"
-    )
-    code += "if world.rank: raise ValueError('rank 1 fails')\nworld.everyone.all_reduce(torch.ones(1))\n"
+    code = "import os\nfrom shardwise.world.launch.join import join\nimport torch\nworld = join(os.environ, 'cpu')\n"
+    code += "world.world_group.connect()\n"
+    code += "if world.rank: raise ValueError('rank 1 fails')\nworld.world_group.all_reduce(torch.ones(1))\n"
     done = run(code, "mpi")
     assert done.returncode
     assert "rank 1 fails" in done.stderr
@@ -80,8 +81,8 @@ def test_a_rank_that_fails_ends_all() -> None:
 
 @needs_mpi
 def test_without_asking_for_mpi_ranks_share_memory() -> None:
-    code = "from shardwise.world.launch.launch import world_from_environment as w\nimport torch\nworld = w('cpu')\nx = torch.ones(1)\n"
-    code += "world.everyone.all_reduce(x)\nprint(type(world.everyone._transport).__name__, int(x))\n"
+    code = "import os\nfrom shardwise.world.launch.join import join\nimport torch\nworld = join(os.environ, 'cpu')\nx = torch.ones(1)\n"
+    code += "world.world_group.all_reduce(x)\nprint(type(world.world_group._transport).__name__, int(x))\n"
     assert run(code, "").stdout.count("Channel 2\n") == 2
 
 

@@ -22,6 +22,7 @@ from shardwise.plan.ir.choice import AllReduceChoices
 from shardwise.world import private
 from shardwise.world.comm.all_reduce import CollectiveDispatcher
 from shardwise.world.comm.pending import LostPeer
+from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
 from shardwise.world.recorder import CollectiveRecorder
 from shardwise.world.world import World
@@ -66,7 +67,7 @@ def fault(world: World, kind: str, what: str, step: int, name: str, folder: str)
             assert sums.levels is not None
             start = sums.levels.all_reduce
         else:
-            running, program = ProgramRunner(group.runner), build("all_reduce", name, again.num_ranks)
+            running, program = ProgramRunner(runner_of(group)), build("all_reduce", name, again.num_ranks)
 
             def start(x: torch.Tensor) -> Any:
                 return running.all_reduce(program, x)
@@ -125,7 +126,7 @@ def test_every_other_rank_is_told_in_levels(ranks: Any, what: str, tmp_path: Pat
 def unlike(world: World, kind: str, what: str) -> str:
     """Rank 2 calls something else, after a sum that went well."""
     again, me = world.world_group, world.rank
-    running = ProgramRunner(again.runner)
+    running = ProgramRunner(runner_of(again))
     ring, other = build("all_reduce", "ring", world.num_ranks), build("all_reduce", "tree", world.num_ranks)
     x = torch.ones(40)
     running.all_reduce(ring, x)
@@ -159,7 +160,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(ranks: Any, kind: str, wha
 def swapped(world: World, folder: str, kind: str) -> str:
     """Sizes that were both agreed on before, in another order on rank 1."""
     again = World(world.rank, 2, private.file_store(f"{folder}/swapped", 2), timeout_s=1.0, transport=kind)
-    running, ring = ProgramRunner(again.world_group.runner), build("all_reduce", "ring", 2)
+    running, ring = ProgramRunner(runner_of(again.world_group)), build("all_reduce", "ring", 2)
     for size in (10, 12):
         running.all_reduce(ring, torch.ones(size))
     x = torch.full((12 if world.rank else 10,), 1.0)
@@ -178,7 +179,7 @@ def test_known_calls_in_another_order_never_meet(ranks: Any, kind: str, tmp_path
 
 
 def dies(world: World) -> None:
-    running, ring = ProgramRunner(world.world_group.runner), build("all_reduce", "ring", world.num_ranks)
+    running, ring = ProgramRunner(runner_of(world.world_group)), build("all_reduce", "ring", world.num_ranks)
     x = torch.ones(1000)
     running.all_reduce(ring, x)
     if world.rank == CULPRIT:

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.world import matmul_backend
+from shardwise.world.launch.join import join
 from shardwise.world.launch.launch import launch
 from shardwise.world.matmul_backend import HIGHEST, PRECISIONS, PRODUCTS, MatmulTiming, MatmulTimings
 from shardwise.world.world import World
@@ -102,11 +103,11 @@ def test_whom_a_launcher_started_multiplies_as_the_environment_says() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         for way in PRECISIONS:
-            World.from_environment({PRODUCTS: way}, "cpu")
+            join({PRODUCTS: way}, "cpu")
             assert torch.get_float32_matmul_precision() == way
-        World.from_environment({}, "cpu")
+        join({}, "cpu")
         assert torch.get_float32_matmul_precision() == PRECISIONS[-1], "it says nothing"
         with pytest.raises(UsageError, match="SHARDWISE_PRODUCTS=fast is not one of highest, high, medium"):
-            World.from_environment({PRODUCTS: "fast"}, "cpu")
+            join({PRODUCTS: "fast"}, "cpu")
     finally:
         torch.set_float32_matmul_precision(before)

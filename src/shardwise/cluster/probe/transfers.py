@@ -13,6 +13,7 @@ import torch
 
 from shardwise.collectives import ALGORITHMS, build
 from shardwise.plan.ir.program import Action, Program, Recv, Send, Value
+from shardwise.world.comm.runner import runner_of
 
 SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: interpolated linearly in logarithms
 FULL_SIZES = (1 << 10, *SIZES, 64 << 20)
@@ -41,7 +42,7 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     sizes, samples = (SIZES, QUICK) if quick else (FULL_SIZES, FULL)
     buffers = [torch.zeros(2 * sizes[-1] // 4) for _ in range(2)]  # 2 chunks of the largest size for all cases
     groups = {"": world.world_group, ".gloo": over_gloo.world_group}
-    programs = {suffix: ProgramRunner(group.runner) for suffix, group in groups.items()}
+    programs = {suffix: ProgramRunner(runner_of(group)) for suffix, group in groups.items()}
     by_name = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
     passing = {count: _build_passing_program(n, count) for count in (FEW, MANY)}
     for runner in programs.values():  # the programs' own connections: their pages stay mapped

@@ -16,6 +16,7 @@ from shardwise.plan.ir.program import Program
 from shardwise.world.comm.group import Group
 from shardwise.world.comm.levels import HIERARCHICAL, HierarchicalReducer
 from shardwise.world.comm.pending import CollectiveWork
+from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
 
 ProgramOf = Callable[[str, str, int], Program]  # (collective, algorithm, ranks)
@@ -27,18 +28,18 @@ class CollectiveDispatcher:
     def __init__(self, group: Group, choices: AllReduceChoices, program_of: ProgramOf, levels: bool = False) -> None:
         self._group, self._choices, self._program_of = group, choices, program_of
         self._built: dict[tuple[str, str], Program] = {}
-        self._programs = ProgramRunner(group.runner)
+        self._programs = ProgramRunner(runner_of(group))
         hosts = group.ranks_by_host if levels or HIERARCHICAL in choices.names else ()
         nested = max(map(len, hosts), default=0) > 1
         if nested and len(hosts) == 1:  # on one host, but in a run over several hosts, which uses gloo there
             group.connect()
             nested = not group.shares_memory
-        self.levels = HierarchicalReducer(group.runner) if nested else None
+        self.levels = HierarchicalReducer(runner_of(group)) if nested else None
 
     def connect(self) -> None:
         """Connect now what will be needed; all members must call it."""
         if self.levels is not None or any(name != NATIVE for name in self._choices.names):
-            self._group.runner.side_group.connect()
+            runner_of(self._group).side_group.connect()
         if self.levels is not None:
             self.levels.connect()
 

@@ -47,7 +47,6 @@ from shardwise.world.recorder import CollectiveRecorder
 if TYPE_CHECKING:
     from shardwise.world.comm.all_reduce import CollectiveDispatcher
     from shardwise.world.comm.levels import HierarchicalReducer
-    from shardwise.world.comm.runner import CollectiveRunner
 
 SHARED = "shared_memory"
 RanksByHost = tuple[tuple[int, ...], ...]
@@ -80,7 +79,6 @@ class Group:
         self._closed = False
         self._staged = self._nccl = self.shares_memory = False
         self._directed: dict[tuple[int, int], Any] = {}
-        self._runner: CollectiveRunner | None = None
         self._dispatcher: CollectiveDispatcher | None = None
         self.hierarchical: HierarchicalReducer | None = None  # the two-level reducer, if it was chosen and the members' hosts allow it
         self._side_groups = defaultdict[str, list[Group]](list)
@@ -166,15 +164,6 @@ class Group:
         )
         self._side_groups[name].append(group)
         return group
-
-    @property
-    def runner(self) -> CollectiveRunner:
-        """The runner of multi-step collectives over messages of this group's members; see `shardwise.world.comm.running`."""
-        if self._runner is None:
-            from shardwise.world.comm.runner import CollectiveRunner  # here, since a runner is made of groups
-
-            self._runner = CollectiveRunner(self, self.side_group("programs"))
-        return self._runner
 
     def use_dispatcher(self, dispatcher: CollectiveDispatcher | None) -> None:
         """Use `dispatcher` for asynchronous all-reduces, reduce-scatters and all-gathers from now on; None: the transport's own."""

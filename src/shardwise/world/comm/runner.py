@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -104,3 +105,13 @@ class CollectiveRunner:
             me, peers = self.group.ranks[self.group.index], ", ".join(map(str, differing))
             raise RunError(f"rank {me} is in {what}, and rank {peers} in another collective, size, type or algorithm")
         self._agreed.add(signature)
+
+
+_RUNNERS: WeakKeyDictionary[Group, CollectiveRunner] = WeakKeyDictionary()
+
+
+def runner_of(group: Group) -> CollectiveRunner:
+    """Return the group's one runner of multi-step collectives, which all members make at their first call."""
+    if group not in _RUNNERS:
+        _RUNNERS[group] = CollectiveRunner(group, group.side_group("programs"))
+    return _RUNNERS[group]

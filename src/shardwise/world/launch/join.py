@@ -23,9 +23,8 @@ import torch
 from shardwise.errors import RunError, UsageError
 from shardwise.world import guard, matmul_backend, private
 from shardwise.world.comm import mpi
-from shardwise.world.launch.prepared_rank import pick_device
 from shardwise.world.launch.started import LAUNCHER_VARIABLE, as_torchrun, starting_process
-from shardwise.world.world import TRANSPORT, LostPeer, World
+from shardwise.world.world import TRANSPORT, LostPeer, World, pick_device
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 ORPHANED = 4  # the exit code of a worker whose agent has ended
@@ -33,8 +32,13 @@ LARGEST_PORT = 65535
 StoreConnection = tuple[Any, Callable[[], Any]]  # a store, and another connection to it
 
 
-def join(environment: Mapping[str, str], device: str) -> World:
-    """Return the world that these variables describe; of one rank if there are none. See `World.from_environment`."""
+def join(environment: Mapping[str, str], device: str = "auto") -> World:
+    """Return the world in which torchrun or srun started this process (`os.environ`), or a world of one rank.
+
+    Raises:
+        UsageError: a variable is missing or wrong.
+        RunError: a port is in use, or an address does not answer.
+    """
     env = as_torchrun(environment)
     if matmul_backend.PRODUCTS in env:
         matmul_backend.set_matmul_precision(env[matmul_backend.PRODUCTS])

@@ -40,7 +40,6 @@ from shardwise.world.launch.children import LARGEST_MESSAGE, ForkedRanks, LostFo
 from shardwise.world.launch.hangs import Limits
 from shardwise.world.launch.prepared_rank import IMPORTING, NEEDS_FRESH_PROCESS, LaunchSpec, PreparedCall, run_rank
 from shardwise.world.launch.watch import RecoveryPolicy, StopRequests, caught_signals, stop_error, supervise_ranks
-from shardwise.world.world import World
 
 START_S = 120.0
 COLLECTIVE_TIMEOUT_S = 900.0  # limit of a collective, or of a gap between heartbeats, without an announced limit
@@ -126,11 +125,6 @@ def engine_modules(device: str) -> tuple[str, ...]:
     None if torch has CUDA and may use it: a module that queries the driver at import would make the GPU unusable for all forks.
     """
     return ENGINE if device == "cpu" or torch.version.cuda is None else ()
-
-
-def world_from_environment(device: str = "auto") -> World:
-    """Return the world that torchrun or srun started this process in; see `World.from_environment`."""
-    return World.from_environment(os.environ, device)
 
 
 def import_reference(function: Callable[..., Any]) -> tuple[str, str, str] | None:

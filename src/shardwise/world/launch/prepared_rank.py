@@ -35,7 +35,7 @@ from shardwise.world.current import current_world, set_world
 from shardwise.world.persistent_memory import PersistentMemory
 from shardwise.world.recorder import CollectiveRecorder, process_state
 from shardwise.world.terminal import STOP_SIGNALS, open_durable_stream
-from shardwise.world.world import TRANSPORT, RecoveryContext, World
+from shardwise.world.world import TRANSPORT, RecoveryContext, World, pick_device
 
 BEAT_S = 0.2
 BEATS_PER_LAUNCHER_CHECK = 5
@@ -224,19 +224,6 @@ def load_call(task: LaunchSpec, folder: Path) -> tuple[Callable[..., Any], tuple
     function = import_function(task.function)
     del os.environ[IMPORTING]
     return function, encoding.load((folder / "arguments").read_bytes())
-
-
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of one rank for `cpu`, `cuda` or `auto`; ranks share GPUs round-robin. Raises UsageError without a GPU."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if name not in ("cuda", "auto"):
-        raise UsageError(f"device {name!r} is not cpu, cuda or auto")
-    if not torch.cuda.is_available():
-        raise UsageError("device cuda, but torch sees no GPU here; use device=cpu, or check the driver with nvidia-smi")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def failure_record(error: BaseException, rank: int) -> dict[str, Any]:
