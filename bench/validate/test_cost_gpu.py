@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.validate.fit import fit, mean_abs
-from shardwise.cluster.catalogue import catalogue_names
+from shardwise.cluster.catalogue import catalogue_names, dump
 from shardwise.cluster.cluster import Cluster, Device, Speed
 from shardwise.cost.calibration.efficiency import EfficiencySet, parse_protocols, parse_stack, protocols_named, stack_of
 from shardwise.cost.devices.compute import Seconds
@@ -192,7 +192,7 @@ def test_a_cluster_names_its_efficiency_set(tmp_path: Path) -> None:
     named = Cluster.parse("2xdgx-a100-80@a100-megatron-deepspeed")
     assert (named.num_devices, named.stack) == (16, "a100-megatron-deepspeed")
     assert Pricer(gpt(1), named, 8).devices.describe_efficiency("float16").startswith("a100-megatron-deepspeed")
-    (tmp_path / "c.toml").write_text(named.to_toml())
+    (tmp_path / "c.toml").write_text(dump(named))
     assert Cluster.parse(str(tmp_path / "c.toml")).stack == named.stack
     with pytest.raises(UsageError, match=r"did you mean a100-megatron\b"):
         Cluster.parse("2xdgx-a100-80@a100-megatro")

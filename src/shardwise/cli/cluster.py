@@ -72,17 +72,16 @@ def show_cluster(
     """
     with open_output(as_json) as out:
         from shardwise.cli.operands import load_cluster
+        from shardwise.cluster.catalogue import catalogue_names, dump
 
         if not cluster:
             for table in _catalogue_tables():
                 out.table(table)
-            from shardwise.cluster.catalogue import catalogue_names
-
             out.answer({f"{kind}s": list(catalogue_names(kind)) for kind in ("node", "device", "link")})
             return
         described = load_cluster(cluster, out)
         if toml and not as_json:
-            typer.echo(described.to_toml(), nl=False)
+            typer.echo(dump(described), nl=False)
             return
         out.table(_cluster_table(described))
         out.answer(_cluster_record(described))

@@ -27,12 +27,13 @@ def probe(
       shardwise probe -o cluster.toml
     """
     with open_output(as_json) as out:
+        from shardwise.cluster.catalogue import dump
         from shardwise.cluster.probe import probe as measure
 
         with out.working("measuring this machine (some seconds)"):
             cluster = measure(not full, fresh=fresh or full)
         if target is not None:
-            write_file(target, cluster.to_toml())
+            write_file(target, dump(cluster))
             out.message(f"written to {target}; use it with --cluster {target}")
         for table in cluster_tables(cluster):
             out.table(table)

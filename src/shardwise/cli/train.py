@@ -105,6 +105,7 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
     """
     from shardwise import api
     from shardwise.cli.operands import load_cluster, load_model
+    from shardwise.cluster.catalogue import dump
     from shardwise.plan.layout import Layout
     from shardwise.run.rank_model.build import CachedModelSource
     from shardwise.train.check_tokens import check_tokens
@@ -150,7 +151,7 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
                 if config.plan.trials != 0 and world is None and api.is_this_machine(cluster) and compiling_may_pay(plan, steps):
                     device = cluster.kind.torch
                     plan = choose_compilation(plan, steps, sequence_length_of(config), device=device, device_memory=limit, say=out.message)
-    (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
+    (Path(config.run.folder) / MACHINE).write_text(dump(cluster))
     prediction = plan.prediction
     # The peak that the predicted MFU refers to, so that measured and predicted MFU are comparable.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0

@@ -17,8 +17,7 @@ from typing import Any
 
 from shardwise.cluster import toml
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink, Speed
-from shardwise.cluster.heterogeneous import mix_clusters, order_parts
-from shardwise.cluster.resize import resize_cluster
+from shardwise.cluster.heterogeneous import mix_clusters
 from shardwise.errors import ConfigError, UsageError, did_you_mean
 from shardwise.plan.ir.toml_text import quote_key, quote_string
 
@@ -26,41 +25,7 @@ FORMAT = 1
 WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", "power_w")
 
 
-def find(text: str) -> Cluster:
-    """Find the cluster that `text` names; see `Cluster.parse`."""
-    if text == "here":
-        from shardwise.cluster.probe import probe  # keeps torch optional: only the probe needs it
-
-        return probe()
-    if part := re.fullmatch(r"(\d+) devices? of (.+)", text):
-        return resize_cluster(find(part[2]), int(part[1]))
-    if file := re.fullmatch(r"(.+\.toml)(?::([^/]+))?", text):
-        read = load(Path(file[1]))
-        return order_parts(read, file[2].split("+")) if file[2] else read
-    if "+" in text:
-        return _find_mixed(text)
-    machines, _, stack = text.partition("@")
-    if stack and stack not in _load_catalogue()["stack"]:
-        stacks = _load_catalogue()["stack"]
-        raise UsageError(
-            f"cluster {text}: the efficiency set {stack!r} is unknown{did_you_mean(stack, stacks)}; known: {', '.join(stacks)}"
-        )
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", machines)
-    if match is None:
-        raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
-    count, name = int(match[1] or 1), match[2]
-    if count < 1:
-        raise UsageError(f"cluster {text}: {count} machines; use 1 or more")
-    return replace(_build_machine(text, count, name), stack=stack)
-
-
-def _find_mixed(text: str) -> Cluster:
-    parts = [find(word.strip()) for word in text.split("+")]
-    networks = [_network_of(part) for part in parts]
-    return mix_clusters(text, parts, min(networks, key=lambda link: link.bandwidth_bytes_per_s * link.ports))
-
-
-def _network_of(cluster: Cluster) -> NetworkLink:
+def node_network(cluster: Cluster) -> NetworkLink:
     """Return the network link between nodes of this kind, even if the cluster has only one."""
     if len(cluster.levels) > 1:
         return cluster.levels[-1].link
@@ -106,7 +71,8 @@ def _load_catalogue() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def _build_machine(text: str, count: int, name: str) -> Cluster:
+def build_machine(text: str, count: int, name: str) -> Cluster:
+    """Build the cluster `text` of `count` machines `name`. Raises UsageError for an unknown name, with the nearest."""
     catalogue = _load_catalogue()
     node = catalogue["node"].get(name)
     if node is None:

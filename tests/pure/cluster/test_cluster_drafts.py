@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from shardwise.cluster.catalogue import catalogue_names, parse_cluster
+from shardwise.cluster.catalogue import catalogue_names, dump, parse_cluster
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.draft import draft_cluster
 from shardwise.cluster.plausibility import implausible_figures
@@ -46,7 +46,7 @@ def test_names_stand_for_the_catalogue_s_figures() -> None:
     ours, theirs = parse_cluster(BY_NAME), Cluster.parse("4xdgx-h100")
     assert ours.device == theirs.device
     assert [level.link for level in ours.levels] == [level.link for level in theirs.levels]
-    assert parse_cluster(ours.to_toml()) == ours
+    assert parse_cluster(dump(ours)) == ours
 
 
 def test_own_figures_win_over_those_of_the_name() -> None:
@@ -94,7 +94,7 @@ def test_a_draft_of_every_device_reads_back(device: str) -> None:
 
 @pytest.mark.parametrize("name", [*catalogue_names(), "2xdgx-h100+1xp3.16xlarge"])
 def test_the_schema_takes_what_shardwise_writes(name: str) -> None:
-    jsonschema.validate(tomllib.loads(Cluster.parse(name).to_toml()), cluster_schema())
+    jsonschema.validate(tomllib.loads(dump(Cluster.parse(name))), cluster_schema())
 
 
 @pytest.mark.parametrize("text", [BY_NAME, MIXED])
