@@ -71,10 +71,9 @@ def _parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _load_devices(machines: Machines, compare: bool, out: CommandOutput) -> dict[str, Any]:
-    from shardwise.cli.operands import load_cluster
 
     names = {w.device for w in machines.workers if w.device != "here"} | ({"here"} if compare else set())
-    return {name: load_cluster(name, out) for name in sorted(names)}
+    return {name: options.load_cluster(name, out) for name in sorted(names)}
 
 
 def _profiled_text(file: Path, workflow: Workflow, machines: Machines, figures: Profile) -> str:

@@ -111,11 +111,11 @@ def _parse_operator(name: str, where: str, row: Table) -> WorkflowOperator:
     variants = []
     for variant, at, of in _tables_at(where, row, "variant", _VARIANT_KEYS):
         latency = tuple((worker, _parse_batches(at, value)) for worker, value in _table_at(at, of, "latency_s").items())
-        numbers = _parse_number(at, of, "output_bytes"), _parse_number(at, of, "accuracy_factor", 1.0)
+        output_bytes, factor = _parse_number(at, of, "output_bytes"), _parse_number(at, of, "accuracy_factor", 1.0)
         model, call = (_parse_text(at, of, key, "") for key in ("model", "call"))
         if model and call:
             raise ConfigError(f"{at} has a model and a call; it is computed by one of them")
-        variants.append(OperatorVariant(variant, latency, *numbers, model, call))
+        variants.append(OperatorVariant(variant, latency, output_bytes, factor, model, call))
     return WorkflowOperator(name, tuple((key, _parse_number(where, inputs, key)) for key in inputs), tuple(variants))
 
 
