@@ -193,15 +193,16 @@ class PricingContext:
         return self.source.sharding(plan, self.graph)
 
 
-def pricing_context_of(
-    plan: Plan, file: Path | None, out: CommandOutput, cluster: str | None = None, sequence: int | None = None
-) -> PricingContext:
-    """Return a plan's pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
+def read_plan_in_context(
+    file: Path, out: CommandOutput, cluster: str | None = None, sequence: int | None = None
+) -> tuple[Plan, PricingContext]:
+    """Read a plan and its pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
+    from shardwise.plan.plan_file import read_plan
     from shardwise.report.run_folder import MACHINE
 
-    cluster_file = file.with_name(MACHINE) if file is not None else None
-    text = cluster or (str(cluster_file) if cluster_file is not None and cluster_file.exists() else plan.cluster)
-    return PricingContext(plan.model, options.load_cluster(text, out), plan.batch_size, sequence)
+    plan, cluster_file = read_plan(file), file.with_name(MACHINE)
+    text = cluster or (str(cluster_file) if cluster_file.exists() else plan.cluster)
+    return plan, PricingContext(plan.model, options.load_cluster(text, out), plan.batch_size, sequence)
 
 
 def pricing_context_of_name(model: str, machines: Cluster, batch: int | None, sequence: int | None) -> PricingContext:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import toml
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, UsageError, did_you_mean
 from shardwise.serve.placement.workflow import (
     Accuracy,
     Batches,
@@ -50,6 +50,19 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     if machines is not None:
         _check_workers(where, workflow, machines)
     return workflow, machines, _parse_number(where, data, "rate")
+
+
+def read_workflow_and_machines(path: Path, cluster: Path | None = None) -> tuple[Workflow, Machines, float]:
+    """Read (workflow, machines, requests/s); the machines of the file `cluster`, if it is given.
+
+    Raises:
+        UsageError: there are no machines.
+    """
+    workflow, machines, rate = read_workflow(path)
+    machines = read_machines(cluster) if cluster is not None else machines
+    if machines is None:
+        raise UsageError(f"{path} has no [worker.NAME] tables; give --cluster FILE")
+    return workflow, machines, rate
 
 
 def read_machines(path: str | Path) -> Machines:

@@ -67,10 +67,6 @@ class NativeEngine:
         """Return the bytes of the segment of a group of `size`."""
         return int(self.library.shardwise_segment_bytes(size, CHUNK_BYTES, ring_bytes(size)))
 
-    def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> NativeChannel:
-        """Return the channel of `ranks` on a segment that all of them have mapped."""
-        return NativeChannel(self, mapping, index, ranks, pids, timeout_s)
-
 
 def ring_bytes(size: int) -> int:
     """Bytes of messages that can be in flight between two ranks of a group."""
@@ -100,7 +96,7 @@ class NativeWork:
 
 
 class NativeChannel:
-    """One group of ranks; created by `NativeEngine.open`."""
+    """One group of ranks, on a segment that all of them have mapped."""
 
     def __init__(
         self, engine: NativeEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
