@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0913
 def _by_layer(plan: Plan, setting: PricingContext, out: CommandOutput) -> dict[str, object]:
     """Show the table of layers over the plan's ranks of one machine, and return its records."""
     from shardwise.cost.operators.layers import price_layers
-    from shardwise.report.layers import layers_record, layers_table
+    from shardwise.report.placements import layers_record, layers_table
 
     machines, layout = setting.cluster, plan.layout
     if plan.uncaptured or machines.parts:

@@ -69,7 +69,7 @@ def build_library(
 
 
 def load_library(build: Callable[[], Path], signatures: Mapping[str, tuple[Any, Any]]) -> ctypes.CDLL | str:
-    """Return the library that `build` compiles, or the reason why there is none. `signatures`: types of functions' results and arguments."""
+    """Return the library that `build` compiles, or the reason why there is none. `signatures`: types of results and arguments."""
     try:
         library = ctypes.CDLL(str(build()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
