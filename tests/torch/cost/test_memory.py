@@ -99,10 +99,10 @@ def anonymous():  # pages of files come and go with the system's own needs: what
 accounts = accounts_of(torch.device("cpu"))
 torch.full((1 << 20,), 1.0)  # what comes with the first is not its own
 ctypes.CDLL(None).malloc_trim(0)  # nor are pages that earlier work touched and gave back to the allocator, which would be used again
-before, at = anonymous(), accounts.held().total
+before, at = anonymous(), accounts.current().total
 with accounts.counting("activations"):
     kept = [torch.full((1 << 20,), 1.0) for _ in range(24)]
-print(int(accounts.held().total - at), anonymous() - before)
+print(int(accounts.current().total - at), anonymous() - before)
 """
 
 
