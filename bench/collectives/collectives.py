@@ -31,6 +31,7 @@ from bench.common.arithmetic import Verdict
 from bench.common.document import command, header, versions
 from bench.common.processes import ROOT, ContenderFailed, free_port, missing, peers_python
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives.md"
@@ -194,7 +195,9 @@ def measured(
     with Launcher() as launcher:
         for number in range(rounds):
             order = [*names[number % len(names) :], *names[: number % len(names)]]
-            found = launcher.launch(rank_calls, num_ranks, list(sizes), order, 200, budget_s, threads=1, timeout_s=300.0)[0]
+            found = launcher.launch(
+                rank_calls, num_ranks, list(sizes), order, 200, budget_s, options=LaunchOptions(threads=1, timeout_s=300.0)
+            )[0]
             if with_mpi:
                 found = found + mpi_calls(num_ranks, sizes, 200, budget_s)
             if DEEPSPEED not in why_not:

@@ -32,6 +32,7 @@ from shardwise.plan.ir.choice import NATIVE
 from shardwise.world.comm.runner import runner_of
 from shardwise.world.comm.running import ProgramRunner
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives-algorithms.md"
@@ -141,7 +142,14 @@ def cases(
         for ranks in counts:
             for label, transport in TRANSPORTS.items():
                 rows = launcher.launch(
-                    rank_times, ranks, transport, list(sizes), list(NAMES), rounds, budget_s, threads=1, timeout_s=600.0
+                    rank_times,
+                    ranks,
+                    transport,
+                    list(sizes),
+                    list(NAMES),
+                    rounds,
+                    budget_s,
+                    options=LaunchOptions(threads=1, timeout_s=600.0),
                 )[0]
                 predicted, auto = predictions(cluster, ranks, transport, sizes)
                 whole = {(size, name): median(s for times in passes for s in times) for size, name, passes in rows}

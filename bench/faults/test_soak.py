@@ -10,6 +10,7 @@ import pytest
 from bench.faults.soak import Soaked, soak
 from shardwise.train import flow
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 
 LENGTH = "SHARDWISE_SOAK_S"  # the environment variable: seconds of the long one
 
@@ -24,7 +25,7 @@ def check(found: Soaked) -> None:
 
 
 def test_a_sample(tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     check(soak(20.0, tmp_path))
 
 

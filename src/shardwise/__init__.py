@@ -15,7 +15,7 @@ from shardwise import errors
 if TYPE_CHECKING:
     from shardwise.api import auto_parallelize, comm_hook, parallelize, plan, shard, simulate, verify
     from shardwise.api_decode import decoder
-    from shardwise.api_verbs import compare, estimate, explain, report, scaling, whatif
+    from shardwise.cli.functions import compare, estimate, explain, report, scaling, whatif
     from shardwise.cluster.cluster import Cluster
     from shardwise.plan.ir.timeline import Timeline
     from shardwise.plan.layout import Layout
@@ -53,7 +53,7 @@ _HOMES = {
     "launch": "shardwise.world.launch.launch",
     "print": "shardwise.world.current:print_once",
     **dict.fromkeys(("load", "save"), "shardwise.run.loop.checkpoints"),
-    **dict.fromkeys(("compare", "estimate", "explain", "scaling", "whatif"), "shardwise.api_verbs"),
+    **dict.fromkeys(("compare", "estimate", "explain", "scaling", "whatif"), "shardwise.cli.functions"),
     **dict.fromkeys(("comm_hook", "parallelize", "verify"), "shardwise.api"),
     **dict.fromkeys(("auto_parallelize", "shard"), "shardwise.api_loop"),  # a plain loop waits for no more than it needs
 }

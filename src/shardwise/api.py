@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,28 @@ Model = ResolvedModel | nn.Module | Callable[[], nn.Module] | str
 ModelSubject = tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The request for a plan; fields as the parameters of `plan`.
+
+    `sequence`: as of a model by name, for trials; `say`: called with each of their results; `world`: existing ranks, of which this is rank
+    0 and the others `follow_trials`, that run them.
+    """
+
+    cluster: Cluster
+    layout: Layout | None = None
+    constraints: str | Sequence[str] = ""
+    objective: str = "time"
+    like: Plan | None = None
+    source: ModelSource | None = None
+    device_memory: float = 0.0
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
+    trials: int = 0
+    sequence: int | None = None
+    say: Callable[[str], object] = lambda line: None
+    world: World | None = None
+
+
 def plan(  # noqa: PLR0913
     model: Model,
     batch: Any = None,
@@ -100,20 +122,22 @@ def plan(  # noqa: PLR0913
         batch = batch_shapes(model, model.default_batch if batch is None else batch, source, loss)
     subject = subject_of(model, batch, loss)
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-
-    def of(layout: Layout | str | None) -> Plan:
-        return _plan_subject(
-            subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory,
-            optimizer=optimizer,
-        )  # fmt: skip
-
     if trials > 1 and not by_name:
         raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
-    with show_progress(f"planning {subject[0]} on {machines.name}"):
-        chosen = of(layout)
-    if layout is not None:
+    request = PlanRequest(
+        machines, Layout.parse(layout) if isinstance(layout, str) else layout, constraints, objective, like=like, source=source,
+        device_memory=parse_bytes(device_memory), optimizer=optimizer, trials=trials,
+    )  # fmt: skip
+    return plan_with_trials(subject, request)
+
+
+def plan_with_trials(subject: ModelSubject, request: PlanRequest) -> Plan:
+    """Plan a subject; where no layout is given, by the request's trials."""
+    with show_progress(f"planning {subject[0]} on {request.cluster.name}"):
+        chosen = plan_subject(subject, request)
+    if request.layout is not None:
         return chosen
-    return choose_by_trials(chosen, trials, of, machines, objective=objective, device_memory=parse_bytes(device_memory))
+    return choose_by_trials(chosen, request, lambda layout: plan_subject(subject, replace(request, layout=layout)))
 
 
 def batch_shapes(model: ResolvedModel, size: int, source: CachedModelSource, loss: Loss | None = None) -> Any:
@@ -128,46 +152,34 @@ def batch_shapes(model: ResolvedModel, size: int, source: CachedModelSource, los
     return fake_batch
 
 
-def choose_by_trials(  # noqa: PLR0913
-    chosen: Plan,
-    trials: int,
-    plan_of: Callable[[Layout], Plan],
-    cluster: Cluster,
-    sequence: int | None = None,
-    *,
-    objective: str = "time",
-    device_memory: float = 0.0,
-    say: Callable[[str], object] = lambda line: None,
-    world: World | None = None,
-) -> Plan:
-    """Run some steps of the `trials` best candidates here and return the fastest plan; its reasons list the measured times.
+def choose_by_trials(chosen: Plan, request: PlanRequest, plan_of: Callable[[Layout], Plan]) -> Plan:
+    """Run some steps of the best candidates here and return the fastest plan; its reasons list the measured times.
 
     Args:
-        plan_of: a layout as a plan of the same model, batch and machines. sequence: as of the model. say: called with each result.
-        world: existing ranks, of which this is rank 0 and the others `follow`; plans for as many ranks are tried on them.
+        plan_of: a layout as a plan of the same model, batch and machines. In the request's world, plans for as many ranks are tried.
 
     Raises:
         UsageError: the cluster is not this machine, or another objective than time. Infeasible: no candidate runs.
     """
-    if trials < 2 or chosen.uncaptured:
+    cluster, world, limit = request.cluster, request.world, request.device_memory
+    if request.trials < 2 or chosen.uncaptured:
         return chosen
-    if objective != "time":
-        raise UsageError(f"trials find the fastest plan, and the objective is {objective}; leave one of them out")
+    if request.objective != "time":
+        raise UsageError(f"trials find the fastest plan, and the objective is {request.objective}; leave one of them out")
     if world is None and not is_this_machine(cluster):
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
     candidates: Sequence[LayoutCandidate] = chosen.candidates
     if world is not None:
         candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks]
-    plans = [chosen if c.layout == chosen.layout else plan_of(c.layout) for c in select_distinct_candidates(candidates, trials)]
+    distinct = select_distinct_candidates(candidates, request.trials)
+    plans = [chosen if c.layout == chosen.layout else plan_of(c.layout) for c in distinct]
     if world is None:
-        return _plan_of_fastest_trial(
-            chosen, try_plans(plans, sequence, device=cluster.kind.torch, device_memory=device_memory, say=say), cluster
-        )
-    return (
-        _plan_of_fastest_trial(chosen, try_plans_in_world(world, plans, sequence, device_memory=device_memory), cluster)
-        if len(plans) > 1
-        else chosen
-    )
+        results = try_plans(plans, request.sequence, device=cluster.kind.torch, device_memory=limit, say=request.say)
+    elif len(plans) > 1:
+        results = try_plans_in_world(world, plans, request.sequence, device_memory=limit)
+    else:
+        return chosen
+    return _plan_of_fastest_trial(chosen, results, cluster)
 
 
 def is_this_machine(cluster: Cluster) -> bool:
@@ -187,24 +199,12 @@ def _plan_of_fastest_trial(chosen: Plan, trials: Sequence[PlanTrial], cluster: C
     return replace(best, candidates=chosen.candidates, reasons=(*best_reasons, ("trials", f"the fastest by the clock: {words}")))
 
 
-def _plan_subject(  # noqa: PLR0913
-    subject: ModelSubject,
-    cluster: Cluster | str = "here",
-    layout: Layout | str | None = None,
-    *,
-    constraints: str | Sequence[str] = "",
-    objective: str = "time",
-    like: Plan | None = None,
-    source: ModelSource | None = None,
-    device_memory: float | str = 0,
-    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
-) -> Plan:
-    """Plan a resolved subject; arguments as of `plan`."""
+def plan_subject(subject: ModelSubject, request: PlanRequest) -> Plan:
+    """Plan a subject by prediction alone."""
     name, make, inputs, loss = subject
-    machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_memory_limit(parse_bytes(device_memory))
-    by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
-    source = source or ModelSource.from_model(make)
-    words = constraints if isinstance(constraints, str) else " ".join(constraints)
+    machines, by_hand, like = request.cluster.with_memory_limit(request.device_memory), request.layout, request.like
+    source = request.source or ModelSource.from_model(make)
+    words = request.constraints if isinstance(request.constraints, str) else " ".join(request.constraints)
     size = batch_size_of(inputs)
     try:
         graph = source.capture(inputs, loss, size).graph
@@ -218,7 +218,7 @@ def _plan_subject(  # noqa: PLR0913
 
         return plan_without_graph(count, str(error), machines, size, name, words, by_hand, trial)
     check_trains(graph)
-    states = len(OptimizerSpec.of(optimizer).slots)
+    states, objective = len(OptimizerSpec.of(request.optimizer).slots), request.objective
     if like is not None:
         cuts = _expanded_shards(like, graph)
         chosen = search(graph, machines, size, name, "", like.layout, objective, shards=cuts, stages=like.stages, optimizer_states=states)
@@ -298,11 +298,13 @@ def plan_for_world(
     state = torch.random.get_rng_state()
     try:
         if wanted is not None and wanted.split == SPLIT_FIXED:
-            return _plan_subject(subject, unbounded_cluster(), wanted, optimizer=optimizer)
+            return plan_subject(subject, PlanRequest(unbounded_cluster(), wanted, optimizer=optimizer))
 
         def of_rank_0() -> str:
+            machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
             ranks = f"ranks={world.num_ranks}" if wanted is None else ""
-            return format_plan(_plan_subject(subject, cluster, wanted, constraints=ranks, device_memory=device_memory, optimizer=optimizer))
+            request = PlanRequest(machines, wanted, ranks, device_memory=device_memory, optimizer=optimizer)
+            return format_plan(plan_subject(subject, request))
 
         # Rank 0 chooses for all: another host's measurements may lead to another plan.
         return parse_plan(world.broadcast_text(of_rank_0))
@@ -392,7 +394,7 @@ def _plan_to_verify(
     if dtype is None:
         dtype = layout.precision if isinstance(wanted, str) and "precision=" in wanted else "float64"
     if not isinstance(wanted, Plan):
-        wanted = _plan_subject(subject, unbounded_cluster(), replace(layout, precision="float32"), source=source)
+        wanted = plan_subject(subject, PlanRequest(unbounded_cluster(), replace(layout, precision="float32"), source=source))
     return replace(wanted, layout=replace(layout, precision=dtype))
 
 
@@ -406,24 +408,17 @@ def simulate(
     source: ModelSource | None = None,
 ) -> Timeline:
     """Simulate one step of a plan, with the predicted step time. `model` and `cluster` default to those that the plan names."""
-    return simulate_with_prediction(plan, model, batch, loss=loss, cluster=cluster, source=source)[1]
-
-
-def simulate_with_prediction(
-    plan: Plan,
-    model: Model | None = None,
-    batch: Any = None,
-    *,
-    loss: Loss | None = None,
-    cluster: Cluster | str | None = None,
-    source: ModelSource | None = None,
-    steps: int = 1,
-    mean_delay: float = 0.0,
-) -> tuple[Prediction, Timeline]:
-    """Return the prediction of a step and the timeline of `steps`; arguments as of `simulate`. Data-parallel replicas are late by
-    `mean_delay` of a step on average (`solve/stragglers`)."""
-    _, make, inputs, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
+    subject = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
+    return simulate_subject(plan, subject, machines, source)[1]
+
+
+def simulate_subject(
+    plan: Plan, subject: ModelSubject, machines: Cluster, source: ModelSource | None = None, steps: int = 1, mean_delay: float = 0.0
+) -> tuple[Prediction, Timeline]:
+    """Return the prediction of a plan's step and the timeline of `steps`; data-parallel replicas are late by `mean_delay` of a step on
+    average (`solve/stragglers`)."""
+    _, make, inputs, loss = subject
     check_layout(plan.layout, machines, plan.batch_size)
     graph = (source or ModelSource.from_model(make)).capture(inputs, loss, plan.batch_size).graph
     pricer = build_pricer(graph, machines, plan.batch_size, 2, _expanded_shards(plan, graph))

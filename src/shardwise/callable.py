@@ -14,7 +14,7 @@ from typing import Any
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verb = self.__name__.rpartition(".")[2]
-        home = "shardwise.api_verbs" if verb == "report" else "shardwise.api"
+        home = "shardwise.cli.functions" if verb == "report" else "shardwise.api"
         return getattr(importlib.import_module(home), verb)(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from shardwise.world.launch.launch import ENGINE, Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from tests.support.processes import children_of, gone
 
 TIMEOUT_S = 60.0
@@ -33,7 +34,7 @@ def ranks(launcher: Launcher) -> Callable[..., list[Any]]:
     """`ranks(function, num_ranks, *args, **options)`: results in the order of ranks. One thread per rank."""
 
     def run(function: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
-        return launcher.launch(function, num_ranks, *args, **{"threads": 1, "timeout_s": TIMEOUT_S, **options})
+        return launcher.launch(function, num_ranks, *args, options=LaunchOptions(**{"threads": 1, "timeout_s": TIMEOUT_S, **options}))
 
     return run
 

@@ -71,7 +71,6 @@ def show_cluster(
       shardwise cluster show p4d.24xlarge --toml
     """
     with open_output(as_json) as out:
-        from shardwise.cli.operands import load_cluster
         from shardwise.cluster.catalogue import catalogue_names, dump
 
         if not cluster:
@@ -79,7 +78,7 @@ def show_cluster(
                 out.table(table)
             out.answer({f"{kind}s": list(catalogue_names(kind)) for kind in ("node", "device", "link")})
             return
-        described = load_cluster(cluster, out)
+        described = options.load_cluster(cluster, out)
         if toml and not as_json:
             typer.echo(dump(described), nl=False)
             return
@@ -99,10 +98,9 @@ def check(
       shardwise cluster check ours.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cli.operands import load_cluster
         from shardwise.cluster.plausibility import implausible_figures
 
-        described = load_cluster(file, out)
+        described = options.load_cluster(file, out)
         warnings = implausible_figures(described)
         for line in warnings:
             out.message(f"{file}: {line}")

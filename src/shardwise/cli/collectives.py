@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and
 MAX_SIMULATED_RANKS = 64  # most ranks whose programs are simulated message by message: a ring has 2n(n-1) of them
 MAX_RANKS_WITHOUT_CLOSED_FORM = 256  # where there is no closed form: some 20 s of CPU time; messages are quadratic in the ranks
 MAX_CLOSED_FORM_RANKS = 1 << 20  # closed forms list the trees' parents and children of each rank, in 5 s and 400 MB
-DEFAULT_LINK = (10e-6, 1 / 25e9)  # latency in s, and s a byte, without a cluster
+DEFAULT_LATENCY_S, DEFAULT_BYTE_S = 10e-6, 1 / 25e9  # of a link without a cluster: latency, and seconds of a byte
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[
     str, typer.Option("--collective", metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, halo.")
@@ -203,7 +203,7 @@ def _simulate_traffic(program: Program, total: float, machines: Cluster | None) 
     from shardwise.simulate.wires import cluster_wires
 
     piece_bytes = total / len(program.boundary_values)
-    between = cluster_wires(machines) if machines is not None else lambda *_: Wire(*DEFAULT_LINK)
+    between = cluster_wires(machines) if machines is not None else lambda *_: Wire(DEFAULT_LATENCY_S, DEFAULT_BYTE_S)
     return deliver_messages(program, lambda _: piece_bytes, between)
 
 
@@ -261,7 +261,7 @@ def _group_links(machines: Cluster | None, ranks: int, inside: int) -> GroupHops
     from shardwise.cost.network.network import RankGroup
 
     if machines is None:
-        hop = Hop(*DEFAULT_LINK)
+        hop = Hop(DEFAULT_LATENCY_S, DEFAULT_BYTE_S)
         return GroupHops(hop, hop, inside, ranks // inside) if inside else GroupHops(hop, hop, ranks)
     times = hops_of(machines, RankGroup(ranks))
     return replace(times, near=replace(times.near, add_byte_s=0.0, addition=()), far=replace(times.far, add_byte_s=0.0, addition=()))

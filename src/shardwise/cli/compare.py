@@ -47,16 +47,12 @@ def compare(first: File, second: File, cluster: options.OtherCluster = None, as_
 
 
 def _compare_plans(first: Path, second: Path, cluster: str | None, out: CommandOutput) -> None:
-    from shardwise.cli.pricing_context import pricing_context_of
-    from shardwise.plan.plan_file import read_plan
+    from shardwise.cli.pricing_context import read_plan_in_context
 
-    plans = read_plan(first), read_plan(second)
+    (left, left_setting), (right, right_setting) = (read_plan_in_context(file, out, cluster) for file in (first, second))
     with out.working(f"pricing {first} and {second}"):
-        priced = [
-            pricing_context_of(plan, file, out, cluster).price_plan(plan, str(file))
-            for plan, file in zip(plans, (first, second), strict=True)
-        ]
-    show_plan_comparison(plans, priced, out)
+        priced = [left_setting.price_plan(left, str(first)), right_setting.price_plan(right, str(second))]
+    show_plan_comparison((left, right), priced, out)
 
 
 def show_plan_comparison(plans: tuple[Plan, Plan], priced: Sequence[PricedVariant], out: CommandOutput) -> None:

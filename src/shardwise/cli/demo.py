@@ -32,7 +32,6 @@ def demo(
       shardwise demo --text my.txt steps=200
     """
     with open_output(False) as out:
-        from shardwise.cli.operands import load_cluster
         from shardwise.cli.train import run, run_summary_table
         from shardwise.report.cluster_tables import cluster_tables
 
@@ -42,7 +41,7 @@ def demo(
         folders = [word.partition("=")[2] for word in changes or () if word.partition("=")[0] == "run.folder"]
         folder = Path(folders[-1]) if folders and folders[-1] else next_run_folder(project / "runs")
         out.text("1. This machine")
-        machines = load_cluster("here", out)
+        machines = options.load_cluster("here", out)
         for table in cluster_tables(machines)[:MACHINE_ROWS]:
             out.table(table)
         out.text(f"2. Plan and train: {config}, into {folder}")

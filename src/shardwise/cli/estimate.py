@@ -62,16 +62,13 @@ def estimate(  # noqa: PLR0913
       shardwise estimate gpt-175b --cluster dgx-a100-80 --gpus 1 --tokens 300e9
     """
     with open_output(as_json) as out:
-        from shardwise.cli.operands import load_cluster, load_model
-        from shardwise.cli.pricing_context import PricingContext, name_with_sequence
+        from shardwise.cli.pricing_context import pricing_context_of_name
         from shardwise.cluster.resize import resize_cluster
 
-        machines = load_cluster(cluster, out)
+        machines = options.load_cluster(cluster, out)
         if gpus is not None:
             machines = resize_cluster(machines, gpus)
-        name, sequence = name_with_sequence(model, sequence)
-        first = PricingContext(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
-        show_estimate(first, model, batch, tokens, epochs, constrain or (), out)
+        show_estimate(pricing_context_of_name(model, machines, batch, sequence), model, batch, tokens, epochs, constrain or (), out)
 
 
 def show_estimate(

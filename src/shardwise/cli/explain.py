@@ -39,11 +39,10 @@ def explain(
       shardwise explain plan.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cli.pricing_context import pricing_context_of
-        from shardwise.plan.plan_file import read_plan
+        from shardwise.cli.pricing_context import read_plan_in_context
 
-        plan = read_plan(file)
-        show_explanation(plan, pricing_context_of(plan, file, out, cluster, sequence), out, most, brief)
+        plan, setting = read_plan_in_context(file, out, cluster, sequence)
+        show_explanation(plan, setting, out, most, brief)
 
 
 def show_explanation(plan: Plan, setting: PricingContext, out: CommandOutput, most: int = MAX_CANDIDATES, brief: bool = False) -> None:

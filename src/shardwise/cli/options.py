@@ -1,11 +1,15 @@
-"""Typer arguments and options that several verbs share."""
+"""Typer arguments and options that several verbs share, and the parser of CLUSTER."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from shardwise.cli.output import CommandOutput
+    from shardwise.cluster.cluster import Cluster
 
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss)."""
@@ -34,3 +38,15 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.toml, as 
 OtherCluster = Annotated[
     str | None, typer.Option("--cluster", metavar="CLUSTER", help="Other machines than the plan's.", show_default=False)
 ]
+
+
+def load_cluster(text: str, out: CommandOutput) -> Cluster:
+    """Return the cluster that CLUSTER names; `here` is measured once and cached."""
+    if text == "here":
+        from shardwise.cluster.probe import probe
+
+        with out.working("measuring this machine (some seconds)"):
+            return probe()
+    from shardwise.cluster.cluster import Cluster
+
+    return Cluster.parse(text)

@@ -41,19 +41,16 @@ def plan(  # noqa: PLR0913
       shardwise plan gpt-125m --cluster p4d.24xlarge --batch 64 --by-layer
     """
     with open_output(as_json) as out:
-        from shardwise.cli.operands import load_cluster, load_model
-        from shardwise.cli.pricing_context import PricingContext, name_with_sequence
+        from shardwise.cli.pricing_context import pricing_context_of_name
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import write_plan
         from shardwise.report.tables import plan_record, plan_tables
         from shardwise.units import parse_bytes
 
         wanted = Layout.parse(layout) if layout is not None else None
-        machines = load_cluster(cluster, out).with_memory_limit(parse_bytes(device_memory or 0))
-        name, sequence = name_with_sequence(model, sequence)
-        size = batch or load_model(name, None, sequence).default_batch
+        machines = options.load_cluster(cluster, out).with_memory_limit(parse_bytes(device_memory or 0))
+        setting = pricing_context_of_name(model, machines, batch, sequence)
         with out.working(f"planning {model} on {machines.name}"):
-            setting = PricingContext(name, machines, size, sequence)
             chosen = setting.plan(constrain or (), objective, wanted, trials, out.message)
         if target is not None:  # before the tables: their reader may close the pipe
             write_plan(chosen, target)
@@ -69,7 +66,7 @@ def plan(  # noqa: PLR0913
 def _by_layer(plan: Plan, setting: PricingContext, out: CommandOutput) -> dict[str, object]:
     """Show the table of layers over the plan's ranks of one machine, and return its records."""
     from shardwise.cost.operators.layers import price_layers
-    from shardwise.report.layers import layers_record, layers_table
+    from shardwise.report.placements import layers_record, layers_table
 
     machines, layout = setting.cluster, plan.layout
     if plan.uncaptured or machines.parts:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.operands import load_cluster, load_model
+from shardwise.cli import options
 from shardwise.errors import Infeasible, ModelError, UsageError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, Prediction
@@ -21,6 +21,7 @@ from shardwise.plan.plan import Plan, Prediction
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardwise.api import ModelSubject
     from shardwise.cli.output import CommandOutput
     from shardwise.cluster.cluster import Cluster
     from shardwise.model.graph import Graph
@@ -58,7 +59,9 @@ class PricingContext:
     def resolved(self) -> ResolvedModel:
         if self.given_model is not None:
             return self.given_model
-        return load_model(self.model, self.batch_size, self.sequence)
+        from shardwise.zoo.resolve import resolve
+
+        return resolve(self.model, self.batch_size, self.sequence)
 
     @cached_property
     def source(self) -> CachedModelSource:
@@ -88,6 +91,11 @@ class PricingContext:
             raise UsageError(f"{self.model} cannot be captured ({error}), so no layout can be priced for it") from None
 
     @property
+    def subject(self) -> ModelSubject:
+        """The model as functions of `shardwise.api` take it."""
+        return self.model, self.resolved.make, self.given, self.resolved.loss
+
+    @property
     def variable_names(self) -> list[str]:
         """Names of all parameters and buffers."""
         return [v.name for v in (*self.graph.parameters, *self.graph.buffers)]
@@ -113,23 +121,18 @@ class PricingContext:
         trials: int = 0,
         say: Callable[[str], object] = lambda line: None,
     ) -> Plan:
-        """Return the plan that the search chooses, or `layout` as a plan, with shards as patterns. `trials`, `say`: as `api.tried`."""
+        """Return the plan that the search chooses, or `layout` as a plan, with shards as patterns. `trials`, `say`: as `PlanRequest`."""
         from shardwise import api
         from shardwise.plan.ir.patterns import shorten_patterns
 
-        def of(layout: Layout | None) -> Plan:
-            chosen = api.plan(
-                self.resolved, self.given, cluster=self.cluster, layout=layout, constraints=constraints,
-                objective=objective, source=self.source,
-            )  # fmt: skip
-            return replace(chosen, model=self.model)
-
-        chosen = of(layout)
-        if layout is None:
-            limit = max(0.0, self.cluster.memory_limit_bytes - self.cluster.device.scratch_bytes)
-            chosen = api.choose_by_trials(
-                chosen, trials, of, self.cluster, self.sequence, objective=objective, device_memory=limit, say=say
-            )
+        limit = max(0.0, self.cluster.memory_limit_bytes - self.cluster.device.scratch_bytes)
+        chosen = api.plan_with_trials(
+            self.subject,
+            api.PlanRequest(
+                self.cluster, layout, constraints, objective, source=self.source, device_memory=limit, trials=trials,
+                sequence=self.sequence, say=say,
+            ),
+        )  # fmt: skip
         if chosen.uncaptured:
             return chosen
         shards = tuple((axis, shorten_patterns(cuts, self.variable_names)) for axis, cuts in chosen.shards)
@@ -190,15 +193,24 @@ class PricingContext:
         return self.source.sharding(plan, self.graph)
 
 
-def pricing_context_of(
-    plan: Plan, file: Path | None, out: CommandOutput, cluster: str | None = None, sequence: int | None = None
-) -> PricingContext:
-    """Return a plan's pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
+def read_plan_in_context(
+    file: Path, out: CommandOutput, cluster: str | None = None, sequence: int | None = None
+) -> tuple[Plan, PricingContext]:
+    """Read a plan and its pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
+    from shardwise.plan.plan_file import read_plan
     from shardwise.report.run_folder import MACHINE
 
-    cluster_file = file.with_name(MACHINE) if file is not None else None
-    text = cluster or (str(cluster_file) if cluster_file is not None and cluster_file.exists() else plan.cluster)
-    return PricingContext(plan.model, load_cluster(text, out), plan.batch_size, sequence)
+    plan, cluster_file = read_plan(file), file.with_name(MACHINE)
+    text = cluster or (str(cluster_file) if cluster_file.exists() else plan.cluster)
+    return plan, PricingContext(plan.model, options.load_cluster(text, out), plan.batch_size, sequence)
+
+
+def pricing_context_of_name(model: str, machines: Cluster, batch: int | None, sequence: int | None) -> PricingContext:
+    """Return the pricing context of a model by name; without a batch with the model's usual one."""
+    from shardwise.zoo.resolve import resolve
+
+    name, sequence = name_with_sequence(model, sequence)
+    return PricingContext(name, machines, batch or resolve(name, None, sequence).default_batch, sequence)
 
 
 def name_with_sequence(model: str, sequence: int | None) -> tuple[str, int | None]:

@@ -86,9 +86,7 @@ def _with_machines(about: PageSubject, plan: Plan, is_drawn: bool) -> PageSubjec
             from shardwise import api
 
             setting = PricingContext(plan.model, machines, plan.batch_size)
-            prediction, timeline = api.simulate_with_prediction(
-                plan, setting.resolved, setting.given, cluster=machines, source=setting.source
-            )
+            prediction, timeline = api.simulate_subject(plan, setting.subject, machines, setting.source)
             about = replace(about, plan=replace(plan, prediction=prediction), simulated=timeline)  # an edited plan is priced anew
     except ShardwiseError:
         return about

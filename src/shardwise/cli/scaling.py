@@ -51,18 +51,16 @@ def scaling(  # noqa: PLR0913
       shardwise scaling gpt-1.3b --cluster 64xdgx-a100-80 --weak --batch 64
     """
     with open_output(as_json) as out:
-        from shardwise.cli.operands import load_cluster, load_model
-        from shardwise.cli.pricing_context import PricingContext, name_with_sequence
+        from shardwise.cli.pricing_context import pricing_context_of_name
         from shardwise.plan.layout import Layout
         from shardwise.report.canvas import check_suffix
 
         if target is not None and target.suffix != PAGE:
             check_suffix(target)
         fixed = Layout.parse(layout) if layout is not None else None
-        machines = load_cluster(cluster, out)
+        machines = options.load_cluster(cluster, out)
         counts = device_counts(devices, machines.node_size, machines.num_devices)
-        name, sequence = name_with_sequence(model, sequence)
-        first = PricingContext(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
+        first = pricing_context_of_name(model, machines, batch, sequence)
         rows = show_scaling(first, model, counts, out, weak=weak, layout=fixed, constraints=constrain or (), target=target)
         if not any(row["efficiency"] for row in rows):
             out.message("none of these sizes has a plan; the notes say why, and what would")

@@ -62,16 +62,13 @@ def plan(  # noqa: PLR0913
         from shardwise.serve.placement.explain import refuse
         from shardwise.serve.placement.service_plan_file import format_service_plan
         from shardwise.serve.placement.service_planner import plan_service
-        from shardwise.serve.placement.workflow_files import read_machines, read_workflow
+        from shardwise.serve.placement.workflow_files import read_workflow_and_machines
 
         if picture is not None:
             check_suffix(picture)
         if picture is not None and brief:
             raise UsageError("--brief leaves out what --picture draws; give one of them")
-        of, machines, usual = read_workflow(workflow)
-        machines = read_machines(cluster) if cluster is not None else machines
-        if machines is None:
-            raise UsageError(f"{workflow} has no [worker.NAME] tables; give --cluster FILE")
+        of, machines, usual = read_workflow_and_machines(workflow, cluster)
         ask = Demand(usual if rate is None else rate, accuracy, latency, percentile / 100, shared, most_spot)
         if not 0 < ask.rate < float("inf"):
             raise UsageError(f"{ask.rate:g} requests/s; say how many come in, --rate 40")

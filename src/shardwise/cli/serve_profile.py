@@ -44,13 +44,10 @@ def profile(
     with open_output(as_json) as out:
         from shardwise.serve.deploy.profile import ProfileOptions
         from shardwise.serve.deploy.profile import profile_workflow as measured
-        from shardwise.serve.placement.workflow_files import read_machines, read_workflow
+        from shardwise.serve.placement.workflow_files import read_workflow_and_machines
 
         sizes = _parse_batch_sizes(batches)
-        of, machines, _ = read_workflow(workflow)
-        machines = read_machines(cluster) if cluster is not None else machines
-        if machines is None:
-            raise UsageError(f"{workflow} has no [worker.NAME] tables; give --cluster FILE")
+        of, machines, _ = read_workflow_and_machines(workflow, cluster)
         devices = _load_devices(machines, compare, out)
         with out.working(f"measuring the variants of {of.name}"):
             figures = measured(of, machines, ProfileOptions(sizes, seconds, int(compare), devices))
@@ -71,10 +68,8 @@ def _parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _load_devices(machines: Machines, compare: bool, out: CommandOutput) -> dict[str, Any]:
-    from shardwise.cli.operands import load_cluster
-
     names = {w.device for w in machines.workers if w.device != "here"} | ({"here"} if compare else set())
-    return {name: load_cluster(name, out) for name in sorted(names)}
+    return {name: options.load_cluster(name, out) for name in sorted(names)}
 
 
 def _profiled_text(file: Path, workflow: Workflow, machines: Machines, figures: Profile) -> str:

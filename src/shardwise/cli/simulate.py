@@ -43,21 +43,18 @@ def simulate(
     """
     with open_output(as_json) as out:
         from shardwise import api
-        from shardwise.report.gantt import gantt
+        from shardwise.report.gantt import gantt_text
         from shardwise.report.tables import prediction_record
 
         chosen, setting = _plan_and_context(subject, layout, cluster, (batch, sequence), out)
         steps, part = _parse_stragglers(delays)
-        prediction, timeline = api.simulate_with_prediction(
-            chosen, setting.resolved, setting.given, cluster=setting.cluster, source=setting.source, steps=steps, mean_delay=part
-        )
+        prediction, timeline = api.simulate_subject(chosen, setting.subject, setting.cluster, setting.source, steps, part)
         if target is not None:
             write_file(Path(target), timeline.to_perfetto())
             out.message(f"written to {target}; open it in ui.perfetto.dev")
         each_s = timeline.total_s / steps
-        out.text(
-            gantt(timeline, headline=f"{timeline.name}: {prediction.time_breakdown if steps == 1 else format_seconds(each_s) + ' a step'}")
-        )
+        words = prediction.time_breakdown if steps == 1 else f"{format_seconds(each_s)} a step"
+        out.text(gantt_text(timeline, headline=f"{timeline.name}: {words}").plain)
         out.answer(
             {
                 "layout": str(chosen.layout),
@@ -74,20 +71,18 @@ def _plan_and_context(
     subject: str, layout: str | None, cluster: str | None, sizes: tuple[int | None, int | None], out: CommandOutput
 ) -> tuple[Plan, PricingContext]:
     """Return the plan and its pricing context. `sizes`: samples of a batch, and tokens of a sample."""
-    from shardwise.cli.operands import load_cluster, load_model
-    from shardwise.cli.pricing_context import PricingContext, pricing_context_of
+    from shardwise.cli.pricing_context import PricingContext, read_plan_in_context
     from shardwise.plan.layout import Layout
-    from shardwise.plan.plan_file import read_plan
+    from shardwise.zoo.resolve import resolve
 
     batch, sequence = sizes
     if not subject.endswith(".toml"):
-        machines = load_cluster(cluster or "here", out)
-        setting = PricingContext(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
+        machines = options.load_cluster(cluster or "here", out)
+        setting = PricingContext(subject, machines, batch or resolve(subject, None, sequence).default_batch, sequence)
         return setting.plan(layout=Layout.parse(layout) if layout is not None else None), setting
     if layout is not None:
         raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
-    chosen = read_plan(subject)
-    return chosen, pricing_context_of(chosen, Path(subject), out, cluster, sequence)
+    return read_plan_in_context(Path(subject), out, cluster, sequence)
 
 
 def _parse_stragglers(text: str | None) -> tuple[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,7 +105,6 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
     `world`: the ranks that exist, of which this is rank 0; trials run on them.
     """
     from shardwise import api
-    from shardwise.cli.operands import load_cluster, load_model
     from shardwise.cluster.catalogue import dump
     from shardwise.plan.layout import Layout
     from shardwise.run.rank_model.build import CachedModelSource
@@ -114,11 +114,12 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
     from shardwise.train.optimizers import optimizer_of
     from shardwise.train.training_task import sequence_length_of, with_positions
     from shardwise.train.trials import num_worthwhile_trials
+    from shardwise.zoo.resolve import resolve
 
-    cluster = load_cluster(config.plan.cluster, out)
+    cluster = options.load_cluster(config.plan.cluster, out)
     check_cluster_is_local(cluster, config, world)
     if ready is None or config.plan.file:
-        subject = with_positions(load_model(config.model.name, config.train.batch, sequence_length_of(config)), config)
+        subject = with_positions(resolve(config.model.name, config.train.batch, sequence_length_of(config)), config)
         source = CachedModelSource.from_model(subject.make)
         example = api.batch_shapes(subject, config.train.batch, source)
         check_tokens(config, source, example, subject.loss)
@@ -127,30 +128,26 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
         if note := _schedule_change_note(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
             out.message(note)
     else:
-        layout = Layout.parse(config.plan.layout) if config.plan.layout else None
-        optimizer = optimizer_of(config.train)
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
-
-        def of(layout: Layout | None) -> Plan:
-            limit = config.plan.device_memory or 0
-            return api.plan(
-                subject, example, cluster=cluster, layout=layout, constraints=words, device_memory=limit, source=source, optimizer=optimizer
-            )
-
+        request = api.PlanRequest(
+            cluster, Layout.parse(config.plan.layout) if config.plan.layout else None, words, source=source,
+            device_memory=parse_bytes(config.plan.device_memory or 0), optimizer=optimizer_of(config.train),
+            sequence=sequence_length_of(config), say=out.message, world=world,
+        )  # fmt: skip
+        asked = api.subject_of(subject, example, None)
         with out.working(f"planning {config.model.name} on {cluster.name}"):
-            plan = of(layout)
-            if layout is None:
-                limit = parse_bytes(config.plan.device_memory or 0)
+            plan = api.plan_subject(asked, request)
+            if request.layout is None:
                 trials = config.plan.num_trials
                 if config.plan.trials == "auto" and world is None and api.is_this_machine(cluster):
                     trials = num_worthwhile_trials(plan.candidates, config.train.steps_under(plan))
                 plan = api.choose_by_trials(
-                    plan, trials, of, cluster, sequence_length_of(config), device_memory=limit, say=out.message, world=world
+                    plan, replace(request, trials=trials), lambda layout: api.plan_subject(asked, replace(request, layout=layout))
                 )
                 steps = config.train.steps_under(plan)
                 if config.plan.trials != 0 and world is None and api.is_this_machine(cluster) and compiling_may_pay(plan, steps):
-                    device = cluster.kind.torch
-                    plan = choose_compilation(plan, steps, sequence_length_of(config), device=device, device_memory=limit, say=out.message)
+                    device, limit = cluster.kind.torch, request.device_memory
+                    plan = choose_compilation(plan, steps, request.sequence, device=device, device_memory=limit, say=out.message)
     (Path(config.run.folder) / MACHINE).write_text(dump(cluster))
     prediction = plan.prediction
     # The peak that the predicted MFU refers to, so that measured and predicted MFU are comparable.

@@ -61,7 +61,7 @@ def verify(  # noqa: PLR0913
     """
     with open_output(as_json) as out:
         from shardwise import api
-        from shardwise.cli.operands import load_model
+        from shardwise.zoo.resolve import resolve
 
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
         if plan is not None:
@@ -70,7 +70,7 @@ def verify(  # noqa: PLR0913
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         _check_ranks(layouts, ranks)
         asked = layouts if plan is not None or schedule is not None or not layout else layout
-        subject = load_model(plan.model if plan is not None else model, batch, sequence)
+        subject = resolve(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
             result = api.verify(
                 subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device=device,

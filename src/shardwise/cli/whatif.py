@@ -40,12 +40,11 @@ def whatif(
     """
     with open_output(as_json) as out:
         from shardwise.cli.changes import parse_changes
-        from shardwise.cli.pricing_context import pricing_context_of
-        from shardwise.plan.plan_file import read_plan, write_plan
+        from shardwise.cli.pricing_context import read_plan_in_context
+        from shardwise.plan.plan_file import write_plan
 
-        plan = read_plan(file)
         wanted = parse_changes(changes)
-        setting = pricing_context_of(plan, file, out, cluster, sequence)
+        plan, setting = read_plan_in_context(file, out, cluster, sequence)
         rows = show_changes(plan, setting, wanted, out, replan, str(file))
         if target is not None:
             last = [v for v in rows if not v.name.startswith("best")][-1]

@@ -30,14 +30,14 @@ class _GridCell:
     text: str
 
 
-def gantt(
+def gantt_text(
     timeline: Timeline,
     width: int = 100,
     rank_columns: RankColumns = (),
     headline: str = "",
     time_text: Callable[[float], str] = format_seconds,
-) -> str:
-    """Return plain text, at most `width` columns for the time and some more for the margins.
+) -> Text:
+    """Return text for a `rich` console, with colours, at most `width` columns for the time and some more for the margins.
 
     A compute is its kind and microbatch and then `=` up to its end, `-` in a second replica; where only one column is left for it, its
     kind alone. Idle time is `.`.
@@ -47,23 +47,12 @@ def gantt(
 
     >>> from shardwise.schedules import build
     >>> from shardwise.simulate.clock import simulate
-    >>> print(gantt(simulate(build("gpipe", 2, 2), lambda action: 1.0, lambda *_: 0.0), width=24))
+    >>> print(gantt_text(simulate(build("gpipe", 2, 2), lambda action: 1.0, lambda *_: 0.0), width=24).plain)
     gpipe: 6.00 s, 2 ranks, idle 33.3 % of the time
     rank 0 |F0==F1==........B0==B1==| busy 66.7 %
     rank 1 |....F0==F1==B0==B1==....| busy 66.7 %
             0                 6.00 s
     """
-    return gantt_text(timeline, width, rank_columns, headline, time_text).plain
-
-
-def gantt_text(
-    timeline: Timeline,
-    width: int = 100,
-    rank_columns: RankColumns = (),
-    headline: str = "",
-    time_text: Callable[[float], str] = format_seconds,
-) -> Text:
-    """Return the text of `gantt` with colours, for a `rich` console."""
     columns = _num_columns(timeline, width)
     out = Text(f"{headline or _default_headline(timeline, time_text)}\n", no_wrap=True, overflow="crop")
     margin = len(f"rank {timeline.num_ranks - 1}")
@@ -92,7 +81,7 @@ def gantt_svg(
 ) -> str:
     """Return a chart `width` pixels wide as one self-contained `<svg>` element: no scripts, external fonts or files.
 
-    Of spans that end within a third of a pixel the first is drawn. Names are escaped. Arguments as of `gantt`.
+    Of spans that end within a third of a pixel the first is drawn. Names are escaped. Arguments as of `gantt_text`.
     """
     row, bar, strip, left, top = 34, 24, 5, 64, 58
     sides: list[tuple[str, Sequence[str]]] = [

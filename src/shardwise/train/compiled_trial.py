@@ -16,6 +16,7 @@ from shardwise.plan.plan_file import format_plan
 from shardwise.train import trials
 from shardwise.units import format_count, format_seconds
 from shardwise.world.launch.launch import Launcher, engine_modules
+from shardwise.world.launch.watch import LaunchOptions
 
 COMPILE_TIME_S = 120.0  # upper estimate of the compile time before it is measured; a GPT of 10 M parameters took less
 COMPILE_TIMEOUT_S = 900.0  # after which a compiling rank counts as failed
@@ -73,8 +74,8 @@ def choose_compilation(
             try:
                 reports = launcher.launch(
                     trials.all_steps_on_rank, layout.num_ranks, format_plan(candidate), sequence, trials.num_steps(candidate),
-                        device_memory,
-                    threads=layout.threads, device=device, timeout_s=COMPILE_TIMEOUT_S, show=False,
+                    device_memory,
+                    options=LaunchOptions(threads=layout.threads, device=device, timeout_s=COMPILE_TIMEOUT_S, show=False),
                 )  # fmt: skip
             except ShardwiseError as error:
                 return _with_reason(plan, f"{layout} does not run: {str(error).splitlines()[0]}")

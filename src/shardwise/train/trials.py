@@ -21,6 +21,7 @@ from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.run.engine import DeviceOptions, Engine
 from shardwise.units import format_seconds
 from shardwise.world.launch.launch import PASSIVE_WAIT, Launcher, engine_modules
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 
@@ -88,7 +89,7 @@ def try_plans(
             try:
                 seconds = launcher.launch(
                     timed_steps_on_rank, layout.num_ranks, format_plan(plan), sequence, num_steps(plan), device_memory,
-                    threads=layout.threads, device=device, timeout_s=SILENCE_TIMEOUT_S, show=False,
+                    options=LaunchOptions(threads=layout.threads, device=device, timeout_s=SILENCE_TIMEOUT_S, show=False),
                 )  # fmt: skip
             except ShardwiseError as error:
                 trials.append(PlanTrial(plan, None, str(error).splitlines()[0]))

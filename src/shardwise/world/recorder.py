@@ -14,10 +14,13 @@ import os
 import re
 import struct
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from statistics import median
 
 from shardwise.plan.ir import choice
 
@@ -362,3 +365,62 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+LIMIT_IN_STEPS = 10.0
+LEAST, KEPT = 3, 50
+
+
+class StepPace:
+    """The time limits of one rank's steps, which it announces to the launcher through its recorder.
+
+    A step may last ten times the median of the last ones; before three steps, while a model is captured or compiled (`is_regular` is
+    False), and in other work of unknown duration (evaluation, a checkpoint), no limit is announced.
+
+    >>> pace = StepPace(CollectiveRecorder())
+    >>> [pace.next_limit_s(s) for s in (0.5, 0.1, 0.1, 0.1)]
+    [inf, inf, 1.0, 1.0]
+    """
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
+        self._recorder, self.is_regular = recorder, True
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._limit_s, self._includes_gaps = inf, False
+        self._num_untimed_blocks = 0  # number of enclosing `untimed` contexts
+
+    def next_limit_s(self, seconds: float) -> float:
+        """Return the time limit of the next step in seconds, after one of `seconds`."""
+        self._seconds.append(seconds)
+        if len(self._seconds) >= LEAST and self.is_regular:
+            self._limit_s = LIMIT_IN_STEPS * median(self._seconds)
+        return self._limit_s
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step."""
+        began = time.monotonic()
+        self._announce(self._limit_s)
+        yield
+        self.next_limit_s(time.monotonic() - began)
+        self._announce_gap()
+
+    def include_gaps(self) -> None:
+        """Apply the limit to the time between steps too from now on, for loops that mark all other work by `untimed`."""
+        self._includes_gaps = True
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Context of work of unknown duration; may be nested."""
+        self._recorder.announce_limit(inf)
+        self._num_untimed_blocks += 1
+        try:
+            yield
+        finally:
+            self._num_untimed_blocks -= 1
+        self._announce_gap()
+
+    def _announce_gap(self) -> None:
+        self._announce(self._limit_s if self._includes_gaps else inf)
+
+    def _announce(self, seconds: float) -> None:
+        self._recorder.announce_limit(inf if self._num_untimed_blocks else seconds)

@@ -29,11 +29,10 @@ from shardwise.world.comm.connection import Connection
 from shardwise.world.comm.group import SHARED, Group, RanksByHost
 from shardwise.world.comm.pending import CollectiveWork, LostPeer, is_peer_loss, synchronize_device
 from shardwise.world.persistent_memory import PersistentMemory
-from shardwise.world.recorder import RUNNING, CollectiveRecorder
+from shardwise.world.recorder import RUNNING, CollectiveRecorder, StepPace
 from shardwise.world.shared_memory import library, segment
 from shardwise.world.shared_memory.native import NativeChannel
 from shardwise.world.shared_memory.setup import SharedMemory
-from shardwise.world.step_pace import StepPace
 from shardwise.world.terminal import STOP_SIGNALS
 
 TRANSPORT = "SHARDWISE_TRANSPORT"  # the environment variable, which launchers pass on

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UsageError
 from shardwise.plan.ir.program import ComputeOp, Program
 from shardwise.plan.ir.timeline import Span, Timeline, compare
-from shardwise.report.gantt import gantt, gantt_svg, gantt_text
+from shardwise.report.gantt import gantt_svg, gantt_text
 from shardwise.schedules import build
 from shardwise.simulate.clock import simulate
 
@@ -40,7 +40,7 @@ def test_totals_by_hand() -> None:
 def test_an_empty_timeline_has_no_time() -> None:
     empty = Timeline("empty", 2, ())
     assert (empty.total_s, empty.bubble, empty.busy(0)) == (0.0, 0.0, 0.0)
-    assert gantt(empty)
+    assert gantt_text(empty).plain
     assert gantt_svg(empty)
 
 
@@ -120,7 +120,7 @@ def test_compare_kind_by_kind() -> None:
 
 def test_text_picture_by_hand() -> None:
     timeline = simulate(build("1f1b", 2, 3), per_op(1.0), lambda *_: 0.0)
-    assert gantt(timeline, width=40).splitlines() == [
+    assert gantt_text(timeline, width=40).plain.splitlines() == [
         "1f1b: 12.0 s, 2 ranks, idle 25.0 % of the time",
         "rank 0 |F0=F1=......B0====F2=B1====...B2====| busy 75.0 %",
         "rank 1 |...F0=B0====F1=B1====F2=B2====......| busy 75.0 %",
@@ -131,9 +131,8 @@ def test_text_picture_by_hand() -> None:
 @pytest.mark.parametrize("width", [1, 3, 10, 37, 100])
 def test_text_rows_have_one_length_at_any_width(width: int) -> None:
     timeline = simulate(build("1f1b", 3, 7), lambda a: 0.01 + 0.003 * a.stage + 0.001 * a.microbatch, lambda *_: 0.001)
-    rows = [row.partition("|")[2].partition("|")[0] for row in gantt(timeline, width).splitlines()[1:4]]
+    rows = [row.partition("|")[2].partition("|")[0] for row in gantt_text(timeline, width).plain.splitlines()[1:4]]
     assert {len(row) for row in rows} == {width}
-    assert gantt_text(timeline, width).plain == gantt(timeline, width)
 
 
 def test_svg_has_a_bar_for_every_compute_and_escapes_names() -> None:
@@ -152,13 +151,13 @@ def test_svg_has_a_bar_for_every_compute_and_escapes_names() -> None:
 
 def test_a_rank_with_several_stages_shows_which() -> None:
     timeline = simulate(Program.parse("rank 0: 0F0 1F0 1B0 0B0"), lambda action: 1.0, lambda *_: 0.0)
-    assert "|0F0==1F0==1B0==0B0==|" in gantt(timeline, 20)
+    assert "|0F0==1F0==1B0==0B0==|" in gantt_text(timeline, 20).plain
     assert ">1.0</text>" in gantt_svg(timeline)
 
 
 def test_a_busy_rank_looks_busy_however_many_spans_it_has() -> None:
     timeline = simulate(build("1f1b", 1, 3000), per_op(1.0), lambda *_: 0.0)
-    row = gantt(timeline, 50).splitlines()[1]
+    row = gantt_text(timeline, 50).plain.splitlines()[1]
     assert "." not in row.partition("|")[2].partition("|")[0]
     bars = [
         float(r.get("width", 0))

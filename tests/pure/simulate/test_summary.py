@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import UsageError
 from shardwise.plan.ir.program import ComputeOp
-from shardwise.report.gantt import COLOURS_BY_KIND, gantt, gantt_svg, span_shades
+from shardwise.report.gantt import COLOURS_BY_KIND, gantt_svg, gantt_text, span_shades
 from shardwise.schedules import build
 from shardwise.simulate.summary import MicrobatchTimes, summarize_schedule
 
@@ -61,7 +61,7 @@ def test_replicas_are_told_apart_by_their_shade_and_a_stroke() -> None:
     look = span_shades(timeline)
     assert look.replica == {0: 0, 1: 1, 2: 0, 3: 1}
     assert (look.meaning, look.shows_stage) == ("lighter: replica 2", False)
-    assert "|F0==F2==....F1--B1------F3--B3------" in gantt(timeline, 64)
+    assert "|F0==F2==....F1--B1------F3--B3------" in gantt_text(timeline, 64).plain
     fills = {r.get("fill") for r in ElementTree.fromstring(gantt_svg(timeline)).iter("{http://www.w3.org/2000/svg}rect")}
     assert {fill for kind in "FB" for fill, _ in COLOURS_BY_KIND[kind]} <= fills
 
@@ -75,7 +75,7 @@ def test_stages_of_a_rank_are_told_apart_too() -> None:
 def test_what_each_rank_holds_stands_beside_its_row() -> None:
     found = summarize_schedule(build("1f1b", 2, 2), MicrobatchTimes(1, 2))
     beside = [("in flight", [f"{n:g}" for n in found.peak_in_flight])]
-    text = gantt(found.timeline, 18, beside, "mine", "{:g}".format).splitlines()
+    text = gantt_text(found.timeline, 18, beside, "mine", "{:g}".format).plain.splitlines()
     assert text[0] == "mine"
     assert text[1].endswith("| busy 66.7 %, in flight 2")
     assert text[-1].endswith(" 9")

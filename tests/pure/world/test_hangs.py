@@ -12,8 +12,7 @@ from math import inf
 import pytest
 
 from shardwise.world.launch.hangs import STOPPED_S, HangWatch, Limits
-from shardwise.world.recorder import CollectiveRecord, CollectiveRecorder, RankStatus
-from shardwise.world.step_pace import StepPace
+from shardwise.world.recorder import CollectiveRecord, CollectiveRecorder, RankStatus, StepPace
 
 SUM = CollectiveRecord(0, 5, "0,1", "all_reduce", "float32", (7,), 28, -1, 0, 1.0, 0.0, "", 5)
 PIDS = [1 << 30, 1 << 30]  # no processes

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 
 FILES = [
     ".digests.json", "config.toml", "corpus.json", "plan.toml", "text.sums", "checkpoints/fence.json",
@@ -33,7 +34,7 @@ def trained(
     """A folder after three of five steps, what goes on in a copy of it, and the losses of all five."""
     base = tmp_path_factory.mktemp("flipped")
     patch = pytest.MonkeyPatch()
-    patch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    patch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     began = configure(base / "run", "data=2 zero=1", steps=3, schedule="constant", evaluate_every=0)
     flow.train(began, planner)
 

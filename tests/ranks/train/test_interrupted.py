@@ -25,6 +25,7 @@ from shardwise.train.config import TrainingConfig
 from shardwise.train.recovery.resumable_steps import ResumableSteps
 from shardwise.train.training_task import TrainingTask
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 MICROBATCHES, STEPS = 8, 4
@@ -67,7 +68,7 @@ def interrupted(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
 @pytest.fixture
 def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[float], dict[str, bytes]]]:
     """Trains in the session's prepared process; returns the losses, and the files of the last checkpoint."""
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
 
     def run(config: TrainingConfig, *main: Any) -> tuple[list[float], dict[str, bytes]]:
         with monkeypatch.context() as patched:

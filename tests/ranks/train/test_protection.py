@@ -14,6 +14,7 @@ from shardwise.run.recovery.snapshots import required_bytes
 from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.train.recovery import anomalies
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 LAYOUTS = ["data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=2"]
@@ -58,7 +59,7 @@ def crowded(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
 def test_where_there_is_no_room_it_is_said(
     tmp_path: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     monkeypatch.setattr(flow, "rank_main", crowded)
     assert flow.train(configure(tmp_path / "run", "data=2", steps=2), planner)["step"] == 2
     said = capfd.readouterr().err

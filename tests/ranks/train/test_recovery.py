@@ -28,6 +28,7 @@ from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.train.training_task import TrainingTask
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 from tests.support.processes import children_of
 
@@ -37,7 +38,7 @@ STEPS = 40
 @pytest.fixture
 def train(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], list[float]]:
     """Trains in the session's prepared process; returns the losses."""
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
 
     def run(config: TrainingConfig) -> list[float]:
         summary = flow.train(config, planner)
@@ -118,7 +119,9 @@ def test_ranks_of_several_hosts_cost_no_bit(
 ) -> None:
     """Each rank as if on a host of its own: who is not lost keeps its process, though gloo would let it wait."""
     over_gloo = {"SHARDWISE_TRANSPORT": "gloo"}
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, env=over_gloo, **options))
+    monkeypatch.setattr(
+        flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(env=over_gloo, **options))
+    )
     layout = "data=2 zero=1"
     calm = train(lasting(tmp_path / "calm", layout, protect="none"))
     harmed = lasting(tmp_path / "harmed", layout)

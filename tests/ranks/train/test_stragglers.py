@@ -16,6 +16,7 @@ from shardwise.run.step.result import StepResult
 from shardwise.train import flow, loop
 from shardwise.train.training_task import TrainingTask
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 PAUSE_S = 0.05
@@ -48,7 +49,7 @@ def all_are_late(world: World, folder: str, peak_flops: float) -> dict[str, Any]
 def test_who_is_late_is_named(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Any], layout: str, named: list[str]
 ) -> None:
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     monkeypatch.setattr(flow, "rank_main", main)
     config = configure(tmp_path / "run", layout, steps=100, evaluate_every=0, checkpoint_every=0)
     summary = flow.train(config, planner)

@@ -25,6 +25,7 @@ from shardwise.train.config import TrainingConfig
 from shardwise.train.flow import PlannedRun
 from shardwise.train.metrics import read_metrics
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 TEXT = b"Whoever makes a thing twice has found a way to make it three times. " * 120
@@ -61,7 +62,7 @@ def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
 @pytest.fixture
 def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], dict[str, Any]]:
     """Trains in the session's prepared process."""
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     return lambda config: flow.train(config, planner)
 
 

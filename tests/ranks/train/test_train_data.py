@@ -24,6 +24,7 @@ from shardwise.train.flow import PlannedRun
 from shardwise.train.metrics import read_metrics
 from shardwise.train.training_task import text_source_of, training_task_of
 from shardwise.world.launch.launch import Launcher
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.zoo.resolve import resolve
 
 CONFIG = """
@@ -55,7 +56,7 @@ def planner(config: TrainingConfig, known: Plan | None) -> PlannedRun:
 @pytest.fixture
 def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingConfig], dict[str, Any]]:
     """Trains in the session's prepared process."""
-    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, options=LaunchOptions(**options)))
     return lambda config: flow.train(config, planner)
 
 

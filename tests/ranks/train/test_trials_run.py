@@ -49,9 +49,8 @@ def in_ranks(world: World, folder: str, trials: int, layout: str) -> str:
         if known is not None:
             return PlannedRun(known, 1e9, "cpu")
         plan = of(config.plan.layout or None)
-        return PlannedRun(
-            plan if config.plan.layout else api.choose_by_trials(plan, config.plan.trials, of, cluster, 16, world=world), 1e9, "cpu"
-        )
+        request = api.PlanRequest(cluster, trials=config.plan.num_trials, sequence=16, world=world)
+        return PlannedRun(plan if config.plan.layout else api.choose_by_trials(plan, request, of), 1e9, "cpu")
 
     flow.train(config, planner, world)
     return str(read_plan(Path(folder) / "plan.toml").layout)

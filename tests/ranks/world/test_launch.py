@@ -24,6 +24,7 @@ import torch
 from shardwise.errors import ConfigError, Infeasible, RankError, RunError, UsageError
 from shardwise.world.comm import encoding
 from shardwise.world.launch.launch import ENGINE, Launcher, engine_modules, import_reference, launch
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.recorder import RecordReader
 from shardwise.world.world import World
 from tests.support.processes import children_of, gone
@@ -407,7 +408,7 @@ def test_rank_0_writes_to_the_terminal_itself(tmp_path: Path) -> None:
 
 def test_launches_at_the_same_time_do_not_meet(launcher: Launcher) -> None:
     def one(number: int) -> Any:
-        return launcher.launch(sums, 2, number, threads=1)
+        return launcher.launch(sums, 2, number, options=LaunchOptions(threads=1))
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(one, range(3))) == [[2.0 * number + 1] * 2 for number in range(3)]
@@ -421,29 +422,29 @@ def sums(world: World, number: int) -> float:
 
 def test_a_prepared_process_that_died_is_replaced(launcher: Launcher) -> None:
     with Launcher() as own:
-        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        assert own.launch(sums, 2, 0, options=LaunchOptions(threads=1)) == [1.0, 1.0]
         before = own.pid
         assert before is not None
         thread = threading.Timer(0.5, os.kill, (before, signal.SIGKILL))
         thread.start()
         with pytest.raises(RunError, match="process that starts ranks has ended"):
             own.launch(sleeps, 2, 30.0)
-        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        assert own.launch(sums, 2, 0, options=LaunchOptions(threads=1)) == [1.0, 1.0]
         assert own.pid != before
 
 
 def test_a_prepared_process_that_does_not_answer_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with Launcher() as own:
-        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        assert own.launch(sums, 2, 0, options=LaunchOptions(threads=1)) == [1.0, 1.0]
         before = own.pid
         assert before is not None
         os.kill(before, signal.SIGSTOP)
         monkeypatch.setattr("shardwise.world.launch.launch.START_S", 0.5)
         monkeypatch.setattr("shardwise.world.launch.launch.KILL_S", 0.5)
         with pytest.raises(RunError, match=rf"process {before}\) started none of 2 within 0.5 s.*launch again"):
-            own.launch(sums, 2, 0, threads=1)
+            own.launch(sums, 2, 0, options=LaunchOptions(threads=1))
         monkeypatch.undo()
-        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        assert own.launch(sums, 2, 0, options=LaunchOptions(threads=1)) == [1.0, 1.0]
         assert own.pid != before
 
 
@@ -454,7 +455,7 @@ def test_a_prepared_process_that_fails_to_start_ranks_says_why(tmp_path: Path) -
     monkey.syspath_prepend(str(tmp_path))
     try:
         with Launcher(preload=["no_forks"]) as own, pytest.raises(RunError, match=r"starts ranks has ended(.|\n)*no process is left"):
-            own.launch(sums, 2, 0, threads=1)
+            own.launch(sums, 2, 0, options=LaunchOptions(threads=1))
     finally:
         monkey.undo()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import demo, operands, run, train
+from shardwise.cli import demo, options, run, train
 from shardwise.cluster.cluster import Cluster
 
 
@@ -22,7 +22,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[A
         return {"run_folder": "there", "step": 1}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(operands, "load_cluster", lambda text, out: Cluster.parse("1xcpu-2"))
+    monkeypatch.setattr(options, "load_cluster", lambda text, out: Cluster.parse("1xcpu-2"))
     monkeypatch.setattr(train, "run", training)
     monkeypatch.setattr(demo, "show_results", lambda folder, out: seen["shown"].append(folder))
     return seen

@@ -12,12 +12,12 @@ import pytest
 
 from shardwise.cli import run
 from shardwise.errors import UsageError
+from shardwise.serve.deploy.dataflow import WeightedRouter
 from shardwise.serve.deploy.latency_simulation import random_arrivals, simulate_latencies
 from shardwise.serve.deploy.replica import profiled_batch_s
 from shardwise.serve.deploy.routing_table import Deployment, deployments_of, routing_table_of
 from shardwise.serve.deploy.server import RequestRates, ServeOptions, refuse_remote_workers, remaining_machines, updated_demand
 from shardwise.serve.deploy.status_page import format_page, format_prometheus
-from shardwise.serve.deploy.weighted_routing import WeightedRouter
 from shardwise.serve.placement.assignment_milp import (
     GIB,
     Demand,

@@ -123,7 +123,7 @@ def test_the_plan_that_the_clock_finds_faster_is_taken_with_reasons(monkeypatch:
     assert f"{others[2]} took 250 ms" in said
     assert f"{others[1]} does not run: rank 1 was killed" in said
     machines = shardwise.Cluster.parse("1xcpu-2")
-    again = api.choose_by_trials(chosen, 1, lambda layout: chosen, machines, say=heard.append)
+    again = api.choose_by_trials(chosen, api.PlanRequest(machines, trials=1, say=heard.append), lambda layout: chosen)
     assert again is chosen
     assert not heard
 

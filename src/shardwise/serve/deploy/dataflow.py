@@ -1,4 +1,4 @@
-"""Dataflow of requests through a workflow: which operators process items of a request, and batched evaluation of an operator.
+"""Dataflow of requests through a workflow: which operators process items of a request, batched evaluation, and the choice of a deployment.
 
 An input with more than one request each (`inputs = { detector = 4 }`) is a list or an array, whose items are separate requests;
 an input with less than one (`{ tracker = 0.25 }`) collects them again.
@@ -6,7 +6,7 @@ an input with less than one (`{ tracker = 0.25 }`) collects them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -56,3 +56,33 @@ def compute_operator(workflow: Workflow, op: WorkflowOperator, run: RunBatch, va
     answers = iter(run([request for requests in each for request in requests]))
     grouped = [[next(answers) for _ in requests] for requests in each]
     return grouped if op.name in inner else [group[0] for group in grouped]
+
+
+class WeightedRouter:
+    """Distribution of requests over an operator's deployments by their shares of the load.
+
+    A plan's traffic is the minimum that its shares allow, so among deployments below their share the cheapest to reach is chosen.
+    `weights`: by name, with any sum. A credit is the share of requests due to a deployment minus those it got; credits sum to zero.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        self._weights = {name: weight / total for name, weight in weights.items()}
+        self._credits = dict.fromkeys(weights, 0.0)
+
+    def choose(self, price: Mapping[str, float], unavailable: Collection[str] = ()) -> str:
+        """Choose the next deployment. `price`: of reaching each, infinite without a link; `unavailable`: down, ignored if all are.
+
+        >>> shares = WeightedRouter({"edge": 3, "gpu": 1})
+        >>> "".join(shares.choose({})[0] for _ in range(8))
+        'eegeeege'
+        """
+        up = [name for name in self._weights if name not in unavailable] or list(self._weights)
+        total = sum(self._weights[name] for name in up)
+        for name in up:
+            self._credits[name] += self._weights[name] / total
+        reachable = [name for name in up if price.get(name, 0.0) < float("inf")] or up
+        below_share = [name for name in reachable if self._credits[name] > 1e-9] or reachable
+        chosen = min(below_share, key=lambda name: (price.get(name, 0.0), -self._credits[name]))
+        self._credits[chosen] -= 1
+        return chosen

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.serve.deploy.dataflow import operators_on_items, requests_of
-from shardwise.serve.deploy.weighted_routing import WeightedRouter
+from shardwise.serve.deploy.dataflow import WeightedRouter, operators_on_items, requests_of
 from shardwise.serve.placement.workflow import OperatorVariant, RequestSource, Workflow, WorkflowOperator
 
 MAX_LATENCIES = 20_000  # number of last latencies

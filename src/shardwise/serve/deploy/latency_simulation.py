@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from shardwise.serve.deploy.dataflow import operators_on_items
+from shardwise.serve.deploy.dataflow import WeightedRouter, operators_on_items
 from shardwise.serve.deploy.replica import profiled_batch_s
 from shardwise.serve.deploy.routing_table import Deployment
-from shardwise.serve.deploy.weighted_routing import WeightedRouter
 from shardwise.serve.placement.workflow import Workflow, WorkflowOperator
 
 LinkTable = Mapping[str, Mapping[str, tuple[float, float, float]]]  # [from][to] -> price, seconds, seconds a byte

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import toml
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, UsageError, did_you_mean
 from shardwise.serve.placement.workflow import (
     Accuracy,
     Batches,
@@ -50,6 +50,19 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     if machines is not None:
         _check_workers(where, workflow, machines)
     return workflow, machines, _parse_number(where, data, "rate")
+
+
+def read_workflow_and_machines(path: Path, cluster: Path | None = None) -> tuple[Workflow, Machines, float]:
+    """Read (workflow, machines, requests/s); the machines of the file `cluster`, if it is given.
+
+    Raises:
+        UsageError: there are no machines.
+    """
+    workflow, machines, rate = read_workflow(path)
+    machines = read_machines(cluster) if cluster is not None else machines
+    if machines is None:
+        raise UsageError(f"{path} has no [worker.NAME] tables; give --cluster FILE")
+    return workflow, machines, rate
 
 
 def read_machines(path: str | Path) -> Machines:
@@ -111,11 +124,11 @@ def _parse_operator(name: str, where: str, row: Table) -> WorkflowOperator:
     variants = []
     for variant, at, of in _tables_at(where, row, "variant", _VARIANT_KEYS):
         latency = tuple((worker, _parse_batches(at, value)) for worker, value in _table_at(at, of, "latency_s").items())
-        numbers = _parse_number(at, of, "output_bytes"), _parse_number(at, of, "accuracy_factor", 1.0)
+        output_bytes, factor = _parse_number(at, of, "output_bytes"), _parse_number(at, of, "accuracy_factor", 1.0)
         model, call = (_parse_text(at, of, key, "") for key in ("model", "call"))
         if model and call:
             raise ConfigError(f"{at} has a model and a call; it is computed by one of them")
-        variants.append(OperatorVariant(variant, latency, *numbers, model, call))
+        variants.append(OperatorVariant(variant, latency, output_bytes, factor, model, call))
     return WorkflowOperator(name, tuple((key, _parse_number(where, inputs, key)) for key in inputs), tuple(variants))
 
 

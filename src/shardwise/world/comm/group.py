@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RunError, UsageError
-from shardwise.world import private, recorder
+from shardwise.world import recorder
 from shardwise.world.comm.connection import Connection, SideConnection
 from shardwise.world.comm.mpi import MPI
 from shardwise.world.comm.pending import (  # fmt: skip
@@ -78,7 +78,6 @@ class Group:
         self._transport: Any = None
         self._closed = False
         self._staged = self._nccl = self.shares_memory = False
-        self._directed: dict[tuple[int, int], Any] = {}
         self._dispatcher: CollectiveDispatcher | None = None
         self.hierarchical: HierarchicalReducer | None = None  # the two-level reducer, if it was chosen and the members' hosts allow it
         self._side_groups = defaultdict[str, list[Group]](list)
@@ -103,7 +102,8 @@ class Group:
             self._nccl = kind == "nccl"
             self.shares_memory = kind == SHARED
             if kind in ("gloo", "nccl"):
-                self._transport = ProcessGroup(self._transport, self._nccl, self.size)
+                directed = (lambda pair: self._open(self.ranks, Connection(direction=pair))[0]) if self._nccl else None
+                self._transport = ProcessGroup(self._transport, self.size, self.index, directed)
             if self._nccl:  # it connects in the first collective
                 self._transport.all_reduce(torch.zeros(1, device=self.device), "sum", True).wait()
         except RuntimeError as error:
@@ -121,16 +121,8 @@ class Group:
         """
         if self.size > 1:
             self.connect()
-        if not self._nccl:
-            return
-        for source, target in sorted(set(pairs)):  # in one order everywhere
-            if (source, target) in self._directed:
-                continue
-            x = torch.zeros(1, device=self.device)
-            if self.index == source:
-                self._call_pair(private.send, x, source, target, 1, 0).wait()
-            elif self.index == target:
-                self._call_pair(private.receive, x, source, target, 0, 0).wait()
+        if self._nccl:
+            self._call("connect_pairs", pairs, self.device)
 
     def close(self) -> None:
         """Close the connections for good. Ranks that wait for this one, or will need it, get a LostPeer."""
@@ -139,14 +131,13 @@ class Group:
         if self.shares_memory and self._transport is not None:
             self._transport.close()
         self._transport, self._closed = None, True
-        self._directed.clear()
 
     def abandon(self) -> None:
         """Abort this rank's waits over gloo in all of its threads, though no peer leaves: those threads get a LostPeer."""
         for side_group in chain(*map(tuple, tuple(self._side_groups.values()))):
             side_group.abandon()
         if isinstance(self._transport, ProcessGroup):
-            self._transport.abandon(self.index)
+            self._transport.abandon()
 
     @property
     def ranks_by_host(self) -> RanksByHost:
@@ -455,8 +446,6 @@ class Group:
         """Start sending `x`, which must not change before `wait`. Never blocks, so that two ranks may send to one another."""
         at = self._begin(recorder.SEND, x, self._peer_rank(to_index), tag)
         sent = self._to_transport(x)
-        if self._nccl:
-            return self._end(self._call_pair(private.send, sent, self.index, to_index, 1, tag), at, None, sent, False)
         return self._end(self._call("send", sent, to_index, tag), at, None, sent, False)
 
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> CollectiveWork:
@@ -465,20 +454,7 @@ class Group:
         direct = not self._staged and x.is_contiguous() and not is_lazy_view(x)
         buffer = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
         finish = None if direct else lambda: x.detach().copy_(buffer)
-        if self._nccl:
-            return self._end(self._call_pair(private.receive, buffer, from_index, self.index, 0, tag), at, finish, buffer, False)
         return self._end(self._call("receive", buffer, from_index, tag), at, finish, buffer, False)
-
-    def _call_pair(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
-        # NCCL runs the messages of a communicator in sequence: without one for each direction, two ranks that both send first deadlock.
-        directed = self._directed.get((source, target))
-        if directed is None:
-            directed, _ = self._open(self.ranks, Connection(direction=(source, target)))
-            self._directed[(source, target)] = directed
-        try:
-            return call(directed, x, peer, tag)
-        except RuntimeError as error:
-            raise self.explain_error(error) from error
 
     def _transport_reduces(self, x: Tensor) -> bool:
         """Return whether the transport itself can reduce-scatter this type."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,20 @@ def _transferable_view(x: Tensor) -> Tensor:
 
 
 class ProcessGroup:
-    """The methods of `shared_memory.native.NativeChannel`, which start operations and never wait."""
+    """The methods of `shared_memory.native.NativeChannel`, which start operations and never wait.
 
-    def __init__(self, inner: Any, nccl: bool, size: int) -> None:
-        self._inner = inner
-        self._nccl = nccl
-        self._size = size
+    `open_directed`: of NCCL, opens the connection of one (sender, receiver), members by their indices; None: gloo, which needs none.
+    """
 
-    def abandon(self, index: int) -> None:
-        """Abort the waits of member `index`; only gloo's do not end by themselves."""
+    def __init__(self, inner: Any, size: int, index: int, open_directed: Callable[[tuple[int, int]], Any] | None) -> None:
+        self._inner, self._size, self._index = inner, size, index
+        self._open_directed, self._nccl = open_directed, open_directed is not None
+        self._directed: dict[tuple[int, int], Any] = {}
+
+    def abandon(self) -> None:
+        """Abort this member's waits; only gloo's do not end by themselves."""
         if not self._nccl:
-            private.abandon_gloo_group(self._inner, self._size, index)
+            private.abandon_gloo_group(self._inner, self._size, self._index)
 
     def widens(self, dtype: torch.dtype) -> bool:
         """Return whether sums of a narrow type are supported and rounded only once; neither library has int16."""
@@ -54,7 +57,25 @@ class ProcessGroup:
         )
 
     def send(self, x: Tensor, to: int, tag: int) -> Any:
+        if self._nccl:
+            return private.send(self._connection(self._index, to), x, 1, tag)
         return private.send(self._inner, x, to, tag)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Any:
+        if self._nccl:
+            return private.receive(self._connection(source, self._index), x, 0, tag)
         return private.receive(self._inner, x, source, tag)
+
+    def connect_pairs(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+        """Exchange the first message of each of `pairs` of (sender, receiver) that is not connected yet."""
+        for source, target in sorted(set(pairs) - self._directed.keys()):  # in one order everywhere
+            if self._index in (source, target):
+                x = torch.zeros(1, device=device)
+                (self.send(x, target, 0) if self._index == source else self.receive(x, source, 0)).wait()
+
+    def _connection(self, source: int, target: int) -> Any:
+        # NCCL runs the messages of a communicator in sequence: without one for each direction, two ranks that both send first deadlock.
+        if (source, target) not in self._directed:
+            assert self._open_directed is not None
+            self._directed[source, target] = self._open_directed((source, target))
+        return self._directed[source, target]

@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,7 +89,7 @@ class _Launch:
     def _fork_rank(self, rank: int, generation: int) -> None:
         def run(parent: int) -> NoReturn:
             memory = None if self.memory_files is None else PersistentMemory(rank, self.memory_files)
-            run_rank(self.task, rank, self.lifeline, parent, self.terminal, self.call, memory, generation)
+            run_rank(replace(self.task, generation=generation), rank, self.lifeline, parent, self.terminal, self.call, memory)
 
         self.living[rank] = _fork(self.selector, run, partial(self._on_exit, rank))
 

@@ -37,13 +37,19 @@ from shardwise.errors import RunError, UsageError
 from shardwise.world import matmul_backend, recorder
 from shardwise.world.comm import encoding
 from shardwise.world.launch.children import LARGEST_MESSAGE, ForkedRanks, LostForkServer, PreparedRanks
-from shardwise.world.launch.hangs import Limits
 from shardwise.world.launch.prepared_rank import IMPORTING, NEEDS_FRESH_PROCESS, LaunchSpec, PreparedCall, run_rank
-from shardwise.world.launch.watch import RecoveryPolicy, StopRequests, caught_signals, stop_error, supervise_ranks
+from shardwise.world.launch.watch import (
+    COLLECTIVE_TIMEOUT_S,
+    HANG_AFTER_S,
+    LaunchOptions,
+    RecoveryPolicy,
+    StopRequests,
+    caught_signals,
+    stop_error,
+    supervise_ranks,
+)
 
 START_S = 120.0
-COLLECTIVE_TIMEOUT_S = 900.0  # limit of a collective, or of a gap between heartbeats, without an announced limit
-HANG_AFTER_S = 5.0
 KILL_S = 10.0
 LOCK = "lock"  # in a launch's folder
 # Modules that building an engine imports beyond torch: 1.5 to 2 s of one core for each rank, unless the prepared process has imported them.
@@ -94,29 +100,18 @@ def launch(  # noqa: PLR0913
     >>> launch(lambda world, x: world.rank + x, 2, 10)
     [10, 11]
     """
+    options = LaunchOptions(
+        threads=threads, device=device, timeout_s=timeout_s, hang_after_s=hang_after_s, env=env or {}, generation=generation,
+        folder=folder, stop_grace_s=stop_grace_s, show=show, recovery=recovery, prepare=prepare,
+    )  # fmt: skip
     if import_reference(function) is None:
-        forked = _forked_launch_spec(num_ranks, device, timeout_s, env, generation)
-        return _launch_forked(forked, PreparedCall(function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
+        return _launch_forked(PreparedCall(function, args), num_ranks, options)
     if preload is None:
         preload = engine_modules(device) if _TRACES in sys.modules else ()
     if num_ranks > 1 and (threads or num_cores() // num_ranks) <= 1:
         env = {**{key: os.environ.get(key, value) for key, value in PASSIVE_WAIT.items()}, **(env or {})}
     with Launcher(env=env, allocator=allocator, preload=preload) as launcher:
-        return launcher.launch(
-            function,
-            num_ranks,
-            *args,
-            threads=threads,
-            device=device,
-            timeout_s=timeout_s,
-            hang_after_s=hang_after_s,
-            generation=generation,
-            folder=folder,
-            stop_grace_s=stop_grace_s,
-            show=show,
-            recovery=recovery,
-            prepare=prepare,
-        )
+        return launcher.launch(function, num_ranks, *args, options=options)
 
 
 def engine_modules(device: str) -> tuple[str, ...]:
@@ -220,36 +215,25 @@ class Launcher:
         self._errors.seek(0)
         return "".join(f"\n  {line}" for line in self._errors.read().decode(errors="replace").strip().splitlines()[-8:])
 
-    def launch(  # noqa: PLR0913
+    def launch(
         self,
         function: Callable[..., Any],
         num_ranks: int,
         *args: Any,
-        threads: int = 0,
-        device: str = "cpu",
-        timeout_s: float | None = COLLECTIVE_TIMEOUT_S,
-        hang_after_s: float = HANG_AFTER_S,
-        env: Mapping[str, str] | None = None,
-        generation: int = 0,
-        folder: Path | None = None,
-        stop_grace_s: float = 0.0,
-        show: bool = True,
-        recovery: RecoveryPolicy | None = None,
-        prepare: Callable[..., Any] | None = None,
+        options: LaunchOptions = LaunchOptions(),  # noqa: B008
     ) -> list[Any]:
         """Launch like the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
         named = import_reference(function)
         if named is None:
-            forked = _forked_launch_spec(num_ranks, device, timeout_s, env, generation)
-            return _launch_forked(forked, PreparedCall(function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
+            return _launch_forked(PreparedCall(function, args), num_ranks, options)
+        threads, recovery = options.threads, options.recovery
         _check_arguments(num_ranks, threads)
-        threads = threads or max(1, num_cores() // num_ranks)
-        environment = {**self._env, **(env or {})}
         task = LaunchSpec(
-            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), environment,
-            launcher=os.getpid(), recovers=recovery is not None, prepare=(import_reference(prepare) if prepare else None) or ("", "", ""),
+            "", num_ranks, threads or max(1, num_cores() // num_ranks), options.device, options.generation, options.collective_timeout_s,
+            named, tuple(sys.path), os.getcwd(), {**self._env, **options.env}, launcher=os.getpid(), recovers=recovery is not None,
+            prepare=(import_reference(options.prepare) if options.prepare else None) or ("", "", ""),
         )  # fmt: skip
-        with _LaunchFolder(folder) as path:
+        with _LaunchFolder(options.folder) as path:
             task = _prepare_folder(task, path)
             (path / "arguments").write_bytes(encoding.dump(args, "args"))
             (path / "task.json").write_text(task.to_json())
@@ -258,11 +242,11 @@ class Launcher:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 with theirs:
-                    self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
+                    self._request(str(path), [theirs.fileno(), *((0, 1, 2) if options.show else ())])
                 children = self._wait_for_ranks(ours, num_ranks, stops)
                 if recovery is not None and not _can_abort_collectives(task):
-                    recovery = replace(recovery, replaces_all=True)
-                return supervise_ranks(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show, recovery)
+                    options = replace(options, recovery=replace(recovery, replaces_all=True))
+                return supervise_ranks(children, path, num_ranks, options, stops)
 
     def _wait_for_ranks(self, events: socket.socket, num_ranks: int, stops: StopRequests) -> PreparedRanks:
         """Return the ranks of one launch. Raises RunError if the prepared process does not start them; the next launch gets a new one."""
@@ -298,27 +282,16 @@ class Launcher:
                     raise RunError("the process that starts ranks dies as soon as it is up; is there memory for it?") from error
 
 
-def _forked_launch_spec(num_ranks: int, device: str, timeout_s: float | None, env: Mapping[str, str] | None, generation: int) -> LaunchSpec:
-    """Return the launch spec of ranks forked from this process, and end this process's thread pool."""
+def _launch_forked(call: PreparedCall, num_ranks: int, options: LaunchOptions) -> list[Any]:
+    """Launch ranks that are forked from this process, after its thread pool is ended."""
     _check_arguments(num_ranks, 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(f"this process has used CUDA; {NEEDS_FRESH_PROCESS}")
-    return LaunchSpec(
-        "", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}),
-        launcher=os.getpid(), may_add_threads=_end_thread_pool(),
+    task = LaunchSpec(
+        "", num_ranks, 1, options.device, options.generation, options.collective_timeout_s, ("", "", ""), (), os.getcwd(),
+        dict(options.env), launcher=os.getpid(), may_add_threads=_end_thread_pool(),
     )  # fmt: skip
-
-
-def _launch_forked(
-    task: LaunchSpec,
-    call: PreparedCall,
-    folder: Path | None,
-    limits: Limits | None,
-    stop_grace_s: float,
-    show: bool,
-) -> list[Any]:
-    num_ranks = task.num_ranks
-    with _LaunchFolder(folder) as path, caught_signals() as stops:
+    with _LaunchFolder(options.folder) as path, caught_signals() as stops:
         task = _prepare_folder(task, path)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -331,9 +304,9 @@ def _launch_forked(
                 if pid == 0:
                     os.close(writer)
                     gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
-                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, call)
+                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if options.show else None, call)
                 pids.append(pid)
-            return supervise_ranks(ForkedRanks(pids), path, num_ranks, limits, stop_grace_s, stops, show)
+            return supervise_ranks(ForkedRanks(pids), path, num_ranks, replace(options, recovery=None), stops)
         finally:
             os.close(writer)
             os.close(lifeline)
@@ -409,16 +382,6 @@ def _prepare_folder(task: LaunchSpec, path: Path) -> LaunchSpec:
 def _can_abort_collectives(task: LaunchSpec) -> bool:
     """Return whether ranks can abort a collective that a failed peer will not join: over shared memory and gloo, not over NCCL."""
     return task.device == "cpu" or torch.version.cuda is None
-
-
-def limits_of(timeout_s: float | None, hang_after_s: float) -> Limits | None:
-    """Return the time limits of hang detection; None: no limits."""
-    return None if timeout_s is None else Limits(timeout_s, hang_after_s)
-
-
-def _collective_timeout(timeout_s: float | None) -> float:
-    # Longer than the launcher's limit, which names the rank; the transport's error cannot.
-    return 1800.0 if timeout_s is None else 2 * timeout_s + 30
 
 
 def _check_arguments(num_ranks: int, threads: int) -> None:

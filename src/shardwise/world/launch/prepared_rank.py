@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,32 +118,24 @@ def run_rank(
     terminal: tuple[int, int, int] | None,
     prepared_call: PreparedCall | None = None,
     memory: PersistentMemory | None = None,
-    generation: int | None = None,
 ) -> NoReturn:
     """Run the task's function as `rank` and end the process. `terminal`: descriptors for rank 0's input, output and errors.
 
-    `memory`: persistent memory, if failed ranks are replaced. `generation`: None for the task's own.
+    `memory`: persistent memory, if failed ranks are replaced.
     """
     try:
-        task = replace(task, generation=task.generation if generation is None else generation)
-        _run_function(task, rank, lifeline, parent, terminal, prepared_call, memory)
+        die_with_parent(parent)
+        ignore_terminal_signals()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _redirect_output(task, rank, terminal)
+        _run_function(task, rank, lifeline, prepared_call, memory)
     finally:  # a forked rank must never continue its parent's work
         os._exit(70)
 
 
 def _run_function(
-    task: LaunchSpec,
-    rank: int,
-    lifeline: int,
-    parent: int,
-    terminal: tuple[int, int, int] | None,
-    prepared_call: PreparedCall | None,
-    memory: PersistentMemory | None,
+    task: LaunchSpec, rank: int, lifeline: int, prepared_call: PreparedCall | None, memory: PersistentMemory | None
 ) -> NoReturn:
-    die_with_parent(parent)
-    ignore_terminal_signals()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _redirect_output(task, rank, terminal)
     folder = Path(task.folder)
     notes = CollectiveRecorder(folder / "record", rank, task.generation)
     worlds: list[World] = []  # the newest

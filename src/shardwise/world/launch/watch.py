@@ -12,9 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ from shardwise.world.launch.stuck import format_ranks
 from shardwise.world.recorder import RankStatus, RecordReader
 from shardwise.world.terminal import STOP_SIGNALS
 
+COLLECTIVE_TIMEOUT_S = 900.0  # limit of a collective, or of a gap between heartbeats, without an announced limit
+HANG_AFTER_S = 5.0
 SETTLE_S = 0.05  # time for other ranks that failed by their own errors at the same moment
 LOST_S = 1.5  # time for the first cause of a peer loss
 POLL_S = 0.1
@@ -124,42 +126,52 @@ class RecoveryPolicy:
     replaces_all: bool = False
 
 
-def supervise_ranks(
-    children: RankProcesses,
-    folder: Path,
-    num_ranks: int,
-    limits: Limits | None,
-    stop_grace_s: float,
-    stops: StopRequests,
-    is_output_shown: bool,
-    recovery: RecoveryPolicy | None = None,
-) -> list[Any]:
-    """Wait for all ranks and return their results in order. `limits`: time limits of hang detection (None: none).
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """Options of a launch; each is the parameter of the same name of `shardwise.launch`."""
+
+    threads: int = 0
+    device: str = "cpu"
+    timeout_s: float | None = COLLECTIVE_TIMEOUT_S
+    hang_after_s: float = HANG_AFTER_S
+    env: Mapping[str, str] = field(default_factory=dict)
+    generation: int = 0
+    folder: Path | None = None
+    stop_grace_s: float = 0.0
+    show: bool = True
+    recovery: RecoveryPolicy | None = None
+    prepare: Callable[..., Any] | None = None
+
+    @property
+    def limits(self) -> Limits | None:
+        """Time limits of hang detection; None: no limits."""
+        return None if self.timeout_s is None else Limits(self.timeout_s, self.hang_after_s)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Limit of the transport: longer than the launcher's, which names the rank; the transport's error cannot."""
+        return 1800.0 if self.timeout_s is None else 2 * self.timeout_s + 30
+
+
+def supervise_ranks(children: RankProcesses, folder: Path, num_ranks: int, options: LaunchOptions, stops: StopRequests) -> list[Any]:
+    """Wait for all ranks and return their results in order.
 
     Raises RankError (also of the failed rank's own class, if that is a ShardwiseError) for the first cause, RunError or KeyboardInterrupt
-    if it was stopped. No rank lives afterwards. `is_output_shown`: rank 0's output went to the terminal already.
+    if it was stopped. No rank lives afterwards.
     """
     record = RecordReader(folder / "record")
     try:
-        return _Supervisor(children, folder, record, limits, (stops, stop_grace_s), is_output_shown, recovery).run(num_ranks)
+        return _Supervisor(children, folder, record, options, stops).run(num_ranks)
     finally:
         children.kill()
         record.close()
 
 
 class _Supervisor:
-    def __init__(
-        self,
-        children: RankProcesses,
-        folder: Path,
-        record: RecordReader,
-        limits: Limits | None,
-        stops: tuple[StopRequests, float],
-        shown: bool,
-        recovery: RecoveryPolicy | None,
-    ) -> None:
-        self.children, self.folder, self.record, self.is_output_shown = children, folder, record, shown
-        (self.stops, self.grace_s), self.recovery, self.limits = stops, recovery, limits
+    def __init__(self, children: RankProcesses, folder: Path, record: RecordReader, options: LaunchOptions, stops: StopRequests) -> None:
+        self.children, self.folder, self.record, self.stops = children, folder, record, stops
+        self.grace_s, self.is_output_shown = options.stop_grace_s, options.show
+        self.recovery, self.limits = recovery, limits = options.recovery, options.limits
         self.ended: dict[int, int] = {}
         self.failures: list[_RankFailure] = []
         self.decide_s = self.stop_s = math.inf

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.world.recorder import process_state
 from shardwise.world.shared_memory import segment
-from shardwise.world.shared_memory.timeouts import format_member, timeout_message
 
 CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20
@@ -67,10 +67,6 @@ class NativeEngine:
         """Return the bytes of the segment of a group of `size`."""
         return int(self.library.shardwise_segment_bytes(size, CHUNK_BYTES, ring_bytes(size)))
 
-    def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> NativeChannel:
-        """Return the channel of `ranks` on a segment that all of them have mapped."""
-        return NativeChannel(self, mapping, index, ranks, pids, timeout_s)
-
 
 def ring_bytes(size: int) -> int:
     """Bytes of messages that can be in flight between two ranks of a group."""
@@ -100,7 +96,7 @@ class NativeWork:
 
 
 class NativeChannel:
-    """One group of ranks; created by `NativeEngine.open`."""
+    """One group of ranks, on a segment that all of them have mapped."""
 
     def __init__(
         self, engine: NativeEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
@@ -287,3 +283,23 @@ def _close_channel(library: ctypes.CDLL, channel: c_void_p, mapping: mmap.mmap) 
     library.shardwise_close(channel)
     channel.value = None  # a buffer may live longer than its group
     del mapping
+
+
+def timeout_message(timeout_s: float, ranks: Sequence[int], pids: Sequence[int], index: int, awaited: int) -> str:
+    """Return why member `index` timed out; `awaited`: the member that it waited for, -1 if unknown, or `index` itself if all others
+    waited for it. That member may itself wait for another; all processes of the host can see one that is stopped (SIGSTOP, a debugger).
+
+    >>> import os
+    >>> timeout_message(2, [4, 5], [os.getpid(), os.getpid()], 1, 1)
+    'Timed out after 2 s: the other ranks waited for this one, and gave up'
+    """
+    if awaited == index:
+        return f"Timed out after {timeout_s:g} s: the other ranks waited for this one, and gave up"
+    who = format_member(ranks, pids, awaited) if awaited >= 0 else "another rank"
+    stopped = [format_member(ranks, pids, i) for i, pid in enumerate(pids) if i != index and process_state(pid) in ("T", "t")]
+    return f"Timed out after {timeout_s:g} s waiting for {who}" + (f"; stopped: {', '.join(stopped)}" if stopped else "")
+
+
+def format_member(ranks: Sequence[int], pids: Sequence[int], index: int) -> str:
+    """Return the name of a member in messages."""
+    return f"rank {ranks[index]} (process {pids[index]})"

@@ -84,7 +84,7 @@ class SharedMemory:
         if not reason:
             try:
                 mapping = own if own is not None else segment.attach_segment(segment.SegmentHandle.parse(place))
-                channel = engine.open(mapping, index, ranks, pids, self._timeout_s)
+                channel = NativeChannel(engine, mapping, index, ranks, pids, self._timeout_s)
             except _PROCESS_EXITED as error:
                 raise _exited_peer_error(error) from error
             except (OSError, MemoryError) as error:

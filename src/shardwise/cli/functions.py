@@ -5,21 +5,20 @@ Each shares its implementation with the verb of the same name; `answer.record` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.api import Model, subject_of
 from shardwise.capture.capture import Loss
 from shardwise.capture.nesting import batch_size_of
-from shardwise.cli.answer import Answer
 from shardwise.cli.changes import parse_changes
 from shardwise.cli.compare import show_plan_comparison, show_timeline_comparison
 from shardwise.cli.estimate import show_estimate
 from shardwise.cli.explain import MAX_CANDIDATES, show_explanation
-from shardwise.cli.pricing_context import PricingContext, name_with_sequence
+from shardwise.cli.output import CommandOutput, as_json, show_table
+from shardwise.cli.pricing_context import PricingContext, pricing_context_of_name
 from shardwise.cli.report import subject_of_plan, write, write_page
 from shardwise.cli.scaling import device_counts, show_scaling
 from shardwise.cli.whatif import show_changes
@@ -30,8 +29,63 @@ from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import read_plan
-from shardwise.zoo.resolve import resolve
+from shardwise.report.notebook import html_table
+from shardwise.report.tables import TextTable
 from shardwise.zoo.resolved import ResolvedModel
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from torch import nn
+
+
+class Answer(CommandOutput):
+    """The result of `shardwise.explain` and similar functions: `tables`, `record` as of `--json`; `str` draws the tables."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.record: dict[str, object] = {}
+        self._entries: list[TextTable | str] = []
+
+    @property
+    def tables(self) -> tuple[TextTable, ...]:
+        return tuple(entry for entry in self._entries if isinstance(entry, TextTable))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.record[key]
+
+    def text(self, text: str) -> None:
+        self._entries.append(text)
+
+    def picture(self, picture: Text) -> None:
+        self._entries.append(picture.plain)
+
+    def table(self, table: TextTable) -> None:
+        self._entries.append(table)
+
+    def message(self, text: str) -> None:
+        self._entries.append(text)
+
+    def answer(self, record: Mapping[str, object]) -> None:
+        self.record = {key: as_json(value) for key, value in record.items()}
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        buffer = StringIO()
+        console = Console(file=buffer, width=120, highlight=False, markup=False, emoji=False)
+        for entry in self._entries:
+            if isinstance(entry, TextTable):
+                show_table(entry, console)
+            else:
+                console.print(entry, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(html_table(entry) if isinstance(entry, TextTable) else f"<p>{escape(entry)}</p>" for entry in self._entries)
 
 
 def explain(
@@ -204,8 +258,8 @@ def _first_context(
     """Return a model's name, its pricing context, and the given batch size, None where none was given."""
     size = batch if isinstance(batch, int) else None if batch is None else batch_size_of(batch)
     if isinstance(model, str):
-        name, sequence = name_with_sequence(model, sequence)
-        return name, PricingContext(name, machines, size or resolve(name, None, sequence).default_batch, sequence), size
+        setting = pricing_context_of_name(model, machines, size, sequence)
+        return setting.model, setting, size
     resolved, module = _resolve_module(model, batch, loss)
     size = size or resolved.default_batch
     return resolved.name, PricingContext(resolved.name, machines, size, None, resolved, module), size
@@ -237,6 +291,8 @@ def _resolve_module(
         if wanted != size:
             raise UsageError(f"{name} was given with a batch of {size} samples, and {wanted} are asked for; give it with such a batch")
         return inputs
+
+    from torch import nn
 
     if isinstance(make, nn.Module):
         return ResolvedModel(name, lambda: make, given_batch, loss, size), make
