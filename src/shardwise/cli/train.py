@@ -106,7 +106,7 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
     from shardwise import api
     from shardwise.cli.operands import load_cluster, load_model
     from shardwise.plan.layout import Layout
-    from shardwise.run.rank_model.build import CachedModelSource
+    from shardwise.run.rank_model.model_source import CachedModelSource
     from shardwise.train.check_tokens import check_tokens
     from shardwise.train.compiled_trial import choose_compilation, compiling_may_pay
     from shardwise.train.flow import PlannedRun

@@ -37,8 +37,9 @@ from shardwise.run.gradients.stale_updates import StaleUpdates
 from shardwise.run.parts.rows import BatchRows, StageReplica
 from shardwise.run.publish import Address, publish_weights
 from shardwise.run.rank_agreement import check_batch_agrees
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource, build_rank_model
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs, sequence_length_of
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.rank_model.runnable_capture import RunnableCapture, StepInputs
 from shardwise.run.recovery.fingerprints import Fingerprints, SuspectStep
 from shardwise.run.recovery.snapshots import RankState
@@ -97,10 +98,8 @@ class Engine(CheckpointMixin):
             torch.manual_seed(seed)
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
         seed = torch.initial_seed() if seed is None else seed
-        if plan.uncaptured:
-            self.rank_model = build_replicated(plan, source, batch, loss, world, self.optimizer_spec, seed)
-        else:
-            self.rank_model = build_rank_model(plan, source, batch, loss, world, self.optimizer_spec, seed)
+        request = BuildRequest(plan, source, batch, loss, world, self.optimizer_spec, seed)
+        self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
         self.mesh = plan.layout.mesh_of(world.rank)
         sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples
         self.data_index, self.data_size, self._sample_group = self.mesh.index_along(world.rank, cut), len(sharing), world.group(sharing)

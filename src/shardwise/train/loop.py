@@ -28,7 +28,7 @@ from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.recovery.snapshots import Snapshots, agree_on_step, required_bytes, state_for_memory
 from shardwise.run.step.result import StepResult
 from shardwise.train import artifacts

@@ -39,9 +39,9 @@ from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
 from shardwise.run.loop.submodule_calls import register_submodule_hooks
 from shardwise.run.parts.rank_model import RankModel
-from shardwise.run.rank_model.build import ModelSource, build_rank_model
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.state.block_ranges import block_of, block_shape
-from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.state.parameters import install_tensors
 from shardwise.run.state.precision import set_matmul_precision
 from shardwise.run.uncaptured.replicated import replicate_module
@@ -79,7 +79,7 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
     if plan.uncaptured:
         ShardedModule(model, plan, world, replicate_module(model, source, plan, batch, world)).install()
         return
-    parts = build_rank_model(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
+    parts = build_rank_model(BuildRequest(plan, source, batch, None, world, seed=torch.initial_seed(), returns_outputs=True))
     names = [v.name for v in parts.graph.parameters if v.is_complex_pairs]
     if names:
         raise Infeasible(

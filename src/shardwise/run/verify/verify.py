@@ -43,8 +43,8 @@ from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
 from shardwise.run.rank_model.capture_cache import one_microbatch_per_split
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.sharded_state import full_state, gradient_shards
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.step.dispatch import RunResult
