@@ -35,7 +35,6 @@ from shardwise.plan.ir.axis import DATA, axis_of, sample_axes
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, Placement, R, even_shard_range, is_shard
 from shardwise.plan.plan import Plan
-from shardwise.run.call_convention import CallConvention
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
@@ -44,6 +43,7 @@ from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.zero_gather import GatheredWeightSaver, ZeroShard, insert_gathers
 from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
 from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.parts.rows import CallConvention
 from shardwise.run.rank_agreement import digest_tensors
 from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource

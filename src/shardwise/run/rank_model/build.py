@@ -39,10 +39,8 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.plan import Plan
-from shardwise.run.gradients.choose_all_reduce import choose_all_reduce
 from shardwise.run.parts.local_blocks import InitialValues, LocalBlocks, shard_stored_parameters, zero_shards
 from shardwise.run.parts.lru_cache import MAX_MICROBATCH_SIZES
-from shardwise.run.parts.microbatch import CapturedMicrobatch
 from shardwise.run.parts.microbatch_variants import MicrobatchVariant, lower_variant, resize_shardings
 from shardwise.run.parts.rank_model import RankModel, program_of
 from shardwise.run.parts.stage_meshes import (
@@ -53,10 +51,10 @@ from shardwise.run.parts.stage_meshes import (
     stage_shardings,
     variables_across_meshes,
 )
-from shardwise.run.rank_model.model_source import ModelSource, cast_to_precision, sample_folds
+from shardwise.run.rank_model.model_source import CapturedMicrobatch, ModelSource, cast_to_precision, sample_folds
 from shardwise.run.residency.layer_modules import layers_reading
 from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.run.state.parameters import build_groups
+from shardwise.run.state.parameters import build_groups, choose_all_reduce
 from shardwise.run.state.precision import DTYPES
 from shardwise.world.world import World
 

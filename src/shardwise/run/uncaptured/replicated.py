@@ -41,15 +41,14 @@ from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.placement import D, P, Placement, R, Shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, check_uncaptured
-from shardwise.run.call_convention import CallConvention
 from shardwise.run.checkpoint import StateShard, full_shard
-from shardwise.run.gradients.choose_all_reduce import choose_all_reduce
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.parts.rank_model import RankModel, program_of
+from shardwise.run.parts.rows import CallConvention
 from shardwise.run.rank_model.build import BuildRequest
 from shardwise.run.rank_model.model_source import ModelSource, cast_to_precision
 from shardwise.run.state.block_ranges import full_ranges
-from shardwise.run.state.parameters import LocalParameter, build_groups, install_tensors
+from shardwise.run.state.parameters import LocalParameter, build_groups, choose_all_reduce, install_tensors
 from shardwise.run.state.precision import autocast_dtype_of
 from shardwise.run.uncaptured.trial import OutputSpec, check_data_parallel, infer_output_specs
 from shardwise.world import private
